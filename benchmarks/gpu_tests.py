@@ -77,15 +77,30 @@ def arguments_of(part: str, processes: int) -> list[str]:
     return [*(str(path.relative_to(ROOT)) for path in own), *many]
 
 
+def settings_of(reports: Path, compiled: Path) -> dict[str, str]:
+    """Return pytest's environment, in which this file and what it imports are found.
+
+    Parameters
+    ----------
+    reports : Path
+        Where the plugin writes.
+    compiled : Path
+        A folder of compiled kernels, where the environment names none.
+    """
+    # Packages may lie in a folder that only the variable names.
+    given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return {
+        "TRITON_CACHE_DIR": str(compiled),
+        **os.environ,
+        REPORTS: str(reports),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "benchmarks"), *given)),
+    }
+
+
 def tested(part: str, processes: int, seconds: float, folder: Path) -> dict[str, Any]:
     """Run a part; returns its counts and its tests, the longest first."""
     reports = folder / f"{part}.jsonl"
-    settings = {
-        **os.environ,
-        REPORTS: str(reports),
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "benchmarks"))),
-    }
-    settings.setdefault("TRITON_CACHE_DIR", str(folder / "compiled"))
+    settings = settings_of(reports, folder / "compiled")
     command = child_python(
         "-m", "pytest", "-q", "-p", "gpu_tests", "-p", "no:cacheprovider",
         "--no-header", "--tb=short", *arguments_of(part, processes),
