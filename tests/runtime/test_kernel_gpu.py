@@ -13,7 +13,7 @@ from tests.runtime.plans import make_plan
 from tests.runtime.test_kernel_columns import by_column
 from tests.runtime.test_kernel_generation import PLANS
 from tests.runtime.test_kernel_segments import PLANS as AGING
-from tests.runtime.test_kernel_segments import QUANTISED
+from tests.runtime.test_kernel_segments import QUANTISED, plan_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,7 +150,7 @@ def test_a_captured_step_counts_for_itself(arch: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("kinds", [AGING, QUANTISED], ids=["plain", "quantised"])
 def test_a_captured_step_moves_tokens_on(name: str, kinds: dict[str, Any]) -> None:
     model = model_of("Llama", torch.bfloat16)
-    replayed(model, make_plan(model, **kinds[name]))
+    replayed(model, plan_for(model, kinds[name]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -255,18 +255,25 @@ def test_generate_replays_its_steps_and_says_the_same(arch: str, way: str) -> No
         assert found.nbytes == wanted.nbytes, name
 
 
-@pytest.mark.parametrize("kinds", [AGING, QUANTISED], ids=["plain", "quantised"])
+# A test for each: of all in one, the first that fails would hide those after it.
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=f"{kind} {name}")
+        for kind, plans in (("plain", AGING), ("quantised", QUANTISED))
+        for name, settings in plans.items()
+    ],
+)
 @pytest.mark.parametrize("padded", [False, True])
-def test_generate_replays_steps_that_move_tokens_on(kinds: dict[str, Any], padded: bool) -> None:
+def test_generate_replays_steps_that_move_tokens_on(settings: dict[str, Any], padded: bool) -> None:
     model = model_of("Llama", torch.bfloat16)
-    for name, settings in kinds.items():
-        plan = make_plan(model, **settings)
-        ways: dict[str, Any] = {"padded": padded, "max_new_tokens": 40}
-        found = generated(model, plan, "on", **ways)
-        wanted = generated(model, plan, "on", graphs=False, **ways)
-        assert found.replays > 30, (name, found.graph_reason)
-        assert error(found, wanted) < 2e-2, name
-        assert found.nbytes == wanted.nbytes, name
+    plan = plan_for(model, settings)
+    ways: dict[str, Any] = {"padded": padded, "max_new_tokens": 40}
+    found = generated(model, plan, "on", **ways)
+    wanted = generated(model, plan, "on", graphs=False, **ways)
+    assert found.replays > 30, found.graph_reason
+    assert error(found, wanted) < 2e-2
+    assert found.nbytes == wanted.nbytes
 
 
 def test_a_model_that_asks_its_states_runs_as_it_is() -> None:
@@ -356,8 +363,8 @@ def test_what_a_graph_cannot_hold_is_refused() -> None:
     from kvprof.errors import UsageError
 
     model = model_of("Llama")
-    token, position = token_ids(1, 1).cuda(), torch.full((1, 1), 5, device="cuda")
     with compressed(model, make_plan(model, **PLANS["ragged"]), "on") as session, torch.no_grad():
+        token, position = token_ids(1, 1).cuda(), torch.full((1, 1), 5, device="cuda")
         cache = session.new_cache()
         model.model(token_ids(1, 64).cuda(), past_key_values=cache)  # a whole tile: no room left
         graph = torch.cuda.CUDAGraph()

@@ -17,6 +17,7 @@ from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
+from kvprof.models.load import LoadedModel
 from kvprof.runtime import keeping
 from kvprof.runtime.backends import segments, stages
 from kvprof.runtime.codecs import Codec, codec_for
@@ -70,12 +71,17 @@ QUANTISED: dict[str, dict[str, Any]] = {
 
 
 def plan_of(arch: str, options: dict[str, Any]) -> Plan:
+    return plan_for(model_of(arch), options)
+
+
+def plan_for(model: LoadedModel, options: dict[str, Any]) -> Plan:
+    """Build a plan of the tables above, which have words that `make_plan` does not know."""
     turned = {key: options[key] for key in ("scaled", "left_out", "by_layer") if key in options}
-    plan = make_plan(model_of(arch), **{k: v for k, v in options.items() if k not in turned})
+    plan = make_plan(model, **{k: v for k, v in options.items() if k not in turned})
     if "by_layer" in turned:
         plan = with_own_bits(plan, turned["by_layer"])
     if "left_out" in turned:
-        facts = model_of(arch).layout.layers[-1]
+        facts = model.layout.layers[-1]
         last = replace(identity_layer(facts, len(plan.levels.shares)), left_out=True)
         plan = replace(plan, layers=(*plan.layers[:-1], last))
     return with_scales(plan) if "scaled" in turned else plan
