@@ -1,4 +1,4 @@
-"""What decoding over rows of codes takes, in bfloat16 and in whole numbers, and built how.
+"""What decoding over rows of codes takes, multiplied as bfloat16 and as int8, and built how.
 
 One layer of Llama-3.1-8B's shape in 4 bits, groups of 32 columns, heads of one, two, four and eight
 kinds of the same bytes, and other formats that share the kernel. Each way to build it takes its
@@ -133,44 +133,22 @@ CHECKED = [
     Way("8 bits, pages of 64", [Spec([(48, 64)], 8, 8)], heads=1, page=64),
     *(replace(way, heads=2) for way in OTHERS.values()),
 ]
-OLD: dict[str, int] = {"whole": 0}
-#: Ways to build it, beside `OLD`; what is not named is `tuning_for`'s. Pieces and what a byte costs
-#: need no other kernel.
-TUNINGS: list[dict[str, int]] = [
-    OLD,
-    {"whole": 1},
-    {"whole": 1, "pieces": 8},
-    {"whole": 1, "pieces": 12},
-    {"whole": 2},
-    {"whole": 2, "per_token": 16},
-    {"whole": 1, "registers": 96, "pieces": 16},
-    {"whole": 1, "registers": 96, "pieces": 20},
-    {"whole": 2, "registers": 96, "pieces": 20},
-    {"whole": 3, "registers": 96, "pieces": 20, "per_token": 20},
-    {"whole": 1, "registers": 112, "pieces": 18},
-    {"whole": 1, "registers": 80, "pieces": 24},
-    {"whole": 1, "registers": 96, "pieces": 16, "stages": 3},
-    {"whole": 1, "tile": 12288, "pieces": 12, "registers": 168},
-    {"whole": 1, "tile": 12288, "pieces": 16},
-]
-#: Of several kinds of head, where multiprocessors have shares; of other formats.
-_SHARES: list[dict[str, int]] = [{"whole": 1, "near": 0}, {"whole": 2, "near": 1}]
-_OTHERS: list[dict[str, int]] = [
-    OLD,
-    {"whole": 1},
-    {"whole": 1, "registers": 96, "pieces": 20},
-    {"whole": 1, "registers": 168, "pieces": 12},
-]
+#: Ways to build it; what is not named is `tuning_for`'s. The old one reads codes as numbers of two
+#: bytes, the new one as int8.
+OLD: dict[str, int] = {"int8": False}
+NEW: dict[str, int] = {"int8": True}
+_OTHERS = [OLD, NEW, NEW | {"registers": 96, "pieces": 20}, NEW | {"registers": 168, "pieces": 12}]
 
 
 def tunings(way: Way) -> list[dict[str, int]]:
     """Return the ways to build a layer's kernel that are tried."""
     if way.name in OTHERS:
         return _OTHERS
-    kinds = len(KINDS[way.name])
-    # A kernel of many kinds takes long to compile.
-    found = [own for own in TUNINGS if kinds < 4 or ("stages" not in own and "tile" not in own)]
-    return found + (_SHARES if kinds > 2 else [])
+    # Pieces are named: `tuning_for` has them by form.
+    found = [OLD | {"pieces": 16}, *(NEW | {"pieces": pieces} for pieces in (16, 12, 8))]
+    found.append(NEW | {"registers": 96, "pieces": 20})
+    # Multiprocessors have shares only of several kinds.
+    return found + ([NEW | {"pieces": 16, "near": 0}] if len(KINDS[way.name]) > 2 else [])
 
 
 def cases(run: Run, part: str) -> list[tuple[Way, int, int]]:
@@ -266,7 +244,7 @@ def check(run: Run) -> dict[str, Any]:
     rows = []
     for way in CHECKED[: 2 if run.tiny else None]:
         for tokens in (200,) if run.tiny else (130 if way.page else 1, 200, 5000):
-            calls, wanted, _ = calls_of(run, way, 2, tokens, [OLD, {"whole": 1}], 1)
+            calls, wanted, _ = calls_of(run, way, 2, tokens, [OLD, NEW], 1)
             errors = [own if isinstance(own, str) else error(own[0](), wanted) for own in calls]
             rows.append({"what": way.name, "tokens": tokens, "old": errors[0], "new": errors[1]})
     worst = [max((row[k] for row in rows), key=lambda e: 9e9 if isinstance(e, str) else e)
@@ -361,13 +339,13 @@ def compile_all(run: Run, parts: list[str], processes: int) -> None:
     wanted: dict[str, tuple[Way, dict[str, int], int]] = {}
     for part in parts:
         if part == "check":
-            tasks = [(way, change, 2) for way in CHECKED for change in (OLD, {"whole": 1})]
+            tasks = [(way, change, 2) for way in CHECKED for change in (OLD, NEW)]
         else:
             tasks = [(way, own, 1) for way, _, _ in cases(run, part) for own in tunings(way)]
         for way, change, rows in tasks:
             near = bool(replace(tuning_for(way.layout(1, 300, run.dtype)), **change).near)
             built = {name: change[name] for name in _BUILT if name in change}
-            key = way.name, way.heads, bool(change["whole"]), near, built
+            key = way.name, way.heads, bool(change["int8"]), near, built
             wanted.setdefault(str(key), (way, change, rows))
     order = sorted(wanted.values(), key=lambda task: -len(set(task[0].specs[-1].pairs)))
     context = multiprocessing.get_context("spawn")
@@ -395,14 +373,14 @@ def show(name: str, part: dict[str, Any]) -> None:
     best: dict[tuple[str, int, int], dict[bool, dict[str, Any]]] = {}
     for row in part.get("rows", ()):
         own = best.setdefault((row["what"], row["batch"], row["tokens"]), {})
-        whole = bool(row["change"]["whole"])
-        if "median" in row and (whole not in own or row["median"] < own[whole]["median"]):
-            own[whole] = row
+        int8 = bool(row["change"]["int8"])
+        if "median" in row and (int8 not in own or row["median"] < own[int8]["median"]):
+            own[int8] = row
     for (what, batch, tokens), own in best.items():
         words = [f"{what} b{batch} {tokens}:"]
-        for whole in (False, True):
-            if whole in own:
-                words.append(f"{'new' if whole else 'old'} {own[whole]['median'] * 1e6:.1f} us")
+        for int8 in (False, True):
+            if int8 in own:
+                words.append(f"{'new' if int8 else 'old'} {own[int8]['median'] * 1e6:.1f} us")
         print("  " + " ".join(words) + (f"  {own[True]['change']}" if True in own else ""))
 
 

@@ -14,6 +14,7 @@ from kvprof.kernels.segments.columns import (
 )
 from kvprof.kernels.segments.cuts import token_bytes, token_cost
 from kvprof.kernels.segments.geometries import FORMATS, bits_numbered, format_of
+from kvprof.kernels.segments.launch import tuning_for
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
@@ -143,14 +144,57 @@ def test_a_token_costs_its_bytes_and_what_a_plane_of_keys_is_padded_by():
     assert more((48, 64), None) == 0
 
 
-def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes():
+def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes_but_not_as_int8():
     wide_keys, wide_values = of_one((128, 32), 4), of_one((32, 128), 4)
-    assert token_bytes(wide_keys, 0, 0) == token_bytes(wide_values, 0, 0)
+    own = token_bytes(wide_keys, 0, 0)
+    assert own == token_bytes(wide_values, 0, 0)
+    for layout in (wide_keys, wide_values):
+        assert token_cost(layout, 0, 0, 26, int8=True) == 16 * (own + 26)
     # 48 bytes of codes more of one and less of the other, 3 scales and middles with them.
     difference = token_cost(wide_values, 0, 0, 26) - token_cost(wide_keys, 0, 0, 26)
     assert difference == pytest.approx(16 * (0.25 * 48 - 0.05 * 3 * 4), abs=1)
     beside = SegmentsLayout(tuple(segment([(128, 32)], bits, bits, columns=32) for bits in (4, 2)))
     assert token_cost(beside, 0, 0, 26) == 16 * (token_bytes(beside, 0, 0) + 26)
+
+
+EXACT, CODED = (None, None), (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("formats", "group", "paged", "int8"),
+    [
+        ([CODED], 4, False, True),
+        ([(8, 2)], 1, False, True),
+        ([EXACT, CODED, EXACT], 4, False, True),
+        ([CODED], 5, False, False),
+        ([CODED], 4, True, False),
+        ([EXACT, (2, 2), CODED], 4, False, False),
+        ([EXACT], 4, False, False),
+        ([("uniform-rms", "uniform-rms")], 4, False, False),
+        ([("fp8", "fp8")], 4, False, False),
+        ([("fp8", 4)], 4, False, False),
+    ],
+)
+def test_one_segment_of_codes_for_few_query_heads_is_multiplied_as_int8(
+    formats, group, paged, int8
+):
+    layout = SegmentsLayout(
+        tuple(
+            segment([(64, 48)], *own, group=group, capacity=128, columns=32, paged=paged)
+            for own in formats
+        )
+    )
+    assert tuning_for(layout).int8 == int8
+
+
+def test_two_kinds_of_head_are_cut_into_longer_pieces():
+    pairs = [(64, 64), (80, 48), (48, 80)]
+    found = [
+        tuning_for(SegmentsLayout((segment(pairs[:kinds], 4, 4, columns=32, group=group),))).pieces
+        for group in (4, 8)
+        for kinds in (1, 2, 3)
+    ]
+    assert found == [16, 8, 16, 16, 16, 16]
 
 
 def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():

@@ -15,7 +15,6 @@ from kvprof.kernels.segments.tables import Counter, Item, Unit
 from kvprof.kernels.tables import Part, column
 
 __all__ = [
-    "WHOLE",
     "cut_units",
     "tile_places",
     "token_bytes",
@@ -41,8 +40,6 @@ class _Weights:
         Of scales and middles.
     padding : float
         By which a plane of 16 columns of K is padded in a product.
-    value_padding : float
-        By which one of V would be: its weights are made as for 32.
     """
 
     keys: float = 1.0
@@ -50,21 +47,15 @@ class _Weights:
     key_scales: float = 1.0
     value_scales: float = 1.0
     padding: float = 1.0
-    value_padding: float = 0.0
 
 
 _BYTES = _Weights()
-#: Where codes are stored in 4 bits: found by descent on an H200, on which a layer of eight unlike
-#: heads (the ragged one of docs/benchmarks, groups of 32 columns) ends 3.5 % sooner than with bytes
-#: alone. Nothing is known of segments of unlike bits beside one another.
+#: Where codes of 4 bits are multiplied as numbers of two bytes: found by descent on an H200, on
+#: which a layer of eight unlike heads (the ragged one of docs/benchmarks, groups of 32 columns)
+#: ends 3.5 % sooner than with bytes alone. Nothing is known of segments of unlike bits beside one
+#: another. As int8 they cost bytes: weights by the instructions of the loop made no layer in the
+#: record of rows of codes faster at all of its sizes.
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
-#: Where rows of codes are multiplied as whole numbers: bytes; the instructions of a loop, which are
-#: 90 for a group of 32 columns of K and 124 for one of V, whole or half; half of the way.
-WHOLE = (
-    _BYTES,
-    _Weights(0.84, 1.16, 0.84, 1.16, padding=1.0, value_padding=1.4),
-    _Weights(0.92, 1.08, 0.92, 1.08, padding=1.0, value_padding=0.7),
-)
 
 
 def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
@@ -73,7 +64,7 @@ def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
 
 
 def token_cost(
-    layout: SegmentsLayout, segment: int, head: int, per_token: int, whole: int = 0
+    layout: SegmentsLayout, segment: int, head: int, per_token: int, int8: bool = False
 ) -> int:
     """Return what a token of a head costs, in sixteenths of a byte.
 
@@ -83,19 +74,18 @@ def token_cost(
     segment, head : int
     per_token : int
         Bytes' worth of what every token costs: `Tuning.per_token`.
-    whole : int
-        `Tuning.whole`.
+    int8 : bool
+        `Tuning.int8`.
     """
     keys, values = layout.sides(segment, head)
     four = len(layout.segments) == 1 and keys.container == values.container == 4
-    weights = WHOLE[whole - 1] if four and whole else _FOUR if four else _BYTES
+    weights = _FOUR if four and not int8 else _BYTES
     cost = (
         weights.keys * _token(keys, keys.code_bytes)
         + weights.values * _token(values, values.code_bytes)
         + weights.key_scales * _token(keys, keys.kept_bytes)
         + weights.value_scales * _token(values, values.kept_bytes)
         + weights.padding * _padding(keys)
-        + weights.value_padding * _padding(values)
         + per_token
     )
     return round(_PARTS * cost)

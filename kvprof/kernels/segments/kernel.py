@@ -13,6 +13,7 @@ from triton.language.extra import cuda
 from kvprof.kernels.segments.codes import FULL
 from kvprof.kernels.segments.column_kernel import column_piece
 from kvprof.kernels.segments.columns import COLUMNS
+from kvprof.kernels.segments.int8_kernel import int8_piece
 from kvprof.kernels.segments.move import put_columns, put_rows, states_of
 from kvprof.kernels.segments.row_kernel import row_piece
 from kvprof.kernels.segments.side import PLACES
@@ -25,7 +26,6 @@ from kvprof.kernels.segments.tables import (
     Stretch,
     Unit,
 )
-from kvprof.kernels.segments.whole_kernel import whole_piece
 from kvprof.kernels.tables import Part, column
 
 __all__ = ["move_token", "segment_pieces"]
@@ -59,7 +59,7 @@ _SLOTS = tl.constexpr(column(Kind, "slots"))
 _PLACES = tl.constexpr(column(Kind, "places"))
 _STAGES = tl.constexpr(column(Kind, "stages"))
 _ROWS = tl.constexpr(column(Kind, "rows"))
-_WHOLE = tl.constexpr(column(Kind, "whole"))
+_INT8 = tl.constexpr(column(Kind, "int8"))
 _ITEM = tl.constexpr(len(Item._fields))
 _ITEM_ROW = tl.constexpr(column(Item, "row"))
 _ITEM_HEAD = tl.constexpr(column(Item, "head"))
@@ -212,8 +212,8 @@ def segment_pieces(
                         KINDS[number * STRIDE + _PLACES], KINDS[number * STRIDE + _STAGES], GROUP,
                         4 if GROUP <= 4 else HEADS, WIDEST, PAGE, CAPPED, FAST,
                     )
-                elif KINDS[number * STRIDE + _WHOLE] == 1:
-                    whole_piece(
+                elif KINDS[number * STRIDE + _INT8] == 1:
+                    int8_piece(
                         keys, halfs + at // 2, pages, stride, partial, logs, item, query, width,
                         start, stop, output_width, scale, cap, taken % blocks * HEADS, KINDS,
                         number * STRIDE + _HEADER,

@@ -62,7 +62,7 @@ def unit_table(
                     query_width=wide.key_widths[head],
                     begin=layout.offsets[number][head],
                     capacity=MOST_TOKENS if segment.paged else segment.layout.capacity,
-                    cost=token_cost(layout, number, head, tuning.per_token, tuning.whole),
+                    cost=token_cost(layout, number, head, tuning.per_token, tuning.int8),
                     height=segment.slots * tile_places(layout, number, head, tuning.tile),
                     kind=kinds.index(layout.unit_kind(number, head)),
                 )
@@ -100,8 +100,24 @@ def _near(kinds: int) -> int:
     return 0 if kinds <= 2 else 3 if kinds <= 4 else 1
 
 
+def _int8(layout: SegmentsLayout) -> bool:
+    """Return `Tuning.int8`: whether that was the faster form on an H100 (docs/benchmarks).
+
+    Over one quantised segment, exact tokens beside it or not, and up to four query heads per KV
+    head, whose two digits fill the eight columns that a product has at least: layers of 4 bits took
+    0.90 of the time over 18 cases, 0.69 to 1.03 in each. More query heads need twice the products
+    (1.05 of the time with 8, 1.12 with 16); several quantised segments (1.25) and pages (1.11) were
+    slower for reasons unknown.
+    """
+    segments = [layout.sides(number, 0) for number in range(len(layout.segments))]
+    quantised = [sides for sides in segments if any(side.bits is not None for side in sides)]
+    if layout.paged or layout.group > 4 or len(quantised) != 1:
+        return False
+    return all(side.form.counted for side in quantised[0])
+
+
 def tuning_for(layout: SegmentsLayout) -> Tuning:
-    """Return what was fastest on an H200 for a layer's widths and formats."""
+    """Return what was fastest on an H200, and on an H100 of two forms, by widths and formats."""
     sides = [side for number in range(len(layout.segments)) for side in layout.sides(number, 0)]
     numbers = _numbers(layout, 8, 1)
     if numbers > _REGISTERS // 2 or all(side.bits is None for side in sides):
@@ -114,12 +130,19 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
         )
         if alike and (own := geometry.tuned(alike)) is not None:
             return own
-    near = _near(len(layout.unit_kinds))
+    kinds = len(layout.unit_kinds)
+    near = _near(kinds)
     if not any(side.groups for side in sides):
         return Tuning(stages=3, warps=2, near=near)
+    int8 = _int8(layout)
     # Larger tiles, of which fewer programs have room at once.
     slots = {segment.slots for segment in layout.segments}
-    return Tuning(16 if slots == {2} else 13 if slots == {1} else 12, near=near)
+    pieces = 16 if slots == {2} else 13 if slots == {1} else 12
+    if int8 and pieces == 16 and kinds == 2 and len(layout.segments) == 1:
+        # On an H100 longer pieces took 0.87 to 0.99 of the time with two kinds of head. With one
+        # they took 0.84 to 1.07, with four, where there are shares, up to five times as long.
+        pieces = 8
+    return Tuning(pieces, near=near, int8=int8)
 
 
 _NONE = PlaneColumns(*(0,) * len(PlaneColumns._fields))
@@ -185,7 +208,7 @@ def kind_table(
             places=places,
             stages=2 * stages - 1 if family.paged else stages,
             rows=max(16, triton.next_power_of_2(values.groups + 1)),
-            whole=int(tuning.whole > 0 and keys.form.counted and values.form.counted),
+            int8=int(tuning.int8 and keys.form.counted and values.form.counted),
         )
         filled = (row for own in tables for row in own + [_NONE] * (most - len(own)))
         found += [kind, *filled]

@@ -163,8 +163,8 @@ def segments_operator(
         What K and V are like, segment by segment, of every kind of head that the kernel is built
         for (`Side.number`).
     tuning
-        Pieces, tile, stages, warps, the cost per token, the most registers and
-        whether neighbours go together.
+        A `Tuning`: pieces, tile, stages, warps, the cost per token, the most registers, from
+        which length on neighbours go together, and whether codes are multiplied as int8.
     processors
         Multiprocessors of the GPU.
 
@@ -176,12 +176,13 @@ def segments_operator(
     restored = _layout(tuple(layout), query.dtype)
     if uses_triton(query.device):
         items, parts, counters = scheduled
+        numbers: list[Any] = [*tuning[:-1], bool(tuning[-1])]
         return launch_segments(
             query.contiguous(),
             buffer,
             restored,
             _family(restored, tuple(kinds)),
-            Tuning(*tuning),
+            Tuning(*numbers),
             units,
             eye,
             items,
@@ -400,7 +401,7 @@ class SegmentsStep:
             softcap,
             layout_numbers(self.layout),
             _kind_numbers(self.layout, self.kinds),
-            astuple(tuning),
+            [int(own) for own in astuple(tuning)],
             self.multiprocessors,
         )
         return output

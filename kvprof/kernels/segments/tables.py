@@ -113,8 +113,8 @@ class Kind(NamedTuple):
         Tiles on their way at once.
     rows : int
         Of the product with middles of V.
-    whole : int
-        1 where codes are multiplied as whole numbers.
+    int8 : int
+        1 where codes are multiplied as int8.
     """
 
     key_format: int
@@ -141,7 +141,7 @@ class Kind(NamedTuple):
     places: int
     stages: int
     rows: int
-    whole: int
+    int8: int
 
 
 class PlaneColumns(NamedTuple):

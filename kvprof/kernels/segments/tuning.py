@@ -26,9 +26,9 @@ class Tuning:
     near : int
         Tiles of a piece from which on a multiprocessor takes neighbouring pieces, which pays where
         heads are of several kinds, each with code of its own; 0 for pieces in order, always.
-    whole : int
-        Whether rows of codes are multiplied as whole numbers: 0 if not, else which of
-        `kvprof.kernels.segments.cuts.WHOLE` a byte costs.
+    int8 : bool
+        Whether rows of codes are multiplied as int8, if both sides are such, and not as numbers of
+        two bytes.
     """
 
     pieces: int = 16
@@ -38,4 +38,4 @@ class Tuning:
     per_token: int = 26
     registers: int = 128
     near: int = 16
-    whole: int = 1
+    int8: bool = False

@@ -4,6 +4,8 @@ Pages lie in any order with a gap of NaN behind each, are shared by sequences, a
 names behind a sequence's last page is no page.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from kvprof.kernels.reconstruct.form import Tuning as RebuildTuning
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step
 from kvprof.kernels.segments.append import addresses_of, read, write
+from kvprof.kernels.segments.launch import tuning_for
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.reference import reference_segments
@@ -174,9 +177,10 @@ def paged_segment(pool: Pool, heads, group: int, bits, columns) -> Segment:
     st.sampled_from(DTYPES),
     gaps,
     st.booleans(),
+    st.booleans(),
 )
 def test_decoding_from_quantised_pages_is_attention(
-    pool, heads, group, bits, columns, dtype, gap, sunk
+    pool, heads, group, bits, columns, dtype, gap, sunk, int8
 ):
     layout = SegmentsLayout((paged_segment(pool, heads, group, bits, columns),), dtype)
     states = [[x.to(dtype) for x in side] for side in pool.sides(layout.segments[0].layout)]
@@ -184,7 +188,8 @@ def test_decoding_from_quantised_pages_is_attention(
     rows = len(pool.lengths)
     query = pool.random(rows, layout.widest.query_offsets[-1]).to(DEVICE, dtype)
     sinks = pool.random(layout.heads, group).to(DEVICE) if sunk else None
-    step = segments_step(layout, DEVICE, multiprocessors=3, rows=rows)
+    tuning = replace(tuning_for(layout), int8=int8)
+    step = segments_step(layout, DEVICE, multiprocessors=3, rows=rows, tuning=tuning)
     found = step.run(
         query, buffer, step.cut(whole([pool.lengths])), 0.09, sinks=sinks, table=pool.table
     )
@@ -194,14 +199,26 @@ def test_decoding_from_quantised_pages_is_attention(
     assert error(found, wanted) < (1e-2 if GPU else max(4e-3, LIMITS[dtype]))
 
 
-@pytest.mark.parametrize(("bits", "page"), [(8, 32), ("fp8", 32), (4, 64), (4, 192), (None, 32)])
-def test_the_smallest_quantised_pages_and_odd_ones(bits, page):
+@pytest.mark.parametrize(
+    ("bits", "page", "int8"),
+    [
+        (8, 32, False),
+        (8, 32, True),
+        ("fp8", 32, False),
+        (4, 64, False),
+        (4, 64, True),
+        (4, 192, True),
+        (None, 32, False),
+    ],
+)
+def test_the_smallest_quantised_pages_and_odd_ones(bits, page, int8):
     pool = Pool([page, 3 * page - 5, 1], page, False, 1)
     layout = SegmentsLayout((paged_segment(pool, [(64, 48)], 4, (bits, bits), 32),), torch.float16)
     states = [[x.half() for x in side] for side in pool.sides(layout.segments[0].layout)]
     buffer = pool.with_gaps(layout.packed([states]), 32)
     query = pool.random(3, layout.widest.query_offsets[-1]).to(DEVICE, torch.float16)
-    step = segments_step(layout, DEVICE, multiprocessors=1, rows=3)
+    tuning = replace(tuning_for(layout), int8=int8)
+    step = segments_step(layout, DEVICE, multiprocessors=1, rows=3, tuning=tuning)
     found = step.run(query, buffer, step.cut([pool.lengths]), 0.1, table=pool.table)
     wanted = reference_segments(query, buffer, layout, [pool.lengths], 0.1, table=pool.table)
     assert error(found, wanted) < 1e-2

@@ -32,7 +32,7 @@ from kvprof.kernels.segments.tables import PlaneColumns
 from kvprof.kernels.segments.unpack import top_codes
 from kvprof.kernels.tables import column
 
-__all__ = ["whole_piece"]
+__all__ = ["int8_piece"]
 
 _PLANE = tl.constexpr(len(PlaneColumns._fields))
 _START = tl.constexpr(column(PlaneColumns, "start"))
@@ -212,7 +212,7 @@ def _weighed(
 
 
 @triton.jit
-def _whole_tile(
+def _int8_tile(
     sums,
     fixes,
     mass,
@@ -379,7 +379,7 @@ def _whole_tile(
 
 
 @triton.jit
-def whole_piece(
+def int8_piece(
     octets,
     halfs,
     pages,
@@ -463,7 +463,7 @@ def whole_piece(
     top = tl.full([1, HEADS], -1e30, tl.float32)
     end = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
     for at in tl.range(start, end, PLACES * SLOTS, num_stages=STAGES):
-        sums, fixes, mass, top = _whole_tile(
+        sums, fixes, mass, top = _int8_tile(
             sums,
             fixes,
             mass,
@@ -502,7 +502,7 @@ def whole_piece(
         )
     # The end of a row: behind it lies room for a whole tile, but perhaps no number.
     for at in tl.range(end, stop, PLACES * SLOTS, num_stages=2):
-        sums, fixes, mass, top = _whole_tile(
+        sums, fixes, mass, top = _int8_tile(
             sums,
             fixes,
             mass,
