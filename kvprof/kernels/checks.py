@@ -144,7 +144,7 @@ def check_pages(table: Tensor | None, rows: int, *, paged: bool) -> None:
         raise UsageError("a paged step needs its page table" if paged else "this step has no pages")
     if table is None:
         return
-    fits = table.dim() == 2 and len(table) == rows and table.dtype == torch.int32
+    fits = table.dim() == 2 and table.shape[0] == rows and table.dtype == torch.int32
     if not fits or not table.is_contiguous():
         raise UsageError(
             f"a page table of shape {tuple(table.shape)} in {table.dtype} does not fit: "

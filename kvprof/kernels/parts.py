@@ -1,5 +1,6 @@
 """Work that was cut: its schedule, the parts that items leave, and the kernel that joins them."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -166,6 +167,8 @@ def empty_parts(query: Tensor, items: int, group: int, widest: int) -> tuple[Ten
     )
 
 
+# For every layer of a step: Triton's functions of whole numbers are slow on the host.
+@lru_cache(maxsize=4096)
 def merge_sizes(
     widest: int, items: int, tasks: int, group: int, multiprocessors: int
 ) -> tuple[int, int, int]:
@@ -229,9 +232,9 @@ def launch_merge(
     """
     items, group, widest = partial.shape
     workers = multiprocessors_of(output.device)
-    width, most, warps = merge_sizes(widest, items, len(parts), group, workers)
+    width, most, warps = merge_sizes(widest, items, parts.shape[0], group, workers)
     early = dependent(output.device)
-    launching(merge_pieces, (len(parts), group, triton.cdiv(widest, width)))(
+    launching(merge_pieces, (parts.shape[0], group, -(-widest // width)))(
         partial,
         logs,
         parts,

@@ -166,12 +166,12 @@ class RaggedLayout:
         starts = [0, *accumulate(self.capacity * width for width in widths)]
         return tuple(zip(starts[0:-1:2], starts[1::2], strict=True))
 
-    @property
+    @cached_property
     def query_offsets(self) -> tuple[int, ...]:
         """Where each KV head's queries begin in a row of queries; the last entry is its length."""
         return (0, *accumulate(self.group * width for width in self.key_widths))
 
-    @property
+    @cached_property
     def output_offsets(self) -> tuple[int, ...]:
         """Where each KV head's outputs begin in a row of outputs; the last is its length."""
         return (0, *accumulate(self.group * width for width in self.value_widths))

@@ -459,8 +459,8 @@ def launch_decode(
         ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
     """
     items, parts, lists, counts = scheduled
-    widest, rows, pairs = max(family.value_widths), len(query), kinds(family)
-    partial, logs = empty_parts(query, len(items), layout.group, widest)
+    widest, rows, pairs = max(family.value_widths), query.shape[0], kinds(family)
+    partial, logs = empty_parts(query, items.shape[0], layout.group, widest)
     output = query.new_empty(rows, layout.output_offsets[-1])
     log2_e = math.log2(math.e)
     scale = scaling * log2_e if softcap == 0.0 else 2.0 * scaling * log2_e / softcap
@@ -497,12 +497,12 @@ def launch_decode(
         "DEPENDENT": dependent(query.device),
         "num_warps": built.warps,
     }
-    blocks = triton.cdiv(layout.group, rows_of(family))
+    blocks = -(-layout.group // rows_of(family))
     if lists.numel():
         launching(decode_lists, (len(counts) * blocks,))(
             *tensors, lists, counts, *numbers, lists.shape[1], **constants
         )
     else:
-        launching(decode_pieces, (len(items) * blocks,))(*tensors, *numbers, **constants)
+        launching(decode_pieces, (items.shape[0] * blocks,))(*tensors, *numbers, **constants)
     launch_merge(partial, logs, parts, output, heads, layout.heads, sinks=sinks)
     return output

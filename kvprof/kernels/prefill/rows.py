@@ -259,7 +259,7 @@ def rows_operator(
             sinks=sinks,
             window=window,
         )
-    output = query.new_empty(len(query), layout.output_offsets[-1])
+    output = query.new_empty(query.shape[0], layout.output_offsets[-1])
     page = 0 if table is None else layout.capacity
     tensors = (
         query.contiguous(),
@@ -288,7 +288,7 @@ def rows_operator(
         options: dict[str, Any] = {"num_warps": tile.warps}
         if tile.registers:
             options["maxnreg"] = tile.registers
-        return lambda: launching(prefill_blocks, (len(items) * len(own),))(
+        return lambda: launching(prefill_blocks, (items.shape[0] * len(own),))(
             *tensors,
             items,
             heads,

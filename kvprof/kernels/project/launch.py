@@ -7,7 +7,6 @@ from functools import lru_cache
 from itertools import accumulate
 
 import torch
-import triton
 from torch import Tensor
 
 from kvprof.kernels.dispatch import check_interpreter, launching
@@ -233,7 +232,8 @@ def launch(work: Work) -> Tensor | None:
     turned = next((s.states.shape[-1] for s in (work.query, work.keys) if s is not None), 0)
     depth = 0 if work.values is None or work.values.bases is None else work.values.states.shape[-1]
     rotary = work.rotary
-    grid = (len(table) * triton.cdiv(batch * tokens, tuning.rows),)
+    count = table.shape[0]
+    grid = (count * -(-(batch * tokens) // tuning.rows),)
     with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
         launching(project_rows, grid)(
             *(None if s is None else s.states for s in (work.query, work.keys, work.values)),
@@ -247,7 +247,7 @@ def launch(work: Work) -> Tensor | None:
                 if destination is None
                 else (destination.start, destination.valid, destination.slots)
             ),
-            len(table),
+            count,
             batch * tokens,
             tokens,
             *(
@@ -299,12 +299,15 @@ def _aligned(work: Work, output: Tensor | None) -> bool:
         tensors += [] if stream is None else [stream.states, stream.bases]
     tensors += [] if work.rotary is None else [work.rotary.cos, work.rotary.sin]
     tensors += [] if work.destination is None else [work.destination.buffer]
-    return all(
-        tensor.data_ptr() % 16 == 0
-        and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
-        for tensor in tensors
-        if tensor is not None
-    )
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        size = tensor.element_size()
+        # A loop and no generators: every layer of an engine's step asks.
+        for distance in (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:-1])):
+            if distance % 16:
+                return False
+    return True
 
 
 def _latent_step(values: Stream) -> int:
