@@ -10,7 +10,6 @@ there is no kernel over pages, so they are dequantised into planes first, sequen
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +82,7 @@ class QuantisedSteps:
         projected = self._projected(query, key, value, self.planes, self._own, slots=rows)
         # Before anything is read: a sequence may share pages that this very step fills.
         with part("quantise"):
-            self._store(step.slots[: len(query)], alone=step.rows == step.decodes)
+            self._store(step, len(query))
         if step.decodes:
             decode = replace(self.decode, rows=step.decodes)
             schedule, table = step.schedule(self.decode), step.table[: step.decodes]
@@ -119,16 +118,10 @@ class QuantisedSteps:
             )[0]
         return made
 
-    def _store(self, slots: Tensor, *, alone: bool) -> None:
-        """Quantise the step's tokens into their pages.
-
-        Parameters
-        ----------
-        slots : Tensor
-        alone : bool
-            Whether no two of them may share a byte: each is of a sequence of its own.
-        """
+    def _store(self, step: EngineStep, tokens: int) -> None:
+        """Quantise the step's tokens into their pages."""
         cache, own = self.layer.attention.kv_cache, self.layout.segments[0]
+        slots = step.slots[:tokens]
         if not uses_triton(cache.device):
             addresses = addresses_of(
                 self.layout, 0, slots[None], stride=row_stride(cache, self.pages)
@@ -141,9 +134,16 @@ class QuantisedSteps:
             write(cache, addresses, keys, values)
             return
         move = token_move(self.layout, 0, self.planes, cache.device)
-        origins = self._first[: len(slots)]
-        for slot in range(1 if alone else own.slots):
-            targets = slots if alone else torch.where(slots % own.slots == slot, slots, -1)
+        origins = self._first[:tokens]
+
+        def apart() -> list[Tensor]:
+            # No two tokens of a move may share a byte. Those of sequences of their own do not.
+            if step.rows == step.decodes:
+                return [slots]
+            within = slots % own.slots
+            return [torch.where(within == slot, slots, -1) for slot in range(own.slots)]
+
+        for targets in step.once(("moves", own.slots, tokens), apart):
             move.run(cache, self._own, origins, targets)
 
     def _chunk(
@@ -162,17 +162,14 @@ class QuantisedSteps:
         planes = self.scratch.new_empty(layout.elements)
         with part("quantise"):
             for begin in range(0, past, _PIECE):
-                self._restore(step.table[row], begin, min(begin + _PIECE, past), layout, planes)
-        numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        start, lengths = step.once(
-            ("chunk", row), lambda: torch.tensor([[past], [length]], **numbers)
-        )
+                self._restore(step, row, begin, min(begin + _PIECE, past), layout, planes)
+        numbers = step.once("chunks", lambda: _numbers(step))
+        start, lengths, starts = numbers[row - step.decodes]
         states = query[first:stop], key[first:stop], value[first:stop]
         projected = self._projected(*states, layout, planes, start=start)
         attending = _attending(layout, device, self.scratch.dtype)
 
         def made() -> RowsCut:
-            starts = torch.tensor([0, stop - first], **numbers)
             with part("schedule"):
                 return attending.cut(starts, lengths, stop - first)
 
@@ -181,12 +178,22 @@ class QuantisedSteps:
             return attending.run(projected, planes, cut, scale)
 
     def _restore(
-        self, table: Tensor, begin: int, stop: int, layout: RaggedLayout, planes: Tensor
+        self,
+        step: EngineStep,
+        row: int,
+        begin: int,
+        stop: int,
+        layout: RaggedLayout,
+        planes: Tensor,
     ) -> None:
         """Dequantise tokens ``begin … stop - 1`` of a sequence into planes."""
         cache, page = self.layer.attention.kv_cache, self.layout.segments[0].capacity
-        tokens = torch.arange(begin, stop, device=table.device)
-        slots = table.long()[tokens // page] * page + tokens % page
+
+        def made() -> Tensor:
+            tokens = torch.arange(begin, stop, device=cache.device)
+            return step.table[row].long()[tokens // page] * page + tokens % page
+
+        slots = step.once(("restored", page, row, begin), made)
         addresses = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
         for side, states in enumerate(read(cache, addresses)):
             widths = (layout.key_widths, layout.value_widths)[side]
@@ -196,6 +203,22 @@ class QuantisedSteps:
                 cut = torch.split(latent, list(chunks(widths[head])), dim=-1)
                 for plane, piece in zip(own, cut, strict=True):
                     plane[:, begin:stop] = piece
+
+
+def _numbers(step: EngineStep) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return of each chunk its first token, its sequence's length, and where its rows begin.
+
+    They are worked out on the device: of numbers that come from the host it would wait for each.
+    Each begins at a multiple of 16 bytes, as `EngineStep.pages_of` says why.
+    """
+    starts = step.starts[step.decodes : step.rows + 1]
+    lengths = step.lengths[step.decodes : step.rows]
+    new = starts[1:] - starts[:-1]
+    numbers = new.new_zeros(len(new), 3, 4)
+    numbers[:, 0, 0] = lengths - new
+    numbers[:, 1, 0] = lengths
+    numbers[:, 2, 1] = new
+    return [(own[0, :1], own[1, :1], own[2, :2]) for own in numbers.unbind()]
 
 
 @lru_cache(maxsize=1024)
