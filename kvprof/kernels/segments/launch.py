@@ -1,6 +1,7 @@
 """Launches the Triton kernels of a step over segments; nothing here waits for the device."""
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -148,6 +149,8 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
 _NONE = PlaneColumns(*(0,) * len(PlaneColumns._fields))
 
 
+# For every layer of every step, of the same few families.
+@lru_cache(maxsize=256)
 def kind_table(
     family: SegmentsLayout, tuning: Tuning, code: str, query: str
 ) -> tuple[tuple[float, ...], int, int]:

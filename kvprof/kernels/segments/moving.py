@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import check_interpreter, launching
+from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.segments.geometries import format_of
 from kvprof.kernels.segments.kernel import move_token
@@ -168,7 +169,7 @@ class TokenMove:
             assert source is not None
             rows = self.source.batch
             came = (self.source.capacity, self.source.capacity, row_stride(source, rows))
-        move_operator(
+        direct(move_operator)(
             buffer,
             source,
             self.stretches,

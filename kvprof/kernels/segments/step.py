@@ -20,6 +20,7 @@ from kvprof.kernels.checks import (
     whole_numbers,
 )
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
+from kvprof.kernels.operators import direct
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.segments.cpu import segments_cpu
 from kvprof.kernels.segments.geometries import bits_numbered, format_of, geometry_of
@@ -305,7 +306,7 @@ class SegmentsStep:
         if not uses_triton(tables.device):
             return [Schedule(lengths, None, [])] * len(tables)
         pieces = self.tuning.pieces * self.multiprocessors
-        found = cut_operator(
+        found = direct(cut_operator)(
             lengths, tables, self.layout.heads, pieces, self._counted, self.tuning.near
         )
         layers = zip(*(each.unbind() for each in found), strict=True)
@@ -388,7 +389,7 @@ class SegmentsStep:
                 f"{self._counted}: cut it with a step of the same tuning on the same GPU"
             )
         tuning = self.tuning
-        output: Tensor = segments_operator(
+        output: Tensor = direct(segments_operator)(
             query,
             buffer,
             schedule.lengths,
