@@ -20,6 +20,11 @@ print(gpu_tests.json.dumps(found))
 """
 
 
+def without_workers() -> dict[str, str]:
+    """Return the environment without what tells a pytest that it is another's worker."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+
+
 def test_a_package_in_a_folder_that_only_a_variable_names_is_found(tmp_path: Path) -> None:
     apart = tmp_path / "apart"
     apart.mkdir()
@@ -34,7 +39,7 @@ def test_a_package_in_a_folder_that_only_a_variable_names_is_found(tmp_path: Pat
     path = os.pathsep.join(filter(None, (str(ROOT), str(apart), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         child_python("-c", STARTED, str(own), str(tmp_path)),
-        env={**os.environ, "PYTHONPATH": path},
+        env=without_workers() | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=True,

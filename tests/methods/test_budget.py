@@ -198,7 +198,7 @@ def test_decoding_through_the_plan_costs_what_was_measured(
         decoded = torch.stack(list(decoded_logits(loaded, sample.ids, session.new_cache())), 1)
     passes = measuring._passes.logits(sample.ids, measuring.assignment(chosen))
     # Another order of sums may turn a code or two, and what follows from them.
-    assert float((decoded - passes).abs().mean()) < 1e-4
+    assert float((decoded - passes).abs().mean()) < 5e-4
 
 
 @pytest.mark.parametrize("folds", [(True, True), (False, False)])
