@@ -55,7 +55,7 @@ def test_decoding_goes_on_from_what_comes_back(options: dict[str, Any]) -> None:
     states = held("Llama", ids[:, :-1])
     for group in across.groups:
         restore(states, group, slice(plan.levels.sink, PROMPT - across.window), coded)
-    # What lies between two levels may be rounded either way, by processor: a component is 0.04 or so.
+    # What lies between two levels is rounded either way, by processor: one component is some 0.04.
     check_decoded(found, ids, states, within=0.1)
 
 
