@@ -19,8 +19,10 @@ def direct(operator: Any) -> Callable[..., Any]:
     ----------
     operator : torch.library.CustomOpDef
     """
+    work: Callable[..., Any] = operator
+    # Asked first, and left at once: what follows cannot be traced.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return operator  # type: ignore[no-any-return]
-    watched = torch._C._len_torch_dispatch_stack() > 0
-    work: Callable[..., Any] = operator if watched else operator._init_fn
+        return work
+    if not torch._C._len_torch_dispatch_stack():
+        work = operator._init_fn
     return work

@@ -90,8 +90,8 @@ class ServedModel:
             # All kernels at once, and each of them loaded before a graph is captured.
             columns = -(-longest // page) if table is None else table
             with compiling_ahead():
-                self._rehearse(columns, most_tokens)
-            self._rehearse(columns, most_tokens)
+                self._rehearse(columns, min(most_tokens, longest))
+            self._rehearse(columns, min(most_tokens, longest))
 
     def _prepare(self, page: int, most_tokens: int, longest: int) -> None:
         shared = few_kinds(set(self.kinds))
@@ -117,23 +117,23 @@ class ServedModel:
                 rows_step(layout, device, cache.dtype, page_tokens=page, rows=1, pairs=self.kinds),
             )
 
-    def _rehearse(self, pages: int, most_tokens: int) -> None:
+    def _rehearse(self, pages: int, prompt: int) -> None:
         """Run every layer on steps of padding alone, of sequences that may have so many pages.
 
         Whatever a step of the engine can ask for is asked for: sequences that decode, these beside
-        a short prompt, and a prompt of `most_tokens`, which is projected in other blocks. A kernel
+        a short prompt, and a prompt of so many tokens, which is projected in other blocks. A kernel
         that is first met in a request is compiled while it waits, seconds for each.
         """
         device = self.layers[0].attention.kv_cache.device
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        for news in ([1, 1], [1, 31], [most_tokens]):
+        for news in ([1, 1], [1, 31], [prompt]):
             starts, rows = [0, *accumulate(news)], len(news)
             step = EngineStep(
                 self.alike,
                 torch.full((starts[-1],), -1, dtype=torch.int64, device=device),
                 torch.zeros(rows, pages, **numbers),
                 torch.tensor(starts, **numbers),
-                torch.zeros(rows, **numbers),
+                torch.tensor(news, **numbers),
                 decodes=sum(new == 1 for new in news),
                 rows=rows,
                 host_starts=starts,

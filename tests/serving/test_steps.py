@@ -288,3 +288,34 @@ def test_padded_rows_of_a_decoding_graph() -> None:
     assert not output[2:].any()
     changed = (layer.attention.kv_cache != before) & ~layer.attention.kv_cache.isnan()
     assert changed.any(dim=1).tolist() == [True, False, True, *[False] * 5]
+
+
+@pytest.mark.parametrize("kind", ["plain", "4 bits", "rebuilt"])
+def test_a_rehearsal_leaves_the_pages_as_they_are(kind: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    made = {
+        "plain": lambda: _layer(6, WIDTHS[0], generator),
+        "4 bits": lambda: _quantised_layer(6, 4, generator),
+        "rebuilt": lambda: _rebuilt_layer(6, WIDTHS[0], generator),
+    }
+    layer, page = made[kind](), QUANTISED_PAGE if kind == "4 bits" else PAGE
+    model = ServedModel([layer])
+    model.bind(page, 100, 5 * PAGE)
+    layer.attention.kv_cache.fill_(7)
+    seen: list[Tensor] = []
+    wanted = layer.steps.attend
+
+    class Watched:
+        pages, decode = layer.steps.pages, layer.steps.decode
+
+        def attend(self, *given: Any) -> Tensor:
+            # A sequence that is shorter than its new tokens would be stored before its beginning.
+            assert given[0].lengths.tolist() == list(given[0].host_lengths)
+            seen.append(wanted(*given))
+            return seen[-1]
+
+    layer.steps = Watched()
+    model._rehearse(-(-5 * PAGE // page), 5 * PAGE)
+    assert [len(own) for own in seen] == [2, 32, 5 * PAGE]
+    assert all(own.isfinite().all() for own in seen)
+    assert (layer.attention.kv_cache == 7).all()

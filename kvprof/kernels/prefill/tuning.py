@@ -128,7 +128,7 @@ class Tuning:
         for value in (getattr(self, field.name) for field in fields(self)[:-1]):
             found += astuple(value) if isinstance(value, Tile) else (value,)
         found += [number for k, v, tile in self.own for number in (k, v, *astuple(tile))]
-        # Once: every layer asks for them at every step.
+        # Once: every layer asks for them at every step. It is no field: fields are numbered.
         object.__setattr__(self, "_numbers", tuple(found))
 
     @property
