@@ -14,6 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.remembered import launcher
 from kvprof.kernels.variants import DEPENDENT_FROM
 
 __all__ = [
@@ -103,8 +104,7 @@ def launching(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """Return what launches a kernel on a grid; within `compiling_ahead` it is only compiled."""
     if _ahead.compiles:
         return partial(kernel.warmup, grid=grid)
-    launch: Callable[..., Any] = kernel[grid]
-    return launch
+    return launcher(kernel, grid)
 
 
 @contextmanager
