@@ -250,23 +250,20 @@ def mean_bits(kinds: list[tuple[Runs, Runs]]) -> float:
 #: Ways to build the kernel that are tried; what is not named is `tuning_for`'s.
 TUNINGS: list[dict[str, int]] = [
     {},
-    {"pieces": 8},
     {"pieces": 10},
-    {"pieces": 11},
     {"pieces": 12},
-    {"pieces": 20},
-    {"pieces": 22},
-    {"pieces": 30},
-    {"pieces": 36},
-    {"pieces": 48},
-    {"pieces": 11, "registers": 144},
-    {"pieces": 24, "registers": 144},
+    {"pieces": 14},
+    {"pieces": 24},
+    {"near": 0},
+    {"near": 1},
+    {"near": 4},
+    {"near": 1, "pieces": 14},
 ]
 
 
 def tuned_cases(run: Run) -> list[tuple[int, str]]:
     """Return batches and plans for which ways to build the kernel are tried."""
-    names = ("middle",) if run.tiny else ("middle", "slow", "four")
+    names = ("middle",) if run.tiny else ("middle", "two", "four")
     return [(batch, name) for batch in ((1,) if run.tiny else BATCHES) for name in names]
 
 

@@ -2,11 +2,12 @@
 
 A decoder of a shape, with random weights and heads of unlike rank, unlike in every layer
 (`fdc:kinds=4` has at most four kinds of head), reads a prompt of random tokens and writes greedily:
-as transformers runs it (`uncompressed`), and inside `kvprof.compressed` with
-the plan of `full`, which is the baseline (full width, the same kernels, the same CUDA graphs), and
-of each method. What is timed is the gap between two tokens as they reach a streamer, with the
-device idle at each; the prompt's pass and the first call's compiling stand beside it. `full` runs
-before and after the others, so that drift shows; a method's time is set against both.
+as transformers runs it (`uncompressed`), and inside `kvprof.compressed` with the plan of `full`,
+which is the baseline (full width, the same kernels, the same CUDA graphs), and of each method. What
+is timed is the gap between two tokens as they reach a streamer, with the device idle at each; what
+of it the device spends in the replayed graph, the prompt's pass and the first call's compiling
+stand beside it. `full` runs before and after the others, so that drift shows; a method's time is
+set against both.
 
 A long or wide context is read once, for one row, in pieces, and its cache repeated for the batch:
 rows are then alike, which no kernel takes advantage of. Its prompt is not timed.
@@ -21,10 +22,12 @@ import argparse
 import gc
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from recording import keep
@@ -96,11 +99,14 @@ def measure(
     """
     calls = []
     found: dict[str, Any] = {}
+    replays: list[tuple[Any, Any]] = []
     begun = time.perf_counter()
     with compressed(loaded, plan) if plan is not None else nullcontext(None) as session:
         opened = time.perf_counter() - begun
         for _ in range(1 if _in_pieces(context, batch) else 2):
-            calls.append(_generated(loaded, session, context, batch, tokens, seed))
+            replays.clear()
+            with marked(replays):
+                calls.append(_generated(loaded, session, context, batch, tokens, seed))
         if session is not None:
             graphs = session.graphs
             found = {
@@ -115,9 +121,41 @@ def measure(
     return {
         **second,
         "tbt_median_s": statistics.median(second["tbt_s"][_SETTLING:]),
+        "graph_median_s": statistics.median(
+            begun.elapsed_time(ended) / 1e3 for begun, ended in replays
+        )
+        if replays
+        else None,
         "first_call": {"opened_s": opened, "ttft_s": first["ttft_s"], "tbt_s": first["tbt_s"][:4]},
         **found,
     }
+
+
+@contextmanager
+def marked(replays: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Let the device note when it begins and ends each replay of a CUDA graph.
+
+    Parameters
+    ----------
+    replays : list
+        Gets two events for each; what is between two tokens beside them is the host's.
+    """
+    plain = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: Any) -> None:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        plain(graph)
+        ended.record()
+        replays.append((begun, ended))
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", replay):
+        yield
+
+
+def _median_of(replays: list[tuple[Any, Any]]) -> float | None:
+    seconds = [begun.elapsed_time(ended) / 1e3 for begun, ended in replays[_SETTLING:]]
+    return statistics.median(seconds) if seconds else None
 
 
 def _in_pieces(context: int, batch: int) -> bool:
@@ -230,7 +268,9 @@ def main() -> None:
             prompt_s = "" if found["ttft_s"] is None else f"TTFT {found['ttft_s']:.2f} s, "
             print(
                 f"{context:7,} tokens x {batch}: {name:14} {prompt_s}between tokens "
-                f"{found['tbt_median_s'] * 1e3:.2f} ms; replayed {found.get('replayed_steps')}",
+                f"{found['tbt_median_s'] * 1e3:.2f} ms, of it the graph "
+                f"{(found['graph_median_s'] or 0) * 1e3:.2f}; "
+                f"replayed {found.get('replayed_steps')}",
                 flush=True,
             )
             _write(arguments, inputs, with_ratios(rows), left_out)

@@ -118,6 +118,9 @@ OTHERS = {
         Spec(FULL, 4, 4, share=0.2),
     ]),
     "exact ends": Way("exact ends", [Spec(FULL, None, None, share=0.001), Spec([(64, 64)])]),
+    "exact ends, two kinds": Way("exact ends, two kinds", [
+        Spec(KINDS["two"], None, None, share=0.001), Spec(KINDS["two"]),
+    ]),
     "8 bits": Way("8 bits", [Spec([(64, 64)], 8, 8)]),
     "2 bits": Way("2 bits", [Spec([(64, 64)], 2, 2)]),
     "3 and 4 bits": Way("3 and 4 bits", [Spec([(64, 64)], 3, 4)]),
@@ -137,7 +140,10 @@ CHECKED = [
 #: bytes, the new one as int8.
 OLD: dict[str, int] = {"int8": False}
 NEW: dict[str, int] = {"int8": True}
-_OTHERS = [OLD, NEW, NEW | {"registers": 96, "pieces": 20}, NEW | {"registers": 168, "pieces": 12}]
+_OTHERS = [
+    OLD, NEW, NEW | {"near": 1}, NEW | {"registers": 96, "pieces": 20},
+    NEW | {"registers": 168, "pieces": 12},
+]  # fmt: skip
 
 
 def tunings(way: Way) -> list[dict[str, int]]:
@@ -148,7 +154,9 @@ def tunings(way: Way) -> list[dict[str, int]]:
     found = [OLD | {"pieces": 16}, *(NEW | {"pieces": pieces} for pieces in (16, 12, 8))]
     found.append(NEW | {"registers": 96, "pieces": 20})
     # Multiprocessors have shares only of several kinds.
-    return found + ([NEW | {"pieces": 16, "near": 0}] if len(KINDS[way.name]) > 2 else [])
+    for near in (0, 1) if len(KINDS[way.name]) > 2 else ():
+        found += [NEW | {"pieces": pieces, "near": near} for pieces in (16, 12)]
+    return found
 
 
 def cases(run: Run, part: str) -> list[tuple[Way, int, int]]:

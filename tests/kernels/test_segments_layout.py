@@ -187,14 +187,25 @@ def test_one_segment_of_codes_for_few_query_heads_is_multiplied_as_int8(
     assert tuning_for(layout).int8 == int8
 
 
-def test_two_kinds_of_head_are_cut_into_longer_pieces():
+def test_few_kinds_of_head_are_cut_into_longer_pieces():
     pairs = [(64, 64), (80, 48), (48, 80)]
     found = [
         tuning_for(SegmentsLayout((segment(pairs[:kinds], 4, 4, columns=32, group=group),))).pieces
         for group in (4, 8)
         for kinds in (1, 2, 3)
     ]
-    assert found == [16, 8, 16, 16, 16, 16]
+    assert found == [12, 12, 16, 16, 16, 16]
+
+
+def test_exact_tokens_at_an_end_are_no_kinds_that_ask_for_shares():
+    pairs = [(16 * at, 64) for at in range(1, 6)]
+
+    def shared(kinds, *formats):
+        own = (segment(pairs[:kinds], *bits, columns=32) for bits in formats)
+        return tuning_for(SegmentsLayout(tuple(own))).near > 0
+
+    assert [shared(kinds, EXACT, CODED) for kinds in (2, 4, 5)] == [False, False, True]
+    assert [shared(kinds, EXACT, (8, "fp8")) for kinds in (2, 3)] == [False, True]
 
 
 def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():

@@ -18,6 +18,7 @@ from kvprof.kernels.segments.move import put_columns, put_rows, states_of
 from kvprof.kernels.segments.row_kernel import row_piece
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import (
+    MOST_SHARES,
     Counter,
     Item,
     Kind,
@@ -76,6 +77,7 @@ _OUTPUT_WIDTH = tl.constexpr(column(Unit, "output_width"))
 _BEGIN = tl.constexpr(column(Unit, "begin"))
 _KIND = tl.constexpr(column(Unit, "kind"))
 _COUNTER = tl.constexpr(len(Counter._fields))
+_MOST_SHARES = tl.constexpr(MOST_SHARES)
 _SHARED = tl.constexpr(column(Counter, "shared"))
 _TAKEN = tl.constexpr(column(Counter, "taken"))
 _STRETCH = tl.constexpr(len(Stretch._fields))
@@ -86,34 +88,42 @@ _COLUMN = tl.constexpr(len(MovedColumn._fields))
 
 
 @triton.jit
-def _taken(counters, total, processors, FAST: tl.constexpr):
+def _taken(counters, total, shares, FAST: tl.constexpr):
     """Take what is to be done next: in order, or from this multiprocessor's share where that pays.
 
     Neighbouring work is of one kind of head mostly. A multiprocessor that has all kinds at once,
     which is what the order of programs would give it, reads their code again and again: it does not
-    fit the instruction cache. Long pieces pay for the way to the share of another multiprocessor,
-    which programs that find their own one empty go step by step; a hundred of short ones would
-    walk for longer than they work. Who comes when there is none left gets `total` or more.
+    fit the instruction cache. Where a multiprocessor is given more programs than its share has
+    pieces, those left over look at all shares at once and go to the nearest with something left:
+    step by step, a hundred atomic operations after one another, took longer than the work. Who
+    comes when there is none left gets `total` or more.
     """
     found = tl.program_id(0)
     if tl.load(counters + _SHARED) > 0:
         found = tl.atomic_add(counters + _TAKEN, 1)
         if found < total:
-            own = (cuda.smid() if FAST else tl.program_id(0)) % processors
+            share = tl.arange(0, _MOST_SHARES)
+            there = share < shares
+            own = (cuda.smid() if FAST else tl.program_id(0)) % shares
             found = total
             while found == total:
-                begin = own * total // processors
-                number = begin + tl.atomic_add(counters + _COUNTER + own, 1)
-                own = (own + 1) % processors
-                if number < (own * total // processors if own > 0 else total):
+                number = own * total // shares + tl.atomic_add(counters + _COUNTER + own, 1)
+                if number < (own + 1) * total // shares:
                     found = number
+                else:
+                    # What others take meanwhile shows, for it is read where they count.
+                    gone = tl.load(counters + _COUNTER + share, mask=there, other=0, volatile=True)
+                    size = (share + 1) * total // shares - share * total // shares
+                    way = (share + shares - own) % shares
+                    own += tl.min(tl.where(there & (gone < size), way, shares), 0)
+                    own %= shares
     return found
 
 
 @triton.jit(do_not_specialize=["tasks"])
 def segment_pieces(
     queries, octets, full, halfs, eye, partial, logs, counters, items, parts, units, table, tasks,
-    processors, blocks, table_row, stride, query_row, scale, cap, KINDS: tl.constexpr,
+    shares, blocks, table_row, stride, query_row, scale, cap, KINDS: tl.constexpr,
     COUNT: tl.constexpr, STRIDE: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDEST: tl.constexpr, PAGE: tl.constexpr,
     CAPPED: tl.constexpr, CODE: tl.constexpr, MIDDLE: tl.constexpr, FAST: tl.constexpr,
@@ -138,8 +148,8 @@ def segment_pieces(
     counters
         A `kvprof.kernels.segments.tables.Counter`, then what was taken from each multiprocessor's
         share, int32: 0 but for `shared`.
-    processors
-        Multiprocessors of the GPU.
+    shares
+        Of the work, one for each multiprocessor, `MOST_SHARES` at most.
     blocks
         Of query heads.
     units
@@ -172,7 +182,7 @@ def segment_pieces(
     behind = parts + _PART * tasks
     first = tl.load(behind + (_PART_FIRST - _PART))
     total = (first + tl.load(behind + (_PART_COUNT - _PART))) * blocks
-    taken = _taken(counters, total, processors, FAST) if NEAR else tl.program_id(0)
+    taken = _taken(counters, total, shares, FAST) if NEAR else tl.program_id(0)
     if taken < total:
         item = taken // blocks
         row = tl.load(items + item * _ITEM + _ITEM_ROW)

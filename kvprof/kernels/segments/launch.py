@@ -91,14 +91,17 @@ def _query_block(layout: SegmentsLayout, warps: int) -> int:
     return block
 
 
-def _near(kinds: int) -> int:
-    """Return `Tuning.near` for so many kinds of unit.
+def _near(kinds: int, int8: bool) -> int:
+    """Return `Tuning.near` for so many kinds of quantised unit.
 
     On an H200, behind whatever empties its caches: with two kinds of head shares never pay; with
     four they take 0.75 of the time in order at 48 tiles a piece, 0.98 at 4 and 1.10 at 2; with six
-    0.52, 0.77 and 0.92. Below a tile a piece most programs would walk and find nothing.
+    0.52, 0.77 and 0.92. Below a tile a piece most programs would walk and find nothing. Multiplied
+    as int8 four kinds take 0.99 to 1.02 in shares, and eight 0.52 to 0.69 (docs/benchmarks).
     """
-    return 0 if kinds <= 2 else 3 if kinds <= 4 else 1
+    if kinds <= (4 if int8 else 2):
+        return 0
+    return 3 if kinds <= 4 else 1
 
 
 def _int8(layout: SegmentsLayout) -> bool:
@@ -131,18 +134,21 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
         )
         if alike and (own := geometry.tuned(alike)) is not None:
             return own
-    kinds = len(layout.unit_kinds)
-    near = _near(kinds)
+    int8 = _int8(layout)
+    # Exact tokens at an end, of which there are few, empty no cache of instructions.
+    kinds = sum(
+        any(side.bits is not None for side in layout.sides(*unit))
+        for unit in layout.unit_kinds.values()
+    )
+    near = _near(kinds, int8)
     if not any(side.groups for side in sides):
         return Tuning(stages=3, warps=2, near=near)
-    int8 = _int8(layout)
     # Larger tiles, of which fewer programs have room at once.
     slots = {segment.slots for segment in layout.segments}
     pieces = 16 if slots == {2} else 13 if slots == {1} else 12
-    if int8 and pieces == 16 and kinds == 2 and len(layout.segments) == 1:
-        # On an H100 longer pieces took 0.87 to 0.99 of the time with two kinds of head. With one
-        # they took 0.84 to 1.07, with four, where there are shares, up to five times as long.
-        pieces = 8
+    if int8 and pieces == 16 and kinds <= 2:
+        # On an H200 12 took 0.97 to 1.01 of the time of 16, and 8 from 0.88 to 1.09.
+        pieces = 12
     return Tuning(pieces, near=near, int8=int8)
 
 
@@ -318,7 +324,7 @@ def launch_segments(
     items: Tensor,
     parts: Tensor,
     counters: Tensor,
-    processors: int,
+    shares: int,
     scaling: float,
     *,
     softcap: float = 0.0,
@@ -343,8 +349,8 @@ def launch_segments(
         uint8, 1 at `kvprof.kernels.segments.tables.EYE_ONE`.
     items, parts, counters : Tensor
         From `launch_cut`; the counters are what they were when this ends.
-    processors : int
-        Multiprocessors of the GPU.
+    shares : int
+        Of the work, one for each multiprocessor, `MOST_SHARES` at most.
     scaling, softcap : float
     sinks : Tensor, optional
         ``[heads, G]`` float32.
@@ -377,7 +383,7 @@ def launch_segments(
         units,
         units if table is None else table,
         len(parts),
-        processors,
+        shares,
         blocks,
         0 if table is None else table.shape[1],
         row_stride(buffer, layout.batch),

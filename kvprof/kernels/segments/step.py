@@ -27,7 +27,7 @@ from kvprof.kernels.segments.geometries import bits_numbered, format_of, geometr
 from kvprof.kernels.segments.launch import launch_cut, launch_segments, tuning_for, unit_table
 from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout, of_kinds, segment_of
 from kvprof.kernels.segments.side import SideKind, width_of
-from kvprof.kernels.segments.tables import EYE, EYE_ONE, Counter, Item
+from kvprof.kernels.segments.tables import EYE, EYE_ONE, MOST_SHARES, Counter, Item
 from kvprof.kernels.segments.tuning import Tuning
 from kvprof.kernels.tables import Part
 
@@ -148,7 +148,7 @@ def segments_operator(
     layout: Sequence[int],
     kinds: Sequence[int],
     tuning: Sequence[int],
-    processors: int,
+    shares: int,
 ) -> Tensor:
     """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU.
 
@@ -166,8 +166,8 @@ def segments_operator(
     tuning
         A `Tuning`: pieces, tile, stages, warps, the cost per token, the most registers, from
         which length on neighbours go together, and whether codes are multiplied as int8.
-    processors
-        Multiprocessors of the GPU.
+    shares
+        Of the work, one for each multiprocessor, `MOST_SHARES` at most.
 
     Returns
     -------
@@ -189,7 +189,7 @@ def segments_operator(
             items,
             parts,
             counters,
-            processors,
+            shares,
             scaling,
             softcap=softcap,
             sinks=sinks,
@@ -215,7 +215,7 @@ def _(
     layout: Sequence[int],
     kinds: Sequence[int],
     tuning: Sequence[int],
-    processors: int,
+    shares: int,
 ) -> Tensor:
     # From the numbers alone: a layout's own checks mean nothing to a tracer.
     heads, group = layout[0], layout[1]
@@ -258,7 +258,12 @@ class SegmentsStep:
     @property
     def _counted(self) -> int:
         """Counters that the kernel needs, or 0 (`kvprof.kernels.segments.cuts.cut_units`)."""
-        return len(Counter._fields) + self.multiprocessors if self.tuning.near else 0
+        return len(Counter._fields) + self._shares if self.tuning.near else 0
+
+    @property
+    def _shares(self) -> int:
+        """Shares of the work that multiprocessors may have."""
+        return min(self.multiprocessors, MOST_SHARES)
 
     def cut(self, lengths: Tensor | Sequence[Sequence[int]]) -> Schedule:
         """Cut the step's work on the device; a CUDA graph may hold it.
@@ -403,7 +408,7 @@ class SegmentsStep:
             layout_numbers(self.layout),
             _kind_numbers(self.layout, self.kinds),
             [int(own) for own in astuple(tuning)],
-            self.multiprocessors,
+            self._shares,
         )
         return output
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 __all__ = [
     "EYE",
     "EYE_ONE",
+    "MOST_SHARES",
     "Counter",
     "Item",
     "Kind",
@@ -16,6 +17,8 @@ __all__ = [
 
 #: Bytes of the vector from which rows of the identity are read, and the only one that is 1.
 EYE, EYE_ONE = 256, 128
+#: Shares of the work that are looked at together; further multiprocessors have none of their own.
+MOST_SHARES = 256
 
 
 class Unit(NamedTuple):
@@ -72,7 +75,7 @@ class Counter(NamedTuple):
     Attributes
     ----------
     shared : int
-        1 where every multiprocessor has a share of the work; set when the work is cut.
+        1 where multiprocessors have shares of the work; set when the work is cut.
     taken : int
         By all of them.
     """

@@ -49,7 +49,7 @@ def _segments(
         "units": "*i64",
         "table": "*i32",
         "tasks": "i32",
-        "processors": "i32",
+        "shares": "i32",
         "blocks": "i32",
         "table_row": "i32",
         "stride": "i32",
