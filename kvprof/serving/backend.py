@@ -30,9 +30,14 @@ __all__ = ["PlanBackend", "PlanBuilder", "PlanImpl"]
 class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types here
     """Says what a step of the engine is, once for all layers, without waiting for the device."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = (
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    )
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return which steps a graph holds: all, or those alone in which all decode."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        own = (getattr(layer, "impl", None) for layer in layers)
+        if all(impl.model.fixed for impl in own if isinstance(impl, PlanImpl)):
+            return AttentionCGSupport.ALWAYS
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -52,10 +57,7 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
         common = common_attn_metadata
         found: EngineStep | None = getattr(common, "_kvprof_step", None)
         if found is None:
-            most = self.vllm_config.scheduler_config.max_num_batched_tokens
-            longest = self.vllm_config.model_config.max_model_len
-            columns = common.block_table_tensor.shape[1]
-            self._model.bind(self.kv_cache_spec.block_size, most, longest, columns)
+            self._bind(common)
             decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
             # Of sequences with several new tokens the host's numbers are those of the device.
             several = prefills > 0
@@ -73,6 +75,36 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
             )
             common._kvprof_step = found
         return found
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> EngineStep:
+        """Return the step that a graph holds, of other batches than the one that is given.
+
+        Before it is replayed `build` is asked for a step that nobody runs; what the graph reads are
+        the engine's own tensors, always the same ones.
+        """
+        common = common_attn_metadata
+        if common.max_query_len <= 1:
+            return self.build(0, common)
+        found: EngineStep | None = getattr(common, "_kvprof_step", None)
+        if found is None:
+            self._bind(common)
+            found = self._model.fixed_step(
+                common.slot_mapping,
+                common.block_table_tensor,
+                common.query_start_loc,
+                common.seq_lens,
+            )
+            common._kvprof_step = found
+        return found
+
+    def _bind(self, common: CommonAttentionMetadata) -> None:
+        """Prepare the layers' steps, if this is the first one."""
+        most = self.vllm_config.scheduler_config.max_num_batched_tokens
+        longest = self.vllm_config.model_config.max_model_len
+        columns = common.block_table_tensor.shape[1]
+        self._model.bind(self.kv_cache_spec.block_size, most, longest, columns)
 
 
 class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here

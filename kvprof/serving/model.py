@@ -13,6 +13,7 @@ from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.dispatch import compiling_ahead
 from kvprof.kernels.prefill.rows import rows_step
 from kvprof.runtime.backends.route import few_kinds
+from kvprof.serving.fixed import FixedStep, fixed_step
 from kvprof.serving.plain import PlainSteps
 from kvprof.serving.quantised import quantised_steps
 from kvprof.serving.rebuilt import rebuilt_steps
@@ -34,6 +35,12 @@ class ServedModel:
 
     layers: list[ServedLayer] = field(default_factory=list)
     alike: dict[Any, tuple[list[Any], Tensor]] = field(default_factory=dict)
+    _met: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a step of any sequences has a form that a graph holds: latents as they are."""
+        return all(layer.codes is None and layer.rebuilding is None for layer in self.layers)
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, int], ...]:
@@ -139,13 +146,39 @@ class ServedModel:
                 host_starts=starts,
                 host_lengths=news,
             )
-            count = starts[-1]
-            for layer in self.layers:
-                (heads, depth), group = layer.heads, layer.group
-                if layer.rebuilding is not None:
-                    group //= layer.rebuilding.heads
-                query, key, value = (
-                    layer.keys.packed.new_zeros(count, number, depth)
-                    for number in (heads * group, heads, heads)
-                )
-                attend(layer, step, query, key, value, 1.0)
+            self._run(step)
+
+    def fixed_step(
+        self, slots: Tensor, table: Tensor, starts: Tensor, lengths: Tensor
+    ) -> FixedStep:
+        """Return a step in the form that a graph holds, which each layer has run once.
+
+        A kernel that is first met while a graph is captured could not be loaded.
+
+        Parameters
+        ----------
+        slots, table, starts, lengths : Tensor
+            As `kvprof.serving.fixed.fixed_step` takes them, of padding alone: nothing is stored.
+        """
+
+        def made() -> FixedStep:
+            return fixed_step(self.alike, slots, table, starts, lengths)
+
+        room = (len(slots), len(lengths))
+        if room not in self._met and slots.device.type == "cuda":
+            self._run(made())
+        self._met.add(room)
+        return made()
+
+    def _run(self, step: EngineStep) -> None:
+        """Run every layer on a step of padding."""
+        count = len(step.slots)
+        for layer in self.layers:
+            (heads, depth), group = layer.heads, layer.group
+            if layer.rebuilding is not None:
+                group //= layer.rebuilding.heads
+            query, key, value = (
+                layer.keys.packed.new_zeros(count, number, depth)
+                for number in (heads * group, heads, heads)
+            )
+            attend(layer, step, query, key, value, 1.0)

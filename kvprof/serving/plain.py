@@ -9,6 +9,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.rows import RowsStep
 from kvprof.kernels.project.step import project_step
 from kvprof.runtime.clock import part
+from kvprof.serving.fixed import FixedStep
 from kvprof.serving.steps import EngineStep, ServedLayer, filled_up
 
 __all__ = ["PlainSteps"]
@@ -54,13 +55,11 @@ class PlainSteps:
                 query_bases=layer.queries,
                 slots=step.slots[: len(query)],
             )[0]
+        if isinstance(step, FixedStep):
+            return self._fixed(step, projected, scale)
         found = []
         if step.decodes:
-            decode = replace(self.decode, rows=step.decodes)
-            schedule, table = step.schedule(self.decode), step.table[: step.decodes]
-            with part("attention"):
-                own = projected[: step.decodes]
-                found.append(decode.run(own, cache, schedule, scale, table=table))
+            found.append(self._decoded(step, projected, scale))
         if step.rows > step.decodes:
             own = projected[step.decodes :]
             rows = replace(self.rows, rows=step.rows - step.decodes)
@@ -69,3 +68,21 @@ class PlainSteps:
             with part("attention"):
                 found.append(rows.run(own, cache, cut, scale, table=table))
         return filled_up(found, len(query))
+
+    def _fixed(self, step: FixedStep, projected: Tensor, scale: float) -> Tensor:
+        """Attend from all tokens twice, as of one that decodes and as of one of several."""
+        decoded = self._decoded(step, projected, scale)
+        rows = replace(self.rows, rows=step.rows)
+        cut = step.cut_rows(rows)
+        with part("attention"):
+            cache = self.layer.attention.kv_cache
+            found = rows.run(projected, cache, cut, scale, table=step.table)
+            return step.joined(decoded, found)
+
+    def _decoded(self, step: EngineStep, projected: Tensor, scale: float) -> Tensor:
+        decode = replace(self.decode, rows=step.decodes)
+        schedule, table = step.schedule(self.decode), step.table[: step.decodes]
+        with part("attention"):
+            own, cache = projected[: step.decodes], self.layer.attention.kv_cache
+            found: Tensor = decode.run(own, cache, schedule, scale, table=table)
+        return found

@@ -9,6 +9,7 @@ the engine.
 
 import os
 import subprocess
+from dataclasses import replace
 from functools import wraps
 from importlib.metadata import entry_points
 from inspect import signature
@@ -68,6 +69,7 @@ def register() -> None:
     from vllm.model_executor.layers.attention import attention
     from vllm.model_executor.model_loader import base_loader
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.engine import core
 
     if getattr(register, "done", False):
@@ -79,6 +81,7 @@ def register() -> None:
     _check_configuration(arg_utils.EngineArgs, path)
     _take_attention(attention.Attention, path)
     _take_weights(base_loader, path)
+    _keep_decoding_apart(CudagraphDispatcher)
     _tell_tokens(core, path)
     if (asked := asked_sampling(os.environ.get(SAMPLE_VARIABLE))) is not None:
         from vllm.v1.worker import gpu_model_runner
@@ -161,6 +164,38 @@ def _take_weights(base_loader: Any, path: str) -> None:
 
     base_loader.initialize_model = initialize_model
     base_loader.process_weights_after_loading = process_weights_after_loading
+
+
+def _keep_decoding_apart(dispatcher: Any) -> None:
+    """Let steps in which all decode have graphs of their own where graphs hold any step.
+
+    vLLM has one or the other: its mode ``FULL`` runs such a step by the graph of any as long, in
+    which there are launches for several new tokens too.
+    """
+    begun, chosen = dispatcher.initialize_cudagraph_keys, dispatcher.dispatch
+
+    @wraps(begun)
+    def initialize_cudagraph_keys(self: Any, mode: Any, *args: Any, **kwargs: Any) -> None:
+        begun(self, mode, *args, **kwargs)
+        if mode.name != "FULL":
+            return
+        most = self.vllm_config.scheduler_config.max_num_seqs
+        own = self.cudagraph_keys[mode]
+        # A step of one token is one that decodes, or as good as that.
+        own |= {replace(one, uniform=True) for one in own if 1 < one.num_tokens <= most}
+
+    @wraps(chosen)
+    def dispatch(
+        self: Any, num_tokens: int, uniform_decode: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        mode, found = chosen(self, num_tokens, uniform_decode, *args, **kwargs)
+        if uniform_decode and mode.name == "FULL":
+            own = replace(found, uniform=True)
+            found = own if own in self.cudagraph_keys[mode] else found
+        return mode, found
+
+    dispatcher.initialize_cudagraph_keys = initialize_cudagraph_keys
+    dispatcher.dispatch = dispatch
 
 
 def _sample_steps(runner: Any, every: int, folder: Path) -> None:

@@ -22,6 +22,9 @@ __all__ = [
 #: Where the server listens unless told otherwise.
 LOOPBACK = "127.0.0.1"
 
+#: Tokens of the longest step that is a graph: vLLM's own most, which it takes of 256 sequences on.
+_LONGEST_GRAPH = 512
+
 #: Methods that are served, as the help and the shell offer them; of others `refusals` says why not.
 SERVED = (
     "fdc", "zack", "kq", "svd-kv", "fdc-8bit", "zack-8bit", "kq-8bit", "fdc-4bit", "zack-4bit",
@@ -48,7 +51,12 @@ class Setting:
 
 
 def engine_options(
-    *, host: str = LOOPBACK, port: int = 8000, dtype: str = "auto", ranks: int = 1
+    *,
+    host: str = LOOPBACK,
+    port: int = 8000,
+    dtype: str = "auto",
+    ranks: int = 1,
+    mixed: bool = True,
 ) -> list[Setting]:
     """Return the options of ``vllm serve``.
 
@@ -59,9 +67,18 @@ def engine_options(
     dtype : str
     ranks : int
         Of tensor parallelism.
+    mixed : bool
+        Whether a graph holds steps that read prompts too (`kvprof.serving.served.mixed_graphs`).
     """
     listens = "only this machine reaches it" if host == LOOPBACK else "as asked"
-    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    compilation: dict[str, int | str] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    graphs = "on a GPU each decoding step is one CUDA graph, its cut of the work included"
+    if mixed:
+        compilation |= {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": _LONGEST_GRAPH}
+        graphs = (
+            f"on a GPU a step of {_LONGEST_GRAPH} tokens or fewer is one CUDA graph, "
+            "whether it reads prompts or all decode"
+        )
     return [
         Setting("--host", host, listens),
         Setting("--port", str(port), "as asked" if port != 8000 else "vLLM's own"),
@@ -70,7 +87,7 @@ def engine_options(
         Setting(
             "--compilation-config",
             json.dumps(compilation, separators=(",", ":")),
-            "on a GPU each decoding step is one CUDA graph, its cut of the work included",
+            graphs,
         ),
     ]
 

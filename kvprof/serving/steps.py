@@ -217,11 +217,15 @@ class EngineStep:
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _made: dict[Any, Any] = field(default_factory=dict)
 
+    def decoding(self) -> Tensor:
+        """Return the tokens of each sequence that decodes."""
+        return self.lengths[: self.decodes]
+
     def schedule(self, step: Any) -> Schedule:
         """Return how a layer's decoding step is cut: in one launch for all that are alike."""
         if id(step) not in self._schedules:
             steps, tables = self.alike[cut_key(step)]
-            lengths = self.lengths[: self.decodes]
+            lengths = self.decoding()
             if isinstance(step, SegmentsStep):
                 lengths = lengths[None]
             with part("schedule"):

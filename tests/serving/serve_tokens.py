@@ -1,10 +1,11 @@
 """A program: serve token ids through vLLM in this process, and print what came of it as JSON.
 
-python -m tests.serving.serve_tokens FOLDER JSON   (JSON: prompts, tokens, waves, engine)
+python -m tests.serving.serve_tokens FOLDER JSON   (JSON: prompts, tokens, waves, engine, fixed)
 """
 
 import json
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -12,6 +13,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
+    if wanted["fixed"]:
+        run_as_in_graphs()
     engine = LLM(
         folder,
         dtype="float32",
@@ -41,6 +44,29 @@ def main() -> None:
         + "\n"
     )
     sys.stdout.flush()
+
+
+def run_as_in_graphs() -> None:
+    """Let steps that read prompts have the form that a graph holds; a CPU has no graphs."""
+    from kvprof.serving.backend import PlanBuilder
+    from kvprof.serving.fixed import FixedStep
+
+    built = PlanBuilder.build
+
+    def build(
+        self: PlanBuilder,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        fast_build: bool = False,
+    ) -> Any:
+        common = common_attn_metadata
+        if common.max_query_len <= 1:
+            return built(self, common_prefix_len, common, fast_build)
+        found = self.build_for_cudagraph_capture(common)
+        assert isinstance(found, FixedStep)
+        return found
+
+    PlanBuilder.build = build
 
 
 if __name__ == "__main__":

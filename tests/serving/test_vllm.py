@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,14 +100,27 @@ def _written(model: Path, plan: Path) -> list[list[int]]:
 
 
 def _served(
-    model: Path, plan: Path, waves: int = 1, *, sampled: Path | None = None, **engine: Any
+    model: Path,
+    plan: Path,
+    waves: int = 1,
+    *,
+    sampled: Path | None = None,
+    fixed: bool = False,
+    **engine: Any,
 ) -> dict[str, Any]:
-    asked = {"prompts": _prompts(), "tokens": TOKENS, "waves": waves, "engine": engine}
+    asked = {
+        "prompts": _prompts(),
+        "tokens": TOKENS,
+        "waves": waves,
+        "engine": engine,
+        "fixed": fixed,
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.serve_tokens", str(model), json.dumps(asked)],
         env={
             **os.environ,
             **ENVIRONMENT,
+            **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if fixed else {}),
             "KVPROF_PLAN": str(plan),
             SAMPLE_VARIABLE: "" if sampled is None else sampling_variable(2, sampled),
         },
@@ -130,6 +144,64 @@ def test_chunks_prefixes_and_preemption_change_no_token(
     assert found["waves"] == [wanted, wanted]
     assert found["hits"] > 0
     assert found["preemptions"] > 0
+
+
+def test_the_form_that_graphs_hold_changes_no_token(
+    model: Path, plan: Path, wanted: list[list[int]]
+) -> None:
+    """Steps that read prompts run as a GPU's graph would run them."""
+    found = _served(model, plan, waves=2, fixed=True, distributed_executor_backend="uni", **CHUNKS)
+    assert found["waves"] == [wanted, wanted]
+    assert found["preemptions"] > 0
+
+
+def test_steps_that_decode_have_graphs_of_their_own() -> None:
+    """Where vLLM would run them by the graphs of steps that read prompts."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    from kvprof.serving.plugin import _keep_decoding_apart
+
+    class Dispatcher(CudagraphDispatcher):  # type: ignore[misc]  # vLLM has no types here
+        """One that is kvprof's alone."""
+
+    _keep_decoding_apart(Dispatcher)
+    sizes = [1, 2, 4, 8, 16]
+    compilation = SimpleNamespace(
+        cudagraph_mode=CUDAGraphMode.FULL,
+        cudagraph_capture_sizes=sizes,
+        max_cudagraph_capture_size=16,
+        compile_sizes=None,
+    )
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        num_speculative_tokens=0,
+        lora_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=6),
+    )
+    made = Dispatcher(config)
+    made.initialize_cudagraph_keys(CUDAGraphMode.FULL, 1)
+    ((mode, captured),) = made.get_capture_descs()
+    assert mode == CUDAGraphMode.FULL
+    found = sorted((one.num_tokens, one.num_reqs, one.uniform) for one in captured)
+    mixed = [(size, min(size, 6), False) for size in sizes]
+    assert found == sorted([*mixed, (2, 2, True), (4, 4, True)])
+
+    def asked(tokens: int, decode: bool) -> tuple[str, int, int | None, bool]:
+        mode, own = made.dispatch(num_tokens=tokens, uniform_decode=decode)
+        return mode.name, own.num_tokens, own.num_reqs, own.uniform
+
+    assert asked(3, True) == ("FULL", 4, 4, True)
+    assert asked(3, False) == ("FULL", 4, 4, False)
+    # More than vLLM has a graph of decoding for, and longer than any.
+    assert asked(6, True) == ("FULL", 8, 6, False)
+    assert asked(17, False)[0] == "NONE"
+    eager = made.dispatch(3, uniform_decode=True, valid_modes={CUDAGraphMode.NONE})
+    assert eager[0] == CUDAGraphMode.NONE
+    made = Dispatcher(config)
+    made.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1)
+    ((_, captured),) = made.get_capture_descs()
+    assert all(one.uniform for one in captured)
 
 
 def test_two_ranks_write_the_same(

@@ -1,0 +1,85 @@
+"""The form of a step that a graph holds gives what the form for one batch gives."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprof.kernels.dispatch import interpreted
+from kvprof.serving.fixed import fixed_step
+from tests.serving.batches import Batch, FilledModel
+
+#: Tokens of a sequence at most. The interpreter is slow.
+LONGEST = 96 if interpreted() else 192
+
+
+@st.composite
+def batches(draw: Any) -> Batch:
+    """Draw sequences that decode, then any others, some of one token, and padding of both kinds."""
+    decodes = draw(st.integers(0, 4))
+    several = draw(st.lists(st.integers(1, 40), max_size=3))
+    new = [1] * decodes + several
+    new = new or [1]
+    past = [draw(st.integers(0, LONGEST - one)) for one in new]
+    tokens, rows = sum(new) + draw(st.integers(0, 9)), len(new) + draw(st.integers(0, 9))
+    return Batch(tuple(past), tuple(new), tokens, rows)
+
+
+def agree(made: FilledModel, batch: Batch, close: float = 1e-5) -> None:
+    """Hold the fixed form against the other: outputs, zeros for padding, and what is stored."""
+    states, count = made.states(batch.tokens), sum(batch.new)
+    wanted = made.run(made.step(batch), states)
+    stored = made.stored()
+    made.refill()
+    own = made.numbers(batch)
+    step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
+    found = made.run(step, states)
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine[:count], other[:count], atol=close, rtol=close)
+        assert not mine[count:].any()
+    for mine, other in zip(made.stored(), stored, strict=True):
+        assert torch.equal(mine, other)
+
+
+@settings(max_examples=3 if interpreted() else 60)
+@given(batches(), st.sampled_from([16, 64]), st.integers(0, 99))
+def test_the_fixed_form_gives_what_the_eager_form_gives(batch: Batch, page: int, seed: int) -> None:
+    made = FilledModel(page, -(-LONGEST // page), len(batch.new), seed=seed)
+    agree(made, batch)
+
+
+@pytest.mark.parametrize("new", [(1, 1, 1), (5, 1, 1), (1, 1, 7, 1)])
+def test_what_nobody_asked_for_reaches_no_output(new: tuple[int, ...]) -> None:
+    """Pages of nobody, padding's states and stale lengths may be anything, NaN too."""
+    batch = Batch((3,) * len(new), new, sum(new) + 4, len(new) + 3)
+    made = FilledModel(16, 2, len(new))
+    states = made.states(batch.tokens)
+    wanted = made.run(made.step(batch), states)
+    made.refill()
+    for layer, own in zip(made.model.layers, states, strict=True):
+        layer.attention.kv_cache[0] = float("nan")
+        for one in own:
+            one[sum(new) :] = float("nan")
+    own = made.numbers(batch)
+    step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
+    found = made.run(step, states)
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine[: sum(new)], other[: sum(new)], atol=1e-5, rtol=1e-5)
+        assert not mine[sum(new) :].any()
+
+
+def test_layers_share_what_is_worked_out() -> None:
+    """All layers of one kind of head have one cut of each sort, and one set of numbers."""
+    made = FilledModel(16, 2, 3)
+    batch = Batch((4, 4, 0), (1, 1, 9), 16, 4)
+    own = made.numbers(batch)
+    step = made.model.fixed_step(own.slots, own.table, own.starts, own.lengths)
+    made.run(step, made.states(16))
+    heights = {layer.steps.rows.heights for layer in made.model.layers}
+    assert set(step._made) == {"numbers", *heights}
+    assert len(heights) == 1
+    # Nobody decodes over a prompt's pages, nor attends twice from a token that decodes.
+    assert step.decoding().tolist() == [5, 5, 0, 0]
+    assert step._numbers.starts.tolist() == [2, 2, 2, 11, 11]

@@ -1,0 +1,112 @@
+"""On a GPU one graph of a step holds any batch of no more tokens and sequences."""
+
+import pytest
+import torch
+
+from kvprof.serving.fixed import FixedStep
+from tests.serving.batches import Batch, FilledModel, Numbers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+TOKENS, ROWS, COLUMNS = 96, 12, 5
+#: Of K and of V, by layer and head: several kinds, which run side by side.
+WIDTHS = (
+    ((16, 64), (64, 48), (32, 32), (48, 16)),
+    ((64, 16), (16, 16), (48, 64), (32, 32)),
+    ((32, 32), (32, 32), (32, 32), (32, 32)),
+)
+BATCHES = (
+    # Some that decode and a prompt, with padding of both kinds.
+    Batch((70, 3, 250), (1, 1, 40), TOKENS, ROWS),
+    # All decode, as many as there are.
+    Batch(tuple(range(5, 5 + 20 * ROWS, 20)), (1,) * ROWS, TOKENS, ROWS),
+    # One prompt fills the step.
+    Batch((0,), (TOKENS,), TOKENS, ROWS),
+    # Chunks with a past and without one, and one token behind others.
+    Batch((200, 100, 0, 17, 60), (1, 30, 33, 9, 1), TOKENS, ROWS),
+    # One decodes.
+    Batch((300,), (1,), TOKENS, ROWS),
+    # As in the beginning.
+    Batch((70, 3, 250), (1, 1, 40), TOKENS, ROWS),
+)
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def _copied(buffers: Numbers, numbers: Numbers) -> None:
+    for name in ("slots", "table", "starts", "lengths"):
+        getattr(buffers, name).copy_(getattr(numbers, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("page", [16, 64])
+@torch.inference_mode()
+def test_a_graph_is_replayed_for_other_batches(page: int, dtype: torch.dtype) -> None:
+    columns = COLUMNS * 64 // page
+    made = FilledModel(page, columns, ROWS, dtype=dtype, device="cuda", widths=WIDTHS)
+    states = made.states(TOKENS)
+    # What an engine captures with: every token is padding, and lengths are anything.
+    padding = made.numbers(Batch((0,), (TOKENS,), TOKENS, ROWS))
+    padding.slots.fill_(-1)
+    buffers = Numbers(*(one.clone() for one in vars(padding).values()))
+    given = vars(buffers).values()
+    step = made.model.fixed_step(*given)
+    assert isinstance(step, FixedStep)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = made.run(step, states)
+    # What only the capture needed may go; what the graph reads may not.
+    del step
+    for batch in BATCHES:
+        made.refill()
+        fresh = made.states(TOKENS)
+        for own, new in zip(states, fresh, strict=True):
+            for here, there in zip(own, new, strict=True):
+                here.copy_(there)
+        wanted = [one.clone() for one in made.run(made.step(batch), states)]
+        stored = made.stored()
+        made.refill()
+        _copied(buffers, made.numbers(batch))
+        graph.replay()
+        torch.cuda.synchronize()
+        count = sum(batch.new)
+        for mine, other in zip(outputs, wanted, strict=True):
+            assert _error(mine[:count], other[:count]) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+            assert not mine[count:].any()
+        for mine, other in zip(made.stored(), stored, strict=True):
+            assert torch.equal(mine, other)
+
+
+@torch.inference_mode()
+def test_graphs_of_several_sizes_share_their_memory() -> None:
+    """As an engine captures them, the largest first, and replays them in any order."""
+    made = FilledModel(64, COLUMNS, ROWS, dtype=torch.bfloat16, device="cuda", widths=WIDTHS)
+    states, pool, kept = made.states(TOKENS), None, []
+    for tokens in (TOKENS, 24, 8):
+        rows = min(tokens, ROWS)
+        batch = Batch((0,), (tokens,), tokens, rows)
+        buffers = made.numbers(batch)
+        own = [[one[:tokens] for one in layer] for layer in states]
+        buffers.slots.fill_(-1)
+        step = made.model.fixed_step(*vars(buffers).values())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = made.run(step, own)
+        pool = graph.pool()
+        kept.append((tokens, rows, buffers, own, graph, outputs))
+    for at in (1, 0, 2, 1, 0):
+        tokens, rows, buffers, own, graph, outputs = kept[at]
+        batch = Batch((90, 31, 120), (1, 1, tokens - 4), tokens, rows)
+        made.refill()
+        wanted = [one.clone() for one in made.run(made.step(batch), own)]
+        made.refill()
+        _copied(buffers, made.numbers(batch))
+        graph.replay()
+        for mine, other in zip(outputs, wanted, strict=True):
+            assert _error(mine[: tokens - 2], other[: tokens - 2]) < 1e-2
