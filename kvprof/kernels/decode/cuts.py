@@ -322,7 +322,8 @@ def equal_shares(
         Tokens of each row (in the paged form there may be more or fewer rows than the pool's
         pages).
     pieces : int
-        How many pieces to aim at, a few per multiprocessor; every head has at least one.
+        How many pieces to aim at, a few per multiprocessor; every head with tokens has at least
+        one, and others have none, as padding of a CUDA graph.
     tile : int
         See `tile_height`; a piece is a whole number of tiles but for a row's end.
     starts : sequence of int, optional
@@ -341,9 +342,11 @@ def equal_shares(
         row, head = divmod(number, layout.heads)
         widths = (layout.key_widths[head], layout.value_widths[head])
         height = tile_height(*widths, tile)
-        tiles = max(1, -(-(stop - start) // height))
+        tiles = -(-(stop - start) // height)
         count = min(tiles, max(1, (2 * costs[number] * pieces + total) // (2 * total)))
-        parts.append(Part(len(items), count))
+        parts.append(Part(len(items), count) if count else Part(0, 0))
+        if not count:
+            continue
         bounds = [min(stop, start + tiles * part // count * height) for part in range(count + 1)]
         kind = pairs.index(widths)
         items += [Item(row, head, begin, end, kind) for begin, end in pairwise(bounds)]
@@ -396,15 +399,15 @@ def pieces_for(
         tile_height(*widths, tuning.tile)
         for widths in zip(layout.key_widths, layout.value_widths, strict=True)
     ]
-    tasks = _tasks(layout, lengths, starts)
-    tiles = sum(
-        max(1, -(-(stop - start) // heights[number % layout.heads]))
-        for number, (start, stop) in enumerate(tasks)
-    )
-    pieces = most_pieces(tiles, tuning, multiprocessors)
+    tiles = [
+        -(-(stop - start) // heights[number % layout.heads])
+        for number, (start, stop) in enumerate(_tasks(layout, lengths, starts))
+    ]
+    tasks = sum(count > 0 for count in tiles)
+    pieces = most_pieces(sum(tiles), tuning, multiprocessors)
     whole = at_once(tuning) * multiprocessors
-    if pieces == whole or (pieces > whole and len(tasks) <= multiprocessors):
-        pieces = max(1, pieces - min(len(tasks), multiprocessors) // 2)
+    if pieces == whole or (pieces > whole and tasks <= multiprocessors):
+        pieces = max(1, pieces - min(tasks, multiprocessors) // 2)
     return pieces
 
 

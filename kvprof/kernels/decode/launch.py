@@ -95,8 +95,7 @@ def _costs(
     of_head = heads + (number % HEADS) * _COLUMNS
     cost = tl.load(of_head + _COST, mask=there, other=0)
     height = tl.load(of_head + _HEIGHT, mask=there, other=1)
-    tiles = tl.maximum((stop - start + height - 1) // height, 1)
-    return tiles, (stop - start) * cost
+    return (stop - start + height - 1) // height, (stop - start) * cost
 
 
 @triton.jit
@@ -129,8 +128,10 @@ def cut_equal(
 ):
     """Cut all tasks of each layer into items of equal cost; a program per task.
 
-    Every program adds up the costs of all tasks and the items of those before its own: with a few
-    hundred tasks that is cheaper than a second launch.
+    A task without tokens has no item, and its program ends at once unless it is the first: where a
+    CUDA graph has room for many, that is most of them. Every other program adds up the costs of all
+    tasks and the items of those before its own: with a few hundred tasks that is cheaper than a
+    second launch.
 
     Parameters
     ----------
@@ -154,17 +155,28 @@ def cut_equal(
     items += layer * room * _ITEM
     parts += layer * count * _PART
     lane = tl.arange(0, BLOCK)
+    row = task // HEADS
+    head = task % HEADS
+    start, stop = _tokens(lengths, starts, row, True, capacity, STARTS)
+    if (stop <= start) & (task > 0):
+        tl.store(parts + task * _PART + _FIRST, 0)
+        tl.store(parts + task * _PART + _COUNT, 0)
+        return
     total = tl.zeros([], tl.int64)
     all_tiles = tl.zeros([], tl.int64)
+    busy = tl.zeros([], tl.int32)
     for at in range(0, count, BLOCK):
         tiles, costs = _costs(at + lane, lengths, starts, heads, count, capacity, HEADS, STARTS)
+        tiles = tl.where(at + lane < count, tiles, 0)
         total += tl.sum(costs, 0)
-        all_tiles += tl.sum(tl.where(at + lane < count, tiles, 0).to(tl.int64), 0)
+        all_tiles += tl.sum(tiles.to(tl.int64), 0)
+        busy += tl.sum(tl.where(tiles > 0, 1, 0), 0)
     total = tl.maximum(total, 1)
-    pieces = _pieces(all_tiles, count, most, whole, workers)
+    pieces = _pieces(all_tiles, busy, most, whole, workers)
     first = tl.zeros([], tl.int32)
     own = tl.zeros([], tl.int32)
     last = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int32)
     for at in range(0, count, BLOCK):
         number = at + lane
         tiles, costs = _costs(number, lengths, starts, heads, count, capacity, HEADS, STARTS)
@@ -175,12 +187,10 @@ def cut_equal(
         first += tl.sum(tl.where(number < task, shares, 0), 0)
         own += tl.sum(tl.where(number == task, shares, 0), 0)
         last += tl.sum(shares, 0)
-    row = task // HEADS
-    head = task % HEADS
-    start, stop = _tokens(lengths, starts, row, True, capacity, STARTS)
+        before += tl.sum(tl.where((number < task) & (shares > 0), 1, 0), 0)
     height = tl.load(heads + head * _COLUMNS + _HEIGHT).to(tl.int32)
     kind = tl.load(heads + head * _COLUMNS + _KIND).to(tl.int32)
-    tiles = tl.maximum((stop - start + height - 1) // height, 1)
+    tiles = (stop - start + height - 1) // height
     tl.store(parts + task * _PART + _FIRST, first)
     tl.store(parts + task * _PART + _COUNT, own)
     for at in range(0, own, BLOCK):
@@ -194,7 +204,8 @@ def cut_equal(
         tl.store(item + _START, begin, mask=mine)
         tl.store(item + _STOP, end, mask=mine)
         tl.store(item + _ITEM_KIND, kind + part * 0, mask=mine)
-    for at in range(last + task * BLOCK, room, count * BLOCK):
+    # The programs that did not return divide what is left among them.
+    for at in range(last + before * BLOCK, room, tl.maximum(busy, 1) * BLOCK):
         none = items + (at + lane) * _ITEM + _ITEM_KIND
         tl.store(none, lane * 0 - 1, mask=at + lane < room)
 

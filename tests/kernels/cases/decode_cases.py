@@ -214,6 +214,23 @@ def test_the_device_schedules_as_the_host_does(layer, pieces, windows, workers):
     assert found == longest_first(costs, workers)
 
 
+def test_rows_without_tokens_change_no_cut():
+    """A graph has room for many rows, of which most batches fill few."""
+    few, many = (RaggedLayout((48, 32), (16, 64), 2, rows, 700) for rows in (2, 40))
+    tuning = Tuning(pieces=2, tile=512)
+    (items, parts), (padded, more) = (
+        decode_step(layout, DEVICE, tuning=tuning, multiprocessors=4)
+        .cut(whole([650, 77] + [0] * (layout.batch - 2)))
+        .scheduled[:2]
+        for layout in (few, many)
+    )
+    own = items[items[:, column(Item, "kind")] >= 0]
+    assert torch.equal(padded[: len(own)], own)
+    assert (padded[len(own) :, column(Item, "kind")] == -1).all()
+    assert torch.equal(more[:4], parts)
+    assert not more[4:, column(Part, "items")].any()
+
+
 def test_layers_are_cut_together_as_each_is_by_itself():
     widths = (((48, 16), (32, 64)), ((16, 16), (16, 96)), ((80, 32), (16, 32)))
     steps = [step(RaggedLayout(*own, 2, 2, 700)) for own in widths]
