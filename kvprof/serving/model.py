@@ -15,11 +15,14 @@ from kvprof.kernels.prefill.rows import rows_step
 from kvprof.runtime.backends.route import few_kinds
 from kvprof.serving.fixed import FixedStep, fixed_step
 from kvprof.serving.plain import PlainSteps
-from kvprof.serving.quantised import quantised_steps
+from kvprof.serving.quantised import own_pages, quantised_steps
 from kvprof.serving.rebuilt import rebuilt_steps
 from kvprof.serving.steps import EngineStep, ServedLayer, attend, cut_key
 
 __all__ = ["ServedModel"]
+
+#: Tokens that a rehearsed prompt has when it goes on.
+_BEGUN = 16
 
 
 @dataclass(eq=False)
@@ -112,9 +115,9 @@ class ServedModel:
                 continue
             if layer.codes is not None:
                 if scratch is None:
-                    values = max(one.layout(most_tokens, 1).elements for one in self.layers)
+                    values = max(own_pages(one, most_tokens).elements for one in self.layers)
                     scratch = layer.keys.packed.new_zeros(values)
-                layer.steps = quantised_steps(layer, page, most_tokens, scratch, shared)
+                layer.steps = quantised_steps(layer, page, most_tokens, scratch, shared, self.kinds)
                 continue
             layout, device = layer.layout(len(cache), page), cache.device
             layer.steps = PlainSteps(
@@ -128,23 +131,28 @@ class ServedModel:
         """Run every layer on steps of padding alone, of sequences that may have so many pages.
 
         Whatever a step of the engine can ask for is asked for: sequences that decode, these beside
-        a short prompt, and a prompt of so many tokens, which is projected in other blocks. A kernel
-        that is first met in a request is compiled while it waits, seconds for each.
+        a short prompt, a prompt of so many tokens, which is projected in other blocks, and prompts
+        as long that go on. A kernel that is first met in a request is compiled while it waits,
+        seconds for each.
         """
         device = self.layers[0].attention.kv_cache.device
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        for news in ([1, 1], [1, 31], [prompt]):
+        begun = min(_BEGUN, prompt - 1)
+        for news, past in (
+            ([1, 1], 0), ([1, 31], 0), ([prompt], 0), ([1, 31], begun), ([prompt - begun], begun),
+        ):  # fmt: skip
             starts, rows = [0, *accumulate(news)], len(news)
+            lengths = [new if new == 1 else past + new for new in news]
             step = EngineStep(
                 self.alike,
                 torch.full((starts[-1],), -1, dtype=torch.int64, device=device),
                 torch.zeros(rows, pages, **numbers),
                 torch.tensor(starts, **numbers),
-                torch.tensor(news, **numbers),
+                torch.tensor(lengths, **numbers),
                 decodes=sum(new == 1 for new in news),
                 rows=rows,
                 host_starts=starts,
-                host_lengths=news,
+                host_lengths=lengths,
             )
             self._run(step)
 

@@ -1,15 +1,19 @@
 """A step of an engine over pages of quantised latents.
 
-A step's tokens are projected into planes of the step's own, and quantised from there into their
-pages. Sequences that decode attend to their pages, their new token among them: what it is in the
-page, quantised, where the plan's rule would show it as it is for that one step. A chunk of a prompt
-attends to its own tokens as they are and to those before it as the pages give them back; for that
-there is no kernel over pages, so they are dequantised into planes first, sequence by sequence.
+A step's tokens are projected once, into a pool of pages of the step's own, and quantised from there
+into the engine's. Sequences that decode attend to their pages, their new token among them: what it
+is in the page, quantised, where the plan's rule would show it as it is for that one step. A chunk
+of a prompt attends to its own tokens as they are and to those before it as the pages give them
+back. Prompts of which nothing came before attend in the step's own pool, all of them together. For
+what came before there is no kernel over pages, so it is dequantised into planes first, sequence by
+sequence, and a chunk's own tokens are projected a second time, to lie behind it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +28,43 @@ from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.step import SegmentsStep, segments_step
 from kvprof.runtime.clock import part
 from kvprof.serving.pages import quantised_layout
-from kvprof.serving.steps import EngineStep, ServedLayer, filled_up
+from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up
 
-__all__ = ["QuantisedSteps", "quantised_steps"]
+__all__ = ["QuantisedSteps", "own_pages", "quantised_steps"]
 
 # Tokens that are dequantised together, and by which planes for a context grow.
 _PIECE = 4096
+
+
+class _Own(NamedTuple):
+    """Where a step's tokens lie in its own pool.
+
+    Attributes
+    ----------
+    slots : Tensor
+        ``[tokens]`` int64; -1 for padding.
+    first, stop : int
+        Of the prompts of which nothing came before, and whose pages are their own.
+    table : Tensor or None
+        ``[stop - first, pages]`` int32: which these are.
+    """
+
+    slots: Tensor
+    first: int
+    stop: int
+    table: Tensor | None
+
+
+def own_pages(layer: ServedLayer, most_tokens: int) -> RaggedLayout:
+    """Return the pool of a step's own tokens: as many pages as they fill, and as many again.
+
+    Parameters
+    ----------
+    layer : ServedLayer
+    most_tokens : int
+        Of a step.
+    """
+    return layer.layout(2 * -(-most_tokens // PAGE_TOKENS) + 1, PAGE_TOKENS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,57 +76,68 @@ class QuantisedSteps:
     layer : ServedLayer
     layout : SegmentsLayout
         Of the pool.
-    planes : RaggedLayout
-        Of a step's own tokens, a row each.
+    own : RaggedLayout
+        Of a step's own tokens (`own_pages`).
     scratch : Tensor
-        Room for these planes, which all layers use in turn.
-    decode : SegmentsStep
-        Of one sequence; `replace` makes those of more.
+        Room for them, which all layers use in turn.
+    decode, rows : SegmentsStep, RowsStep
+        Over the engine's pages, and over the step's own; of one sequence, `replace` makes those of
+        more.
     """
 
     layer: ServedLayer
     layout: SegmentsLayout
-    planes: RaggedLayout
+    own: RaggedLayout
     scratch: Tensor
     decode: SegmentsStep
+    rows: RowsStep
 
     @property
     def pages(self) -> int:
         """Pages of the pool."""
         return self.layout.batch
 
-    @cached_property
-    def _rows(self) -> Tensor:
-        """The slots of a step's tokens in planes of their own, one in each row."""
-        return torch.arange(self.planes.batch, device=self.scratch.device)
-
-    @cached_property
-    def _first(self) -> Tensor:
-        return torch.zeros_like(self._rows)
-
     @property
-    def _own(self) -> Tensor:
-        return self.scratch[: self.planes.elements]
+    def _planes(self) -> Tensor:
+        return self.scratch[: self.own.elements]
 
     def attend(
         self, step: EngineStep, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """Do what `kvprof.serving.steps.attend` says."""
         cache, found = self.layer.attention.kv_cache, []
-        rows = self._rows[: len(query)]
-        projected = self._projected(query, key, value, self.planes, self._own, slots=rows)
+        own = step.once("own", lambda: _own(step, len(query), self.own.batch))
+        projected = self._projected(query, key, value, self.own, self._planes, slots=own.slots)
         # Before anything is read: a sequence may share pages that this very step fills.
         with part("quantise"):
-            self._store(step, len(query))
+            self._store(step, own.slots)
         if step.decodes:
             decode = replace(self.decode, rows=step.decodes)
             schedule, table = step.schedule(self.decode), step.table[: step.decodes]
             with part("attention"):
-                own = projected[: step.decodes]
-                found.append(decode.run(own, cache, schedule, scale, table=table))
-        for row in range(step.decodes, step.rows):
-            found.append(self._chunk(step, row, query, key, value, scale))
+                mine = projected[: step.decodes]
+                found.append(decode.run(mine, cache, schedule, scale, table=table))
+        row = step.decodes
+        while row < step.rows:
+            if row == own.first < own.stop:
+                found.append(self._whole(step, own, projected, scale))
+                row = own.stop
+            else:
+                found.append(self._chunk(step, row, query, key, value, scale))
+                row += 1
         return filled_up(found, len(query))
+
+    def _whole(self, step: EngineStep, own: _Own, projected: Tensor, scale: float) -> Tensor:
+        """Attend from prompts of which nothing came before, in the step's own pages."""
+        first, stop = own.first, own.stop
+        begin, end = step.host_starts[first], step.host_starts[stop]
+        rows = replace(self.rows, rows=stop - first)
+        cut = step.cut(rows, end - begin, first, stop)
+        with part("attention"):
+            found: Tensor = rows.run(
+                projected[begin:end], self._planes, cut, scale, table=own.table
+            )
+        return found
 
     def _projected(
         self,
@@ -118,33 +164,34 @@ class QuantisedSteps:
             )[0]
         return made
 
-    def _store(self, step: EngineStep, tokens: int) -> None:
+    def _store(self, step: EngineStep, origins: Tensor) -> None:
         """Quantise the step's tokens into their pages."""
-        cache, own = self.layer.attention.kv_cache, self.layout.segments[0]
+        cache, segment = self.layer.attention.kv_cache, self.layout.segments[0]
+        tokens = len(origins)
         slots = step.slots[:tokens]
         if not uses_triton(cache.device):
             addresses = addresses_of(
                 self.layout, 0, slots[None], stride=row_stride(cache, self.pages)
             )
             sides = zip(
-                *(self.planes.head(self._own, head) for head in range(self.planes.heads)),
-                strict=True,
+                *(self.own.head(self._planes, head) for head in range(self.own.heads)), strict=True
             )
-            keys, values = (torch.cat(side, dim=-1)[: len(slots), 0][None] for side in sides)
+            # Padding is not stored, wherever it lies.
+            at = origins.clamp(min=0)
+            keys, values = (torch.cat(side, dim=-1).flatten(0, 1)[at][None] for side in sides)
             write(cache, addresses, keys, values)
             return
-        move = token_move(self.layout, 0, self.planes, cache.device)
-        origins = self._first[:tokens]
+        move = token_move(self.layout, 0, self.own, cache.device)
 
         def apart() -> list[Tensor]:
             # No two tokens of a move may share a byte. Those of sequences of their own do not.
             if step.rows == step.decodes:
                 return [slots]
-            within = slots % own.slots
-            return [torch.where(within == slot, slots, -1) for slot in range(own.slots)]
+            within = slots % segment.slots
+            return [slots.masked_fill(within != slot, -1) for slot in range(segment.slots)]
 
-        for targets in step.once(("moves", own.slots, tokens), apart):
-            move.run(cache, self._own, origins, targets)
+        for targets in step.once(("moves", segment.slots, tokens), apart):
+            move.run(cache, self._planes, origins, targets, pooled=True)
 
     def _chunk(
         self,
@@ -205,6 +252,64 @@ class QuantisedSteps:
                     plane[:, begin:stop] = piece
 
 
+def _own(step: EngineStep, tokens: int, pages: int) -> _Own:
+    """Lay a step's tokens into its own pool; the numbers are worked out on the device.
+
+    Prompts of which nothing came before have pages of their own, those that stand together in the
+    step and find room. All other tokens lie side by side before them.
+
+    Parameters
+    ----------
+    step : EngineStep
+    tokens : int
+        With padding.
+    pages : int
+        Of the pool.
+    """
+    device = step.starts.device
+    order = torch.arange(tokens, device=device)
+    if step.rows == step.decodes:
+        return _Own(order, step.rows, step.rows, None)
+    starts, count = step.host_starts, step.host_starts[step.rows]
+    new = [stop - start for start, stop in pairwise(starts[: step.rows + 1])]
+    fresh = [row >= step.decodes and step.host_lengths[row] == new[row] for row in range(step.rows)]
+    first = fresh.index(True) if True in fresh else step.rows
+    filled, stop = -(-count // PAGE_TOKENS), first
+    # As if all tokens lay before them: it is known where they begin, whatever is left out.
+    while stop < step.rows and fresh[stop]:
+        filled += -(-new[stop] // PAGE_TOKENS)
+        if filled > pages:
+            break
+        stop += 1
+    if first == stop:
+        return _Own(_padded(order, count), first, first, None)
+    counts = step.starts[1 : step.rows + 1] - step.starts[: step.rows]
+    row = torch.arange(step.rows, device=device)
+    apart = (row >= first) & (row < stop)
+    filling = ((counts + PAGE_TOKENS - 1) // PAGE_TOKENS).masked_fill(~apart, 0)
+    beside = counts.masked_fill(apart, 0)
+    before = -(-count // PAGE_TOKENS)
+    page = before + filling.cumsum(0) - filling
+    begin = torch.where(apart, page * PAGE_TOKENS, beside.cumsum(0) - beside)
+    moved = (begin - step.starts[: step.rows]).repeat_interleave(counts, output_size=count)
+    slots = order.clone()
+    slots[:count] += moved
+    columns = torch.arange(_columns(pages), device=device)
+    table = (page[first:stop, None] + columns).clamp(max=pages - 1).int()
+    return _Own(_padded(slots, count), first, stop, table)
+
+
+def _padded(slots: Tensor, count: int) -> Tensor:
+    """Return slots whose last ones are no token's."""
+    slots[count:] = -1
+    return slots
+
+
+def _columns(pages: int) -> int:
+    """Return the columns of a table of own pages, always the same: kernels are compiled for it."""
+    return -(-pages // 16) * 16
+
+
 def _numbers(step: EngineStep) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return of each chunk its first token, its sequence's length, and where its rows begin.
 
@@ -233,6 +338,7 @@ def quantised_steps(
     most_tokens: int,
     scratch: Tensor,
     kinds: Sequence[tuple[int, int]] | None,
+    pairs: Sequence[tuple[int, int]],
 ) -> QuantisedSteps:
     """Prepare a layer's steps over the pages that the engine has given it.
 
@@ -247,10 +353,14 @@ def quantised_steps(
         In the model's dtype.
     kinds : sequence of (key width, value width) or None
         Of the heads of all layers, where one kernel serves them.
+    pairs : sequence of (key width, value width)
+        Of the heads of all layers.
     """
     cache = layer.attention.kv_cache
     assert layer.codes is not None
     layout = quantised_layout(layer.layout(len(cache), page), layer.codes, scratch.dtype)
     shared = None if kinds is None else [(kind,) for kind in kinds]
     decode = segments_step(layout, cache.device, rows=1, kinds=shared)
-    return QuantisedSteps(layer, layout, layer.layout(most_tokens, 1), scratch, decode)
+    own = own_pages(layer, most_tokens)
+    rows = rows_step(own, cache.device, scratch.dtype, page_tokens=PAGE_TOKENS, rows=1, pairs=pairs)
+    return QuantisedSteps(layer, layout, own, scratch, decode, rows)

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
 from kvprof.serving.model import ServedModel
+from kvprof.serving.pages import Codes, quantised_layout
 from kvprof.serving.steps import EngineStep, ServedLayer, attend
 
 DEPTH, GROUP, SCALE = 64, 2, 64**-0.5
@@ -59,6 +60,10 @@ class FilledModel:
     page, columns, rows : int
         Tokens of a page, pages of a sequence, and sequences at most.
     dtype, device
+    codes : Codes, optional
+        Pages are quantised by them, and empty.
+    most : int, optional
+        Tokens of a step.
     widths
         As `WIDTHS`.
     """
@@ -71,9 +76,12 @@ class FilledModel:
         *,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        codes: Codes | None = None,
+        most: int | None = None,
         widths: tuple[tuple[tuple[int, int], ...], ...] = WIDTHS,
         seed: int = 0,
     ) -> None:
+        self.codes = codes
         self.page, self.columns, self.device, self.dtype = page, columns, device, dtype
         self.generator = torch.Generator().manual_seed(seed)
         pages = columns * rows + 1
@@ -82,7 +90,7 @@ class FilledModel:
         # The first page is nobody's, as in an engine.
         order = torch.randperm(pages - 1, generator=self.generator) + 1
         self.table = order.view(rows, columns).int()
-        self.model.bind(page, columns * page, columns * page, columns)
+        self.model.bind(page, most or columns * page, columns * page, columns)
 
     def random(self, *shape: int) -> Tensor:
         """Return normal numbers, the same ones on every device."""
@@ -100,7 +108,13 @@ class FilledModel:
             for _ in range(2)
         ]
         attention = SimpleNamespace(kv_cache=self.random(pages, row + 64), layer_name="layer")
-        return ServedLayer(attention, bases[0], bases[1], values, GROUP)
+        layer = ServedLayer(attention, bases[0], bases[1], values, GROUP, self.codes)
+        if self.codes is not None:
+            layout = quantised_layout(layer.layout(pages, self.page), self.codes, self.dtype)
+            attention.kv_cache = torch.zeros(
+                pages, layout.row + 64, dtype=torch.uint8, device=self.device
+            )
+        return layer
 
     def refill(self) -> None:
         """Let pages hold what they held in the beginning."""

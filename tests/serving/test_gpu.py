@@ -1,10 +1,12 @@
-"""On a GPU one graph of a step holds any batch of no more tokens and sequences."""
+"""On a GPU one graph of a step holds any batch of no more tokens; prompts begin together."""
 
 import pytest
 import torch
 
 from kvprof.serving.fixed import FixedStep
+from kvprof.serving.pages import Codes
 from tests.serving.batches import Batch, FilledModel, Numbers
+from tests.serving.test_quantised import run_both
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,3 +112,15 @@ def test_graphs_of_several_sizes_share_their_memory() -> None:
         graph.replay()
         for mine, other in zip(outputs, wanted, strict=True):
             assert _error(mine[: tokens - 2], other[: tokens - 2]) < 1e-2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.inference_mode()
+def test_quantised_prompts_together_are_prompts_one_by_one(bits: int) -> None:
+    codes = Codes(bits, bits, 16)
+    how = {"dtype": torch.bfloat16, "device": "cuda", "widths": WIDTHS}
+    made = FilledModel(64, COLUMNS, 6, codes=codes, most=300, **how)
+    run_both(made, Batch((70, 3, 64, 0, 0, 0), (1, 1, 20, 150, 33, 2), 210, 6), 2e-2)
+    run_both(made, Batch((0,), (300,), 300, 1), 2e-2)
+    # Rows of which some find no page of their own.
+    run_both(made, Batch((0,) * 6, (2, 3, 4, 5, 6, 7), 27, 6), 2e-2)

@@ -316,6 +316,6 @@ def test_a_rehearsal_leaves_the_pages_as_they_are(kind: str) -> None:
 
     layer.steps = Watched()
     model._rehearse(-(-5 * PAGE // page), 5 * PAGE)
-    assert [len(own) for own in seen] == [2, 32, 5 * PAGE]
+    assert [len(own) for own in seen] == [2, 32, 5 * PAGE, 32, 4 * PAGE]
     assert all(own.isfinite().all() for own in seen)
     assert (layer.attention.kv_cache == 7).all()

@@ -134,6 +134,8 @@ class TokenMove:
         origins: Tensor,
         targets: Tensor,
         low: Tensor | None = None,
+        *,
+        pooled: bool = False,
     ) -> None:
         """Store the tokens; nothing waits for the device, and a CUDA graph may hold it.
 
@@ -151,11 +153,14 @@ class TokenMove:
             0 or behind the capacity, is left out.
         low : Tensor, optional
             ``[batch]`` bool: these lose the columns that the last segment has not.
+        pooled : bool
+            Whether rows of the planes are pages without gaps, of which an origin is ``page · C +
+            place`` too.
 
         Raises
         ------
         UsageError
-            When bf16 is to be interpreted.
+            When bf16 is to be interpreted, or there are gaps.
         """
         check_interpreter(self.layout.dtype)
         layout = self.layout
@@ -167,8 +172,15 @@ class TokenMove:
             came = (origin.layout.capacity, height, stride // layout.dtype.itemsize)
         else:
             assert source is not None
-            rows = self.source.batch
-            came = (self.source.capacity, self.source.capacity, row_stride(source, rows))
+            rows, height = self.source.batch, self.source.capacity
+            came = (height, height, row_stride(source, rows))
+            if pooled:
+                if came[2] != self.source.row:
+                    raise UsageError(
+                        f"pages of {self.source.row} values that begin {came[2]} apart have gaps, "
+                        "and tokens are moved out of a pool without any"
+                    )
+                came = (rows * height, height, 0)
         direct(move_operator)(
             buffer,
             source,
@@ -256,6 +268,7 @@ def _plane_places(layout: RaggedLayout, head: int, values: int) -> list[tuple[in
     begin = layout.offsets[head][values]
     found = []
     for chunk in chunks((layout.value_widths if values else layout.key_widths)[head]):
-        found += [(begin + number, 0, chunk) for number in range(chunk)]
+        # Blocks are rows, and matter in a pool alone.
+        found += [(begin + number, layout.row, chunk) for number in range(chunk)]
         begin += layout.capacity * chunk
     return found

@@ -123,6 +123,30 @@ def test_a_token_from_planes_leaves_the_bytes_that_torch_leaves(layout, seed, cu
     assert torch.equal(buffer, wanted)
 
 
+@few
+@given(layouts(), st.integers(0, 10**6), st.data())
+def test_a_token_from_a_pool_of_pages_leaves_the_bytes_that_torch_leaves(layout, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    buffer, wide = anything(layout, generator), layout.segments[0].layout
+    planes = RaggedLayout(wide.key_widths, wide.value_widths, 2, 3, data.draw(st.integers(1, 3)))
+    numbers = torch.randn(planes.elements, generator=generator).to(DEVICE, layout.dtype)
+    origins = torch.randint(3 * planes.capacity, (layout.batch,), generator=generator).to(DEVICE)
+    targets = slots_of(layout, 0, data, outside=True)
+    heads = [planes.head(numbers, head) for head in range(wide.heads)]
+    pair = [
+        torch.cat([own[side].flatten(0, 1)[origins] for own in heads], dim=-1)[:, None]
+        for side in (0, 1)
+    ]
+    wanted = buffer.clone()
+    write(wanted, addresses_of(layout, 0, targets[:, None]), *pair)
+    move = token_move(layout, 0, planes, DEVICE)
+    move.run(buffer, numbers, origins, targets, pooled=True)
+    assert torch.equal(buffer, wanted)
+    gaps = torch.cat([numbers.view(3, -1)] * 2, dim=1)[:, : planes.row]
+    with pytest.raises(UsageError, match="have gaps"):
+        move.run(buffer, gaps, origins, targets, pooled=True)
+
+
 def test_every_e4m3_and_what_lies_between():
     dtype = DTYPES[-1]
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -1,0 +1,119 @@
+"""Prompts that begin in a step go together: as one by one, and to the same bytes."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvprof.kernels.dispatch import interpreted
+from kvprof.serving import quantised
+from kvprof.serving.pages import Codes
+from tests.serving.batches import Batch, FilledModel
+
+PAGE, COLUMNS = 64, 3
+#: The interpreter is slow.
+LONGEST = 70 if interpreted() else 150
+
+
+@st.composite
+def batches(draw: Any) -> Batch:
+    """Draw sequences that decode, then prompts and chunks in any order."""
+    decodes = draw(st.integers(0, 3))
+    others = draw(st.lists(st.tuples(st.integers(1, LONGEST), st.booleans()), max_size=5))
+    new = [1] * decodes + [count for count, _ in others]
+    past = [draw(st.integers(1, LONGEST - 1)) for _ in range(decodes)]
+    for count, continued in others:
+        most = LONGEST - count
+        past.append(draw(st.integers(1, most)) if continued and most else 0)
+    if not new:
+        new, past = [5], [0]
+    return Batch(tuple(past), tuple(new), sum(new) + draw(st.integers(0, 5)), len(new))
+
+
+def alone(step: Any, tokens: int, pages: int) -> Any:
+    """Say that no prompt has pages of its own, so that each goes through a chunk's way."""
+    order = torch.arange(tokens, device=step.starts.device)
+    return quantised._Own(order, step.rows, step.rows, None)
+
+
+def run_both(made: FilledModel, batch: Batch, close: float = 2e-5) -> None:
+    """Store what came before, and run a batch in both forms."""
+    for row, past in enumerate(batch.past):
+        if not past:
+            continue
+        new = tuple(past if at == row else 0 for at in range(len(batch.past)))
+        numbers = made.numbers(Batch((0,) * len(new), new, past, len(new)))
+        step = made.step(Batch((0,), (past,), past, 1))
+        step.slots, step.table = numbers.slots, numbers.table[row : row + 1].clone()
+        made.run(step, made.states(past))
+    begun, states, count = made.stored(), made.states(batch.tokens), sum(batch.new)
+
+    def ran() -> tuple[list[Tensor], list[Tensor]]:
+        for layer, filled in zip(made.model.layers, begun, strict=True):
+            layer.attention.kv_cache.copy_(filled)
+        return made.run(made.step(batch), states), made.stored()
+
+    outputs, pages = ran()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised, "_own", alone)
+        wanted, stored = ran()
+    for mine, other in zip(outputs, wanted, strict=True):
+        torch.testing.assert_close(mine[:count], other[:count], atol=close, rtol=close)
+        assert not mine[count:].any()
+    for mine, other in zip(pages, stored, strict=True):
+        assert torch.equal(mine, other)
+
+
+@settings(max_examples=2 if interpreted() else 40)
+@given(batches(), st.sampled_from([8, 4]), st.booleans(), st.integers(0, 99))
+def test_prompts_together_are_prompts_one_by_one(
+    batch: Batch, bits: int, spare: bool, seed: int
+) -> None:
+    made = FilledModel(
+        PAGE,
+        COLUMNS,
+        len(batch.new),
+        codes=Codes(bits, bits, 16),
+        # With as many tokens as there may be in a step some prompts find no page of their own.
+        most=max(batch.tokens, *batch.past) + 999 * spare,
+        seed=seed,
+    )
+    run_both(made, batch)
+
+
+def test_each_prompt_has_pages_of_its_own_and_no_token_is_stored_twice() -> None:
+    """Tokens of others lie side by side before them; those without room go the other way."""
+    made = FilledModel(PAGE, COLUMNS, 5, codes=Codes(4, 4, 16), most=200)
+    batch = Batch((9, 30, 0, 0, 0), (1, 3, 65, 2, 2), 77, 5)
+    step = made.step(batch)
+    own = quantised._own(step, batch.tokens, 7)
+    assert (own.first, own.stop) == (2, 5)
+    assert own.table is not None
+    assert own.table[:, :2].tolist() == [[2, 3], [4, 5], [5, 6]]
+    begins = [0, 1, 2, 3, *range(128, 193), 256, 257, 320, 321]
+    assert own.slots.tolist() == begins + [-1] * 4
+    crowded = quantised._own(made.step(batch), batch.tokens, 5)
+    assert (crowded.first, crowded.stop) == (2, 4)
+    assert len(set(crowded.slots[:73].tolist())) == 73
+    assert int(crowded.slots.max()) < 5 * 64
+    nobody = made.step(Batch((9, 30), (1, 3), 4, 2))
+    assert quantised._own(nobody, 4, 7).slots.tolist() == [0, 1, 2, 3]
+
+
+def test_a_prompt_is_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of what came before are projected again, and they alone."""
+    made = FilledModel(PAGE, COLUMNS, 4, codes=Codes(4, 4, 16), most=200)
+    seen: list[int] = []
+    project = quantised.project_step
+
+    def watched(query: Tensor, *given: Any, **more: Any) -> Tensor:
+        seen.append(query.shape[1])
+        return project(query, *given, **more)
+
+    monkeypatch.setattr(quantised, "project_step", watched)
+    batch = Batch((9, 30, 0, 0), (1, 3, 65, 20), 89, 4)
+    made.run(made.step(batch), made.states(89))
+    assert seen == [89, 3] * len(made.model.layers)
