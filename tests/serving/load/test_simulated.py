@@ -143,7 +143,7 @@ def test_doubts_of_the_step_times_are_told():
         "fp8: steps are full width's, with the attention kernel's time exchanged; prompts are "
         "full width's"
     ]
-    assert opened.settings["step times"] == "h200.json (NVIDIA H200), 13 steps"
+    assert opened.settings["step times"] == "h200.json (NVIDIA H200), 14 steps"
     rough = (*SAMPLES, StepSample(1, 100, 0, 0, 9e-3))
     doubtful = ModelSteps(
         "m", 1, "d", "r", "", 10**6, None, {"full": MethodSteps("full", 0.0, 100.0, rough)}
