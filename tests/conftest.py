@@ -73,12 +73,6 @@ def short_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return short
 
 
-@pytest.fixture
-def few_documents(monkeypatch: pytest.MonkeyPatch, short_splits: Path) -> None:
-    """Let commands evaluate on the first documents of the evaluation splits."""
-    monkeypatch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
-
-
 @pytest.fixture(scope="session")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the same model with other weights."""

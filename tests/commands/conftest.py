@@ -1,8 +1,19 @@
 """What all tests of commands share."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from tests.conftest import calibrate_on_few
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _few_documents(short_splits: Path) -> Iterator[None]:
+    """Evaluate on the first documents of the splits, in what modules make once too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 
 from kvprof.benchmark.jct.model_shape import load_model_shape
+from kvprof.benchmark.shapes import load_shape
 from kvprof.child import module_command
-from kvprof.commands import bench, bench_load_servers
+from kvprof.commands import bench, bench_load_servers, serve_run
 from kvprof.commands.bench_load_servers import EngineModel, engine_model, started_servers
 from kvprof.commands.serve_run import calibrated, refuse_weightless
 from kvprof.errors import ExitCode, UsageError
@@ -362,7 +364,11 @@ def test_what_a_shape_s_plan_cannot_be_drawn_for_is_refused(
         raise AssertionError("a plan was drawn")
 
 
-def test_a_shape_s_plan_is_drawn_with_the_options_of_its_method() -> None:
+def test_a_shape_s_plan_is_drawn_with_the_options_of_its_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = replace(load_shape("Llama-3.1-8B"), layers=4)
+    monkeypatch.setattr(serve_run, "load_shape", lambda _name: few)
     given = dict.fromkeys(CHOICE)
     with calibrated("Llama-3.1-8B", None, given | {"--method": "kq"}, ["kinds=2"], False) as path:
         plan = load_plan(path)
@@ -372,5 +378,5 @@ def test_a_shape_s_plan_is_drawn_with_the_options_of_its_method() -> None:
         for keys, values in zip(layer.keys.groups, layer.values.groups, strict=True)
     }
     assert plan.method == "kq"
-    assert len(plan.layers) == 32
+    assert len(plan.layers) == 4
     assert len(kinds) <= 2

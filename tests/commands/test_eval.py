@@ -23,8 +23,6 @@ from tests.models.tiny import tiny
 SMALL = ("--sequences", 3, "--seq-len", 32, "--tasks", "none")
 FINE = ("--grid", 1, "--minimum", 1)
 
-pytestmark = pytest.mark.usefixtures("few_documents")
-
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -380,7 +378,7 @@ def test_the_harness_is_an_extra(tiny_folder: Path) -> None:
 def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model with random weights and room for 2k letters."""
     folder = tmp_path_factory.mktemp("long")
-    tiny("Llama", max_position_embeddings=2048).save_pretrained(folder)
+    tiny("Llama", num_hidden_layers=1, max_position_embeddings=2048).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

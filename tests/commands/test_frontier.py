@@ -33,9 +33,6 @@ SMALL = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("few_documents")
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"

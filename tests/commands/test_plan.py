@@ -481,15 +481,22 @@ def test_a_model_that_no_plan_fits_is_told_so(tmp_path: Path) -> None:
         assert (done.code, "multi-head latent attention" in done.error) == (2, True)
 
 
+TEXT = ("--seq-len", 64, "--tasks", "none")  # reading questions takes longer than refusing
+
+
 @pytest.mark.parametrize(
     ("command", "arguments", "says"),
     [
         ("plan", ("--method", "kq", "--rate", 0.999), "kq reaches rates from"),
         ("plan", ("--method", "fdc-4bit", "--rate", 0.999), "reaches rates from"),
-        ("eval", ("--method", "svd-kv", "--rate", 0.999), "svd-kv reaches rates from"),
+        ("eval", ("--method", "svd-kv", "--rate", 0.999, *TEXT), "svd-kv reaches rates from"),
         ("plan", ("--method", "palu", "--removal", 0.1), "palu has none here; give --rate"),
-        ("eval", ("--method", "xkv", "--rate", 0.1, "--seq-len", 64), "xkv reaches rates from"),
-        ("eval", ("--method", "oscar", "--removal", 0.1), "oscar has none here; give --rate"),
+        ("eval", ("--method", "xkv", "--rate", 0.1, *TEXT), "xkv reaches rates from"),
+        (
+            "eval",
+            ("--method", "oscar", "--removal", 0.1, *TEXT),
+            "oscar has none here; give --rate",
+        ),
         ("plan", ("--method", "palu-4bit", "--rate", 0.5, "--servable"), "cannot be served: layer"),
         (
             "plan",
