@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def collect_environment() -> dict[str, Any]:
     }
 
 
+@cache  # a process keeps what it has loaded, whatever is installed meanwhile
 def package_version(name: str) -> str | None:
     """Return an installed package's version without importing it; None when it is missing."""
     try:

@@ -29,29 +29,19 @@ from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text, tidy_csv
 from tests.records.hostile import HOSTILE, mutations, texts_filled
 from tests.records.streams import stream
-from tests.views.synthetic_bench import bench_result
-from tests.views.synthetic_stability import stability_result
 from tests.views.test_kinds import RESULTS
 
 # What a schema has a list of, and nothing else may stand in.
 _LISTED = frozenset(
     ("schema", "kind", "created", "phase", "protocol", "mode", "check", "profile", "verdict")
 ) | {"scoring", "side", "more", "limited_by", "pays"}
-_SMALL = {
-    "bench": bench_result(),
-    "stability": stability_result(counts=(1024, 2048), seeds=2, heads=(2,), targets=("prose",)),
-}
 # Every figure is drawn by the same functions; these have all of them but the heat maps.
 _DRAWN = ("bench", "eval", "frontier", "recipe")
 _KINDS = sorted(set(RESULTS) - {"benchmark"})
 
 
 def plain(kind: str) -> dict[str, Any]:
-    whole = {
-        **RESULTS[kind],
-        **{key: _SMALL[kind][key] for key in ("data", "inputs") if kind in _SMALL},
-    }
-    found: dict[str, Any] = json.loads(json.dumps(whole))
+    found: dict[str, Any] = json.loads(json.dumps(RESULTS[kind]))
     return found
 
 

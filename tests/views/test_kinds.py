@@ -33,7 +33,7 @@ _MADE = {
     "recipe": recipe_result(),
     "sensitivity": sensitivity_result(),
     "spectrum": spectrum_result(),
-    "stability": stability_result(),
+    "stability": stability_result(counts=(1024, 2048), seeds=2, heads=(2,), targets=("prose",)),
 }
 # Synthetic results of views need no environment; a result on disk has one.
 RESULTS = {
