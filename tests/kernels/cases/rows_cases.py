@@ -22,7 +22,7 @@ DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if GPU else [])]
 LIMITS = {torch.float16: 2e-3, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 widths = st.integers(1, 16).map(lambda n: 16 * n)
 # The interpreter is slow, and tiles are small.
-LONGEST = 60 if interpreted() else 90
+LONGEST = 40 if interpreted() else 90
 
 
 def tuned(rows: int, keys: int) -> Tuning:
