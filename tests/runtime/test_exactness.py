@@ -63,7 +63,7 @@ _LOSSY = (
     "snapkv",
     "budget",
 )
-_TOKENS = 6
+_TOKENS = 4
 
 
 def full_rank(name: str, arch: str) -> Plan:

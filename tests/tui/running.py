@@ -21,7 +21,7 @@ _PATIENCE = 60.0  # seconds until a test is given up; what is waited for takes a
 
 def recorded(folder: Path, events: Sequence[Event] | None = None) -> Session:
     """Return a session that looks at a record of `events`."""
-    record = write(folder / "events.jsonl", stream() if events is None else events)
+    record = write(folder / "events.jsonl", stream(steps=8) if events is None else events)
     return Session("a run", Live(record), record=record)
 
 

@@ -109,7 +109,7 @@ class TestScreens:
     def test_the_log_tells_what_happened_and_wraps(self, tmp_path):
         async def steps(app, pilot):
             shown = await press(app, pilot, "5")
-            assert "! warning fdc b1 in2048 out21: the first step was slow" in shown
+            assert "! warning fdc b1 in2048 out9: the first step was slow" in shown
             assert "finished: everything was measured" in shown
             await pilot.resize_terminal(62, 40)
             await settle(app, pilot)
