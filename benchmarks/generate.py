@@ -121,11 +121,7 @@ def measure(
     return {
         **second,
         "tbt_median_s": statistics.median(second["tbt_s"][_SETTLING:]),
-        "graph_median_s": statistics.median(
-            begun.elapsed_time(ended) / 1e3 for begun, ended in replays
-        )
-        if replays
-        else None,
+        "graph_median_s": _median_of(replays),
         "first_call": {"opened_s": opened, "ttft_s": first["ttft_s"], "tbt_s": first["tbt_s"][:4]},
         **found,
     }

@@ -72,7 +72,9 @@ def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         if _UNKNOWN in keys:
             return kernel[grid](*arguments, **constants)
         device = driver.active.get_current_device()
-        key = (id(kernel), device, *keys, *constants.items())
+        # By type too: 1, True and 1.0 are equal, and compiled apart.
+        named = ((name, type(value), value) for name, value in constants.items())
+        key = (id(kernel), device, *keys, *named)
         found = _compiled.get(key)
         if found is None:
             compiled = kernel[grid](*arguments, **constants)

@@ -87,6 +87,8 @@ class ServedModel:
         ):
             return
         self._prepare(page, most_tokens, longest)
+        # An engine may measure its graphs over a smaller cache first.
+        self._met.clear()
         together: dict[Any, list[Any]] = {}
         for layer in self.layers:
             assert layer.steps is not None
