@@ -72,7 +72,7 @@ def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         if _UNKNOWN in keys:
             return kernel[grid](*arguments, **constants)
         device = driver.active.get_current_device()
-        # By type too: 1, True and 1.0 are equal, and compiled apart.
+        # By type too: 1, True and 1.0 are equal, and need not be the same in a kernel.
         named = ((name, type(value), value) for name, value in constants.items())
         key = (id(kernel), device, *keys, *named)
         found = _compiled.get(key)
