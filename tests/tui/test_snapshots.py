@@ -95,8 +95,15 @@ def drawn(folder, make, size, look, keys):
 
     async def steps(app, pilot):
         await press(app, pilot, *keys)
-        await settle(app, pilot)
-        found["svg"] = normal(app.export_screenshot(simplify=True))
+        # Until nothing moves any more: on a busy machine a layout comes late.
+        before = ""
+        for _ in range(20):
+            await pilot.pause()
+            await settle(app, pilot)
+            found["svg"] = normal(app.export_screenshot(simplify=True))
+            if found["svg"] == before:
+                break
+            before = found["svg"]
 
     session = recorded(folder, make())
     # An unfinished record that lies on disk is a killed run; here it is one under way.
