@@ -105,7 +105,11 @@ def running_figure(results: Sequence[Mapping[str, Any]]) -> Any:
                 y = line + 0.3 * (index - (len(rows) - 1) / 2)
                 handles |= _drawn(panels, y, row, kinds)
             if not any(row["speeds"] for row in rows):
-                words = "not timed" if any(row["kernel"] for row in rows) else "no kernel"
+                words = "no kernel"
+                if any(row["kernel"] for row in rows):
+                    # Only rows that keep the targets have a speed, timed or not.
+                    kept = any(row["kept"] for row in rows)
+                    words = "not timed at its rate" if kept else "keeps no target"
                 panels[1].annotate(
                     words,
                     (1.0, line),

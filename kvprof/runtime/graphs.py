@@ -510,7 +510,8 @@ def replaying(session: GraphOwner, model: PreTrainedModel) -> Iterator[DecodingG
             return type(own).forward(own, *args, **kwargs)
         return graphs.forward(*args, **kwargs)
 
-    # Found for every step otherwise, by way of what is wrapped.
+    # Found for every step otherwise, by way of what is wrapped. Types know no such attribute of a
+    # function, which inspect looks for.
     forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
     graphs.watch_hooks()
     model.forward = MethodType(forward, model)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
+# Where there is no Triton the file is skipped before these are looked for.
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
