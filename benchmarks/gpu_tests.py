@@ -3,8 +3,9 @@
 Three parts, each a pytest of its own: `together`, what is marked `gpu` and not `alone`, on many
 processes; `kernels`, every operation against float64 (`tests/kernels/cases`, interpreted where
 there is no GPU); `alone`, one test after another. All of them find compiled kernels in one folder,
-so that what runs alone compiles little. When `--seconds` are over the part in hand is ended, and
-the record says so. Only files that name the mark are loaded.
+so that what runs alone compiles little. What took longest in the records at hand begins first, and
+what is in none before it, for such a test may be the longest. When `--seconds` are over the part in
+hand is ended, and the record says so. Only files that name the mark are loaded.
 
 The record has the GPU, versions, how many passed, failed and were skipped, and what each test took;
 its name has the GPU's, so that every kind of GPU keeps its own.
@@ -15,6 +16,7 @@ its name has the GPU's, so that every kind of GPU keeps its own.
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -30,13 +32,39 @@ from recording import add_only, keep, measure_parts
 from kvprof.child import child_python
 from kvprof.environment import usable_threads
 from kvprof.gpus import read_gpus
+from kvprof.records.files import read_result
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "docs/benchmarks"
 #: Where the plugin below writes, a line for each test as it ends.
 REPORTS = "KVPROF_TEST_REPORTS"
 KERNELS = "tests/kernels/cases"
 PARTS = ("together", "kernels", "alone")
 OUTCOMES = ("passed", "failed", "skipped")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let every process begin with its longest test; pytest calls this where the file is a plugin.
+
+    xdist gives each process a stretch of the list, and one that has done its own the end of
+    another's: every stretch falls from longest to shortest.
+    """
+    if REPORTS not in os.environ:
+        return
+    taken = recorded_seconds()
+    items.sort(key=lambda item: -taken.get(item.nodeid, math.inf))
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = [item for first in range(processes) for item in items[first::processes]]
+
+
+def recorded_seconds() -> dict[str, float]:
+    """Return what each test of the records of all GPUs took, at most."""
+    taken: dict[str, float] = {}
+    for path in RECORDS.glob("gpu-tests-*.json"):
+        for part in read_result(path)["data"].values():
+            for test in part.get("tests", ()):
+                taken[test["test"]] = max(test["seconds"], taken.get(test["test"], 0.0))
+    return taken
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -152,7 +180,7 @@ def main() -> None:
     add_only(parser, PARTS)
     parser.add_argument("--processes", type=int, default=min(16, usable_threads()))
     parser.add_argument("--seconds", type=float, default=900.0, help="for all parts together")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--out", type=Path, default=RECORDS)
     arguments = parser.parse_args()
     gpus = read_gpus().devices
     if not gpus:

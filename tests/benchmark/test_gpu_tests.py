@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from kvprof.child import child_python
 
@@ -49,3 +52,22 @@ def test_a_package_in_a_folder_that_only_a_variable_names_is_found(tmp_path: Pat
     why = {test["outcome"]: test["why"] for test in found["tests"]}
     assert "as it should" in why["failed"]
     assert "no need" in why["skipped"]
+
+
+def test_every_process_begins_with_its_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_tests
+
+    taken = {"a": 1.0, "b": 9.0, "c": 4.0, "d": 6.0, "e": 2.0}
+    inputs = {"benchmark": "gpu tests"}
+    for kind, factor in (("one", 1.0), ("two", 0.5)):  # the slower GPU's are taken
+        tests = [{"test": name, "seconds": factor * own} for name, own in taken.items()]
+        gpu_tests.keep(tmp_path / f"gpu-tests-{kind}.json", inputs, {"together": {"tests": tests}})
+    monkeypatch.setattr(gpu_tests, "RECORDS", tmp_path)
+    monkeypatch.setenv(gpu_tests.REPORTS, str(tmp_path / "reports"))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    items = [SimpleNamespace(nodeid=name) for name in ("a", "b", "new", "c", "d", "e")]
+    gpu_tests.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["new", "d", "e", "b", "c", "a"]
