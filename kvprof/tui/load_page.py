@@ -17,7 +17,7 @@ from kvprof.tui.figures import difference, duration, share
 from kvprof.tui.frame import RunScreen
 from kvprof.tui.load_figures import SAMPLED, RateBrief, binned, brief_of, by_rate, rate_words
 from kvprof.views.bars import BARS, Ink
-from kvprof.views.load_sections import step_bars
+from kvprof.views.load import step_bars
 from kvprof.views.numbers import MISSING, number
 from kvprof.views.page import bullets
 from kvprof.views.plot import LinePlot, Series

@@ -12,12 +12,15 @@ from kvprof.views.evaluation import apart_note, unable_note
 from kvprof.views.figure import (
     draw_curves,
     draw_reference,
+    label_axes,
     outer_legend,
     panel_figure,
+    point_style,
     titled,
 )
 from kvprof.views.frontier_data import (
     STOPPED,
+    Method,
     base_name,
     best_point,
     curves,
@@ -36,308 +39,12 @@ from kvprof.views.frontier_data import (
     uncompressed,
     undecided,
 )
-from kvprof.views.frontier_running import (
-    NEEDS,
-    draw_speeds,
-    running_cells,
-    running_notes,
-    running_table,
-    speed_plots,
-)
 from kvprof.views.numbers import MISSING, count, number, rate_in_bytes
 from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import DataTable, SplitTable, columns
 
-__all__ = ["figure", "main_table", "report", "source_table", "to_csv"]
-
-# --- The tables of a frontier report: what each method keeps, and what it costs there.
-
-
-_TASKS_AT_ONCE = 4  # columns
-
-
-def main_table(result: Mapping[str, Any]) -> SplitTable:
-    """Return one row per method by falling rate, with every figure at its largest rate.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    """
-    tasks = [task for task in tasks_of(result) if task not in unable_tasks(result)]
-    targets = targets_of(result)
-    several = len(targets) > 1
-    # The accuracy has columns anyway; of one target, a task's score says what its share would.
-    own = [
-        one["metric"]
-        for one in targets
-        if one["metric"] != "accuracy" and (several or one["metric"] not in ("perplexity", *tasks))
-    ]
-    saved = (
-        f"largest rate of {result['data']['dtype']}",
-        "lies within",
-        *(["bound by"] if several else []),
-        "times smaller",
-        "bytes per token",
-    )
-    kept = (
-        "share of accuracy",
-        "95 % interval",
-        *(f"share of {metric_name(metric)}" for metric in own),
-        "perplexity",
-        "mean KL",
-    )
-    answers = [task.replace("_", " ") for task in tasks]
-    heads = columns("method", figures=(*saved, *kept, *answers))
-    rows = []
-    for method in ranked(result):
-        point = best_point(method)
-        rate = method["max_rate"]
-        if method["label"] == "full" and not method["points"]:
-            point, rate = uncompressed(result), 0.0
-        if point is None:
-            known = "none" if method["points"] else "not measured"
-            row = [method["label"], known, *[MISSING] * (len(heads) - 2)]
-            if several:
-                row[3] = _bound(method)
-            rows.append(row)
-            continue
-        rows.append(
-            [
-                method["label"],
-                rate_in_bytes(rate) + (" so far" if method["reason"] == STOPPED and rate else ""),
-                _within(method),
-                *([_bound(method)] if several else []),
-                f"{point['compression_ratio']:.2f}",
-                MISSING if point["bytes_per_token"] is None else f"{point['bytes_per_token']:,.0f}",
-                share_text(point["relative_accuracy"]),
-                interval_text(point.get("relative_accuracy_interval")),
-                *(
-                    share_text(share_at(point, metric if several else None)["share"])
-                    for metric in own
-                ),
-                number(point["perplexity"], 4),
-                number(point["kl"]["mean"]),
-                *(_task(point, task) for task in tasks),
-            ]
-        )
-    # Few columns at a time, so that any number of tasks breaks into tables that fit.
-    few = [min(_TASKS_AT_ONCE, len(tasks) - at) for at in range(0, len(tasks), _TASKS_AT_ONCE)]
-    return SplitTable(heads, rows, (len(saved), len(kept), *few))
-
-
-def source_table(result: Mapping[str, Any]) -> DataTable | None:
-    """Return the share of accuracy kept on each text at the largest rate; None for one text.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    """
-    best = [(method["label"], best_point(method)) for method in ranked(result)]
-    known = [(label, point) for label, point in best if point is not None and "sources" in point]
-    names = list(dict.fromkeys(name for _, point in known for name in point["sources"]))
-    if len(names) < 2:
-        return None
-    rows = []
-    for label, point in known:
-        cells = [label]
-        for name in names:
-            found = point["sources"].get(name)
-            share = MISSING if found is None else share_text(found["relative_accuracy"])
-            bounds = None if found is None else found.get("interval")
-            cells.append(f"{share} {interval_text(bounds)}" if bounds else share)
-        rows.append(cells)
-    return DataTable(columns("share of accuracy", figures=names), rows)
-
-
-def _within(method: Mapping[str, Any]) -> str:
-    bounds = method["max_rate_interval"]
-    if bounds is None or len(method["points"]) == 1:
-        return MISSING
-    low = "below" if bounds[0] is None else rate_in_bytes(bounds[0])
-    high = "above" if bounds[1] is None else rate_in_bytes(bounds[1])
-    if bounds[0] is None:
-        return MISSING if bounds[1] is None else f"under {high}"
-    return f"over {low}" if bounds[1] is None else f"{low}–{high}"
-
-
-def _bound(method: Mapping[str, Any]) -> str:
-    return ", ".join(name.replace("_", " ") for name in method.get("binding", ())) or MISSING
-
-
-def _task(point: Mapping[str, Any], task: str) -> str:
-    found = point["tasks"].get(task)
-    return MISSING if found is None else f"{found['accuracy']:.3f}"
-
-
-# --- A frontier result as one tidy table.
-
-
-_FIGURES = ("compression_ratio", "bytes_per_token", "share")
-_QUALITY = ("accuracy", "relative_accuracy")
-_KL = ("mean", "p999", "worst")
-
-
-def to_csv(result: Mapping[str, Any]) -> str:
-    """Return a frontier with one row per tested rate, which pandas reads as it is.
-
-    ``max_rate`` says which row of a method is its largest rate. Columns of tasks are
-    ``task_<name>`` and ``task_<name>_baseline``. Floats are written in full (`repr`).
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    """
-    tasks = tasks_of(result)
-    others = [one["metric"] for one in targets_of(result)[1:]]
-    batches = sorted(
-        {one["batch"] for method in result["data"]["methods"] for one in method.get("speeds", ())}
-    )
-    columns = (
-        "label",
-        "method",
-        "options",
-        "target",
-        "metric",
-        "targets",
-        "context",
-        "dtype",
-        "rate",
-        "rate_asked",
-        "max_rate",
-        "binding",
-        *_FIGURES,
-        "needs",
-        "kernel",
-        "long_context",
-        "long_rate",
-        "long_bytes_per_token",
-        *(f"speedup_batch_{batch}" for batch in batches),
-        "share_low",
-        "share_high",
-        *(f"share_{metric}{end}" for metric in others for end in ("", "_low", "_high")),
-        *_QUALITY,
-        "relative_accuracy_low",
-        "relative_accuracy_high",
-        "perplexity",
-        "baseline_perplexity",
-        *(f"kl_{part}" for part in _KL),
-        *(f"task_{task}{end}" for task in tasks for end in ("", "_baseline")),
-    )
-    return tidy_csv(columns, _rows(result, tasks, others))
-
-
-def _rows(
-    result: Mapping[str, Any], tasks: list[str], others: list[str]
-) -> Iterator[dict[str, Any]]:
-    data = result["data"]
-    common = {key: data[key] for key in ("target", "metric", "context", "dtype")}
-    common["targets"] = ";".join(f"{one['metric']}={one['target']}" for one in targets_of(result))
-    for method in data["methods"]:
-        for point in method["points"]:
-            row = {
-                "label": method["label"],
-                "method": method["method"],
-                "options": json.dumps(method["options"], sort_keys=True),
-                **common,
-                "rate": point["rate"],
-                "rate_asked": point.get("rate_asked"),
-                "max_rate": point["rate"] == method["max_rate"],
-                "binding": ";".join(method.get("binding", ())),
-                **running_cells(method, point),
-                **{key: point.get(key) for key in (*_FIGURES, *_QUALITY)},
-                **ends("share", point["share_interval"]),
-                **ends("relative_accuracy", point.get("relative_accuracy_interval")),
-                "perplexity": point["perplexity"],
-                "baseline_perplexity": data["baseline"]["perplexity"],
-                **{f"kl_{part}": point.get("kl", {}).get(part) for part in _KL},
-            }
-            for metric in others:
-                kept = share_at(point, metric)
-                row[f"share_{metric}"] = kept["share"]
-                row |= ends(f"share_{metric}", kept["share_interval"])
-            for task in tasks:
-                found = point["tasks"].get(task, {})
-                row[f"task_{task}"] = found.get("accuracy")
-                row[f"task_{task}_baseline"] = found.get("baseline")
-            yield row
-
-
-# --- The figure of a frontier: the share of the baseline that each method keeps, against its
-# rate.
-
-
-def figure(result: Mapping[str, Any]) -> Any:
-    """Return the curves with their intervals as bands, the target as a line: a panel per target.
-
-    Where speeds were measured, one more panel has each method's speed against its bytes, the share
-    that it keeps as the colour; rows without a speed stand below it, at their bytes.
-
-    The axis ends where ten times what the target gives away is lost; curves run out of it.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For `kvprof.views.figure.figure_bytes`.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
-    title = titled(result, f"{result['inputs']['model']} at {result['data']['context']:,} tokens")
-    targets = targets_of(result)
-    draws: list[Callable[[Any], None]] = [
-        partial(_draw_target, result, target) for target in targets
-    ]
-    if any(method.get("speeds") for method in result["data"]["methods"]):
-        draws.append(partial(draw_speeds, result))
-    names = len(curves(result))
-    lines = -(-names // _NAMES_BESIDE) if names > _NAMES_INSIDE else 0
-    drawing = panel_figure(
-        draws,
-        (6.4, 4.2),
-        columns=2,
-        margin=(0.0, 0.2 * lines),
-        title=title if len(draws) > 1 else "",
-    )
-    if len(draws) == 1:
-        drawing.axes[0].set_title(title, fontsize="medium")
-    if lines:  # as many names would hide the curves
-        handles: dict[str, Any] = {}
-        for axes in drawing.axes[: len(targets)]:
-            handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-            axes.get_legend().remove()
-        outer_legend(drawing, handles, _NAMES_BESIDE if len(draws) > 1 else _NAMES_BESIDE // 2)
-    return drawing
-
-
-# Curves that a panel has room to name, and names side by side under two panels.
-_NAMES_INSIDE, _NAMES_BESIDE = 9, 4
-
-
-def _draw_target(result: Mapping[str, Any], target: Mapping[str, Any], axes: Any) -> None:
-    draw_curves(
-        axes,
-        curves(result, metric=target["metric"]),
-        title="",
-        x_label="KV compression rate (bytes, everything counted)",
-        y_label=f"share of the baseline's {metric_name(target['metric'])}",
-    )
-    draw_reference(axes, target["target"], f"{target['target']:g}")
-    floor = lowest_drawn(float(target["target"]))
-    low, high = axes.get_ylim()
-    axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, target["target"])))
-    axes.set_xlim(right=min(1.0, axes.get_xlim()[1]))  # what is saved is less than all
-
+__all__ = ["figure", "report", "running_table", "to_csv"]
 
 _RATE = (
     "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "
@@ -377,17 +84,17 @@ def report(
         False leaves out every escape code.
     """
     data = result["data"]
-    parts: list[RenderableType] = [Text(), main_table(result)]
+    parts: list[RenderableType] = [Text(), _main_table(result)]
     if lines := _reasons(result):
         parts += [Text(), bullets(lines)]
-    by_source = source_table(result)
+    by_source = _source_table(result)
     if by_source is not None:
         parts += [heading("By text, at the largest rate"), by_source]
     running = running_table(result)
     if running is not None:
         parts += [heading("What running it takes, at the largest rate"), running]
-        parts += [Text(), bullets(running_notes(result), "dim")]
-        parts += [part for plot in speed_plots(result) for part in (Text(), plot)]
+        parts += [Text(), bullets(_running_notes(result), "dim")]
+        parts += [part for plot in _speed_plots(result) for part in (Text(), plot)]
     for target in targets_of(result):
         parts += [Text(), _plot(result, target)]
     notes = [_RATE.format(base=base_name(result), context=data["context"]), _INTERVAL]
@@ -396,14 +103,16 @@ def report(
     if any(method["max_rate_interval"] is not None for method in data["methods"]):
         notes.append(_WITHIN)
     if running is not None:
-        notes.append(NEEDS.format(dtype=data["dtype"], device=result["inputs"].get("device")))
-    apart = apart_note(result["inputs"].get("calibration", {}))
-    unable = [task.replace("_", " ") for task in unable_tasks(result)]
+        notes.append(_NEEDS.format(dtype=data["dtype"], device=result["inputs"].get("device")))
+    cautions = (
+        unable_note(unable_tasks(result)),
+        apart_note(result["inputs"].get("calibration", {})),
+    )
     return framed(
         result,
         parts,
         answer=_answer(result),
-        cautions=[*([unable_note(unable)] if unable else []), *([apart] if apart else [])],
+        cautions=filter(None, cautions),
         notes=[*notes, *result["inputs"].get("task_notes", ()), *_apart(result)],
         measured_with=_provenance(result),
         width=width,
@@ -595,3 +304,605 @@ def _tasks(inputs: Mapping[str, Any]) -> str | None:
     if not names:
         return None
     return f"{', '.join(names)}; {inputs['task_items']} questions in all"
+
+
+# --- The tables: what each method keeps, and what it costs there.
+
+_TASKS_AT_ONCE = 4  # columns
+
+
+def _main_table(result: Mapping[str, Any]) -> SplitTable:
+    """Return one row per method by falling rate, with every figure at its largest rate."""
+    tasks = [task for task in tasks_of(result) if task not in unable_tasks(result)]
+    targets = targets_of(result)
+    several = len(targets) > 1
+    # The accuracy has columns anyway; of one target, a task's score says what its share would.
+    own = [
+        one["metric"]
+        for one in targets
+        if one["metric"] != "accuracy" and (several or one["metric"] not in ("perplexity", *tasks))
+    ]
+    saved = (
+        f"largest rate of {result['data']['dtype']}",
+        "lies within",
+        *(["bound by"] if several else []),
+        "times smaller",
+        "bytes per token",
+    )
+    kept = (
+        "share of accuracy",
+        "95 % interval",
+        *(f"share of {metric_name(metric)}" for metric in own),
+        "perplexity",
+        "mean KL",
+    )
+    answers = [task.replace("_", " ") for task in tasks]
+    heads = columns("method", figures=(*saved, *kept, *answers))
+    rows = []
+    for method in ranked(result):
+        point = best_point(method)
+        rate = method["max_rate"]
+        if method["label"] == "full" and not method["points"]:
+            point, rate = uncompressed(result), 0.0
+        if point is None:
+            known = "none" if method["points"] else "not measured"
+            row = [method["label"], known, *[MISSING] * (len(heads) - 2)]
+            if several:
+                row[3] = _bound(method)
+            rows.append(row)
+            continue
+        rows.append(
+            [
+                method["label"],
+                rate_in_bytes(rate) + (" so far" if method["reason"] == STOPPED and rate else ""),
+                _within(method),
+                *([_bound(method)] if several else []),
+                f"{point['compression_ratio']:.2f}",
+                MISSING if point["bytes_per_token"] is None else f"{point['bytes_per_token']:,.0f}",
+                share_text(point["relative_accuracy"]),
+                interval_text(point.get("relative_accuracy_interval")),
+                *(
+                    share_text(share_at(point, metric if several else None)["share"])
+                    for metric in own
+                ),
+                number(point["perplexity"], 4),
+                number(point["kl"]["mean"]),
+                *(_task(point, task) for task in tasks),
+            ]
+        )
+    # Few columns at a time, so that any number of tasks breaks into tables that fit.
+    few = [min(_TASKS_AT_ONCE, len(tasks) - at) for at in range(0, len(tasks), _TASKS_AT_ONCE)]
+    return SplitTable(heads, rows, (len(saved), len(kept), *few))
+
+
+def _source_table(result: Mapping[str, Any]) -> DataTable | None:
+    """Return the share of accuracy kept on each text at the largest rate; None for one text."""
+    best = [(method["label"], best_point(method)) for method in ranked(result)]
+    known = [(label, point) for label, point in best if point is not None and "sources" in point]
+    names = list(dict.fromkeys(name for _, point in known for name in point["sources"]))
+    if len(names) < 2:
+        return None
+    rows = []
+    for label, point in known:
+        cells = [label]
+        for name in names:
+            found = point["sources"].get(name)
+            share = MISSING if found is None else share_text(found["relative_accuracy"])
+            bounds = None if found is None else found.get("interval")
+            cells.append(f"{share} {interval_text(bounds)}" if bounds else share)
+        rows.append(cells)
+    return DataTable(columns("share of accuracy", figures=names), rows)
+
+
+def _within(method: Mapping[str, Any]) -> str:
+    bounds = method["max_rate_interval"]
+    if bounds is None or len(method["points"]) == 1:
+        return MISSING
+    low = "below" if bounds[0] is None else rate_in_bytes(bounds[0])
+    high = "above" if bounds[1] is None else rate_in_bytes(bounds[1])
+    if bounds[0] is None:
+        return MISSING if bounds[1] is None else f"under {high}"
+    return f"over {low}" if bounds[1] is None else f"{low}–{high}"
+
+
+def _bound(method: Mapping[str, Any]) -> str:
+    return ", ".join(name.replace("_", " ") for name in method.get("binding", ())) or MISSING
+
+
+def _task(point: Mapping[str, Any], task: str) -> str:
+    found = point["tasks"].get(task)
+    return MISSING if found is None else f"{found['accuracy']:.3f}"
+
+
+# --- What each method takes to run, and how fast it was measured to be.
+
+_SPEED_HEIGHT = 10
+_NEEDS = (
+    "Needs: online, projections beside the model's own; folded, weights that a basis is multiplied "
+    "into; rebuilt, keys made anew from their latents at every use; restored, a stored prompt "
+    "brought back to full width, from which decoding goes on: bytes and rate are those at rest. No "
+    "plan fetches from another memory what it stores. Kernel: whether kvprof's kernels run it in "
+    "{dtype} on {device}. A "
+    "speed-up was measured at the row's own rate, with the shape and the GPU that are named, or "
+    "is not there: none is estimated."
+)
+
+
+def running_table(result: Mapping[str, Any]) -> SplitTable | None:
+    """Return what running each method takes, its bytes of a long context and its measured speeds.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``; None for one of earlier versions, which does not tell.
+    """
+    known = [
+        (method, point)
+        for method in ranked(result)
+        if (point := best_point(method)) is not None and "kernel" in point
+    ]
+    if not known:
+        return None
+    batches = sorted({one["batch"] for method, _ in known for one in method.get("speeds", ())})
+    long = known[0][1]["long_context"]["context"]
+    heads = [
+        *columns("method", "needs", "kernel"),
+        *columns(
+            figures=(
+                f"rate at {count(long)}",
+                "bytes per token",
+                "share kept",
+                *(f"speed-up at batch {batch}" for batch in batches),
+            )
+        ),
+    ]
+    rows = []
+    for method, point in known:
+        speeds = {one["batch"]: one for one in method.get("speeds", ())}
+        rows.append(
+            [
+                method["label"],
+                ", ".join(point["needs"]) or "nothing",
+                _kernel(point["kernel"]),
+                rate_in_bytes(point["long_context"]["rate"]),
+                f"{point['long_context']['bytes_per_token']:,.0f}",
+                share_text(share_at(point)["share"]),
+                *(
+                    f"{speeds[batch]['speedup']:.2f}×" if batch in speeds else MISSING
+                    for batch in batches
+                ),
+            ]
+        )
+    return SplitTable(heads, rows, (2, 3, len(batches)) if batches else (2, 3))
+
+
+def _speed_plots(result: Mapping[str, Any]) -> list[LinePlot]:
+    """Return measured speed against bytes, with the share kept in the legend: a plot per batch.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``; none where no speed but full width's stands beside it.
+    """
+    found = [one for one in _measured_speeds(result) if one[0]["label"] != "full"]
+    if not found:
+        return []
+    kept = metric_name(targets_of(result)[0]["metric"])
+    ends = [1.0, *(_smaller(point) for _, point, _ in found)]
+    full = Series("full width", [min(ends), max(ends)], [1.0, 1.0])
+    context = found[0][2]["context"]
+    plots = []
+    for batch in sorted({one["batch"] for _, _, one in found}):
+        drawn = [
+            Series(
+                f"{method['label']} keeps {share_text(share_at(point)['share'])}",
+                [_smaller(point)],
+                [one["speedup"]],
+            )
+            for method, point, one in found
+            if one["batch"] == batch
+        ]
+        plots.append(
+            LinePlot(
+                [full, *drawn],
+                f"Speed against bytes at {count(context)} tokens, batch {batch}, and the share of "
+                f"{kept} kept",
+                "times fewer bytes than full width",
+                "times faster than the best full-width kernel",
+                height=_SPEED_HEIGHT,
+            )
+        )
+    return plots
+
+
+def _measured_speeds(
+    result: Mapping[str, Any],
+) -> list[tuple[Method, Mapping[str, Any], Mapping[str, Any]]]:
+    """Return method, best point and speed of all speeds that stand beside a frontier."""
+    return [
+        (method, point, one)
+        for method in ranked(result)
+        if (point := best_point(method)) is not None
+        for one in method.get("speeds", ())
+    ]
+
+
+def _smaller(point: Mapping[str, Any]) -> float:
+    """Return how many times fewer bytes a point stores of a long context."""
+    return 1.0 / (1.0 - float(point["long_context"]["rate"]))
+
+
+def _kernel(kernel: Mapping[str, Any]) -> str:
+    if kernel["reason"] is None:
+        return "yes"
+    return f"{kernel['layers']} of {kernel['of']} layers" if kernel["layers"] else "no"
+
+
+# Of the bytes: rates at two contexts further apart than this are said to be.
+_RATES_APART = 0.05
+
+
+def _running_notes(result: Mapping[str, Any]) -> list[str]:
+    """Say where speeds were measured, of which rows there are none, and what shares do not tell."""
+    speeds = [one for method in result["data"]["methods"] for one in method.get("speeds", ())]
+    by_record: dict[str, list[str]] = {}
+    warned: dict[str, None] = {}
+    for one in speeds:
+        where = "shipped with kvprof" if one["origin"] == "shipped" else "--speeds"
+        text = (
+            f"attention of one layer of {one['shape']}'s shape in {one['dtype']} on "
+            f"{one['device']}, against {one['baseline']} ({one['source']}, {where}, "
+            f"{one['created'][:10]})"
+        )
+        by_record.setdefault(text, []).append(one["method"])
+        warned |= {f"{one['source']} warned: {said}.": None for said in one.get("warnings", ())}
+    lines = [
+        f"Speed-up of {', '.join(dict.fromkeys(labels))}: decoding at the same rate over the same "
+        f"context, {text}."
+        for text, labels in by_record.items()
+    ]
+    lines += warned
+    lacking: dict[str, list[str]] = {}
+    for method in ranked(result):
+        if best_point(method) is not None and method.get("speed_reason") is not None:
+            lacking.setdefault(method["speed_reason"], []).append(method["label"])
+    # Windows and sinks that stay exact are most of a short context and nothing of a long one.
+    apart = [
+        f"{method['label']} ({rate_in_bytes(point['rate'])} and "
+        f"{rate_in_bytes(point['long_context']['rate'])})"
+        for method in ranked(result)
+        if (point := best_point(method)) is not None
+        and "long_context" in point
+        and abs(point["long_context"]["rate"] - point["rate"]) > _RATES_APART
+    ]
+    if apart:
+        lines.append(
+            f"The share kept was measured at {result['data']['context']:,} tokens, where these "
+            f"save another rate than over the long context: {', '.join(apart)}. What they keep "
+            "there was not measured."
+        )
+    return [
+        *lines,
+        *(f"No speed of {', '.join(labels)}: {reason}." for reason, labels in lacking.items()),
+    ]
+
+
+# --- A frontier result as one tidy table.
+
+_FIGURES = ("compression_ratio", "bytes_per_token", "share")
+_QUALITY = ("accuracy", "relative_accuracy")
+_KL = ("mean", "p999", "worst")
+
+
+def to_csv(result: Mapping[str, Any]) -> str:
+    """Return a frontier with one row per tested rate, which pandas reads as it is.
+
+    ``max_rate`` says which row of a method is its largest rate. Columns of tasks are
+    ``task_<name>`` and ``task_<name>_baseline``. Floats are written in full (`repr`).
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+    """
+    tasks = tasks_of(result)
+    others = [one["metric"] for one in targets_of(result)[1:]]
+    batches = sorted(
+        {one["batch"] for method in result["data"]["methods"] for one in method.get("speeds", ())}
+    )
+    columns = (
+        "label",
+        "method",
+        "options",
+        "target",
+        "metric",
+        "targets",
+        "context",
+        "dtype",
+        "rate",
+        "rate_asked",
+        "max_rate",
+        "binding",
+        *_FIGURES,
+        "needs",
+        "kernel",
+        "long_context",
+        "long_rate",
+        "long_bytes_per_token",
+        *(f"speedup_batch_{batch}" for batch in batches),
+        "share_low",
+        "share_high",
+        *(f"share_{metric}{end}" for metric in others for end in ("", "_low", "_high")),
+        *_QUALITY,
+        "relative_accuracy_low",
+        "relative_accuracy_high",
+        "perplexity",
+        "baseline_perplexity",
+        *(f"kl_{part}" for part in _KL),
+        *(f"task_{task}{end}" for task in tasks for end in ("", "_baseline")),
+    )
+    return tidy_csv(columns, _rows(result, tasks, others))
+
+
+def _rows(
+    result: Mapping[str, Any], tasks: list[str], others: list[str]
+) -> Iterator[dict[str, Any]]:
+    data = result["data"]
+    common = {key: data[key] for key in ("target", "metric", "context", "dtype")}
+    common["targets"] = ";".join(f"{one['metric']}={one['target']}" for one in targets_of(result))
+    for method in data["methods"]:
+        for point in method["points"]:
+            row = {
+                "label": method["label"],
+                "method": method["method"],
+                "options": json.dumps(method["options"], sort_keys=True),
+                **common,
+                "rate": point["rate"],
+                "rate_asked": point.get("rate_asked"),
+                "max_rate": point["rate"] == method["max_rate"],
+                "binding": ";".join(method.get("binding", ())),
+                **_running_cells(method, point),
+                **{key: point.get(key) for key in (*_FIGURES, *_QUALITY)},
+                **ends("share", point["share_interval"]),
+                **ends("relative_accuracy", point.get("relative_accuracy_interval")),
+                "perplexity": point["perplexity"],
+                "baseline_perplexity": data["baseline"]["perplexity"],
+                **{f"kl_{part}": point.get("kl", {}).get(part) for part in _KL},
+            }
+            for metric in others:
+                kept = share_at(point, metric)
+                row[f"share_{metric}"] = kept["share"]
+                row |= ends(f"share_{metric}", kept["share_interval"])
+            for task in tasks:
+                found = point["tasks"].get(task, {})
+                row[f"task_{task}"] = found.get("accuracy")
+                row[f"task_{task}_baseline"] = found.get("baseline")
+            yield row
+
+
+def _running_cells(method: Method, point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a CSV row says of running a point; speeds stand in that of the largest rate."""
+    if "kernel" not in point:
+        return {}
+    long = point["long_context"]
+    found = {
+        "needs": ";".join(point["needs"]),
+        "kernel": point["kernel"]["reason"] is None,
+        "long_context": long["context"],
+        "long_rate": long["rate"],
+        "long_bytes_per_token": long["bytes_per_token"],
+    }
+    if point["rate"] == method["max_rate"]:
+        found |= {f"speedup_batch_{one['batch']}": one["speedup"] for one in method["speeds"]}
+    return found
+
+
+# --- The figure: the share of the baseline that each method keeps, against its rate, and speeds.
+
+
+def figure(result: Mapping[str, Any]) -> Any:
+    """Return the curves with their intervals as bands, the target as a line: a panel per target.
+
+    Where speeds were measured, one more panel has each method's speed against its bytes, the share
+    that it keeps as the colour; rows without a speed stand below it, at their bytes.
+
+    The axis ends where ten times what the target gives away is lost; curves run out of it.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof frontier``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        For `kvprof.views.figure.figure_bytes`.
+
+    Raises
+    ------
+    LackingError
+        When matplotlib is not installed.
+    """
+    title = titled(result, f"{result['inputs']['model']} at {result['data']['context']:,} tokens")
+    targets = targets_of(result)
+    draws: list[Callable[[Any], None]] = [
+        partial(_draw_target, result, target) for target in targets
+    ]
+    if any(method.get("speeds") for method in result["data"]["methods"]):
+        draws.append(partial(_draw_speeds, result))
+    names = len(curves(result))
+    lines = -(-names // _NAMES_BESIDE) if names > _NAMES_INSIDE else 0
+    drawing = panel_figure(
+        draws,
+        (6.4, 4.2),
+        columns=2,
+        margin=(0.0, 0.2 * lines),
+        title=title if len(draws) > 1 else "",
+    )
+    if len(draws) == 1:
+        drawing.axes[0].set_title(title, fontsize="medium")
+    if lines:  # as many names would hide the curves
+        handles: dict[str, Any] = {}
+        for axes in drawing.axes[: len(targets)]:
+            handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+            axes.get_legend().remove()
+        outer_legend(drawing, handles, _NAMES_BESIDE if len(draws) > 1 else _NAMES_BESIDE // 2)
+    return drawing
+
+
+# Curves that a panel has room to name, and names side by side under two panels.
+_NAMES_INSIDE, _NAMES_BESIDE = 9, 4
+
+
+def _draw_target(result: Mapping[str, Any], target: Mapping[str, Any], axes: Any) -> None:
+    draw_curves(
+        axes,
+        curves(result, metric=target["metric"]),
+        title="",
+        x_label="KV compression rate (bytes, everything counted)",
+        y_label=f"share of the baseline's {metric_name(target['metric'])}",
+    )
+    draw_reference(axes, target["target"], f"{target['target']:g}")
+    floor = lowest_drawn(float(target["target"]))
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, floor), min(high, max(1.0 + (1.0 - floor) / 4, target["target"])))
+    axes.set_xlim(right=min(1.0, axes.get_xlim()[1]))  # what is saved is less than all
+
+
+def _draw_speeds(result: Mapping[str, Any], axes: Any) -> None:
+    """Draw what each method gains in speed and in bytes at its largest rate, and what it keeps.
+
+    Rows whose speed was not measured stand below, at what they gain in bytes.
+    """
+    target = targets_of(result)[0]
+    found = _measured_speeds(result)
+    lacking = _unmeasured(result)
+    batches = sorted({one["batch"] for _, _, one in found})
+    known = [(method, point) for method, point, _ in found] + lacking
+    shares = [share_at(point)["share"] for _, point in known]
+    ends = min([float(target["target"]), *(share for share in shares if share is not None)]), 1.0
+    colours = {"vmin": ends[0], "vmax": ends[1], "cmap": "viridis"}
+    drawn = None
+    for batch in batches:
+        own = [(method, point, one) for method, point, one in found if one["batch"] == batch]
+        speeds = [one["speedup"] for _, _, one in own]
+        smaller = [_smaller(point) for _, point, _ in own]
+        drawn = axes.scatter(
+            smaller,
+            speeds,
+            c=[_share(point) for _, point, _ in own],
+            marker=point_style(batches.index(batch))["marker"],
+            edgecolors="black",
+            linewidths=0.5,
+            label=f"batch {batch}",
+            zorder=3,
+            **colours,
+        )
+        for (method, _, _), x, y in zip(own, smaller, speeds, strict=True):
+            axes.annotate(
+                method["label"], (x, y), xytext=(4, 4), textcoords="offset points", fontsize="small"
+            )
+    draw_reference(axes, 1.0, "full width")
+    where = dict.fromkeys(f"{one['shape']} on {one['device']}" for _, _, one in found)
+    label_axes(
+        axes,
+        f"decoding {count(found[0][2]['context'])} tokens, {'; '.join(where)}",
+        "times fewer bytes than full width",
+        "times faster than the best full-width kernel",
+        legend=True,
+    )
+    axes.margins(0.12)
+    if lacking:
+        _draw_unmeasured(lacking, axes, colours)
+    for handle in axes.get_legend().legend_handles:
+        handle.set_facecolor("none")  # colour tells the share, and batches have none
+    axes.figure.colorbar(
+        drawn, ax=axes, label=f"share of the baseline's {metric_name(target['metric'])}"
+    )
+
+
+# Of the panel's height, for rows without a speed; of its width, between two of their names.
+_BELOW = 0.42
+_BETWEEN = 0.033
+
+
+def _draw_unmeasured(
+    rows: Sequence[tuple[Method, Mapping[str, Any]]], axes: Any, colours: Mapping[str, Any]
+) -> None:
+    """Put rows without a speed under those that have one: their bytes and shares are known."""
+    low, high = axes.get_ylim()
+    bottom = low - (high - low) * _BELOW / (1.0 - _BELOW)
+    ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    axes.set_ylim(bottom, high)
+    axes.set_yticks(ticks)
+    axes.axhspan(bottom, low, color="#f2f2f2", zorder=0)
+    placed = sorted(rows, key=lambda row: _smaller(row[1]))
+    smaller = [_smaller(point) for _, point in placed]
+    left, right = axes.get_xlim()
+    left, right = min(left, *smaller), max(right, *smaller)
+    room = (right - left) * _BETWEEN
+    left, right = left - room, right + room
+    axes.set_xlim(left, right)
+    level = low - (low - bottom) * 0.1
+    axes.scatter(
+        smaller,
+        [level] * len(placed),
+        c=[_share(point) for _, point in placed],
+        marker="|",
+        s=60,
+        zorder=3,
+        **colours,
+    )
+    names = _apart_from_each_other(smaller, room, left + room / 2, right - room / 2)
+    for (method, _), x, at in zip(placed, smaller, names, strict=True):
+        axes.annotate(
+            method["label"].replace(":", ":\n", 1).replace(",", ",\n"),
+            (x, level),
+            xytext=(at, low - (low - bottom) * 0.22),
+            ha="center",
+            va="top",
+            rotation=90,
+            fontsize="x-small",
+            linespacing=0.9,
+            arrowprops={"arrowstyle": "-", "linewidth": 0.3, "color": "#888888"},
+        )
+    axes.text(
+        0.01,
+        low,
+        "speed not measured",
+        transform=axes.get_yaxis_transform(),
+        va="top",
+        fontsize="x-small",
+        color="#555555",
+    )
+
+
+def _apart_from_each_other(
+    wanted: Sequence[float], room: float, left: float, right: float
+) -> list[float]:
+    """Return places near those wanted, in order, `room` apart where the width allows it."""
+    room = min(room, (right - left) / max(1, len(wanted) - 1))
+    places: list[float] = []
+    for at in wanted:
+        places.append(max(at, left, *(one + room for one in places[-1:])))
+    limit = right
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], limit)
+        limit = places[index] - room
+    return places
+
+
+def _share(point: Mapping[str, Any]) -> float:
+    share = share_at(point)["share"]
+    return float("nan") if share is None else float(share)
+
+
+def _unmeasured(result: Mapping[str, Any]) -> list[tuple[Method, Mapping[str, Any]]]:
+    """Return method and best point of the rows beside which no speed stands."""
+    return [
+        (method, point)
+        for method in ranked(result)
+        if (point := best_point(method)) is not None
+        and "long_context" in point
+        and not method.get("speeds")
+    ]

@@ -7,9 +7,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.records.cases import Account, accounts
+from kvprof.records.parts import UNATTRIBUTED
+from kvprof.sizes import format_bytes
 from kvprof.views.bars import LoadLine, StackedBars, bar_of, load_scales, relative_loads
 from kvprof.views.jct_data import (
+    QUANTITIES,
     Group,
+    Quantity,
     Sweep,
     detailed,
     groups,
@@ -20,37 +24,483 @@ from kvprof.views.jct_data import (
     sweeps,
 )
 from kvprof.views.jct_figure import figure
-from kvprof.views.jct_tables import (
-    layer_table,
-    memory_table,
-    part_table,
-    reliability_table,
-    summary_table,
-    sweep_table,
-    telemetry_table,
-    throttled,
-)
 from kvprof.views.kinds import loose_parts
 from kvprof.views.numbers import (
+    MISSING,
     change,
     count,
     duration,
+    number,
+    percent,
+    shared,
     signed_percent,
+    span,
     unit_of,
 )
-from kvprof.views.page import framed, heading, paragraph, tidy_csv, weights_row
+from kvprof.views.page import bullets, framed, heading, paragraph, tidy_csv, weights_row
+from kvprof.views.part_table import PartColumns, PartTable
 from kvprof.views.plot import LinePlot, Series
+from kvprof.views.tables import DataTable, columns
 
-__all__ = [
-    "figure",
-    "notes",
-    "provenance",
-    "report",
-    "to_csv",
-]
+__all__ = ["figure", "notes", "report", "to_csv"]
 
-# --- What a reader of a report of job completion time must know beside its figures.
+_HEIGHT = 14
+_EXTRA = {
+    "requests": "Requests of a trace",
+    "capacity": "Memory and capacity",
+    "check": "A real and a composed run of the same case",
+}
 
+
+def report(
+    result: Mapping[str, Any], width: int | None = None, colour: bool = True
+) -> RenderableType:
+    """Return the report for people.
+
+    Parameters
+    ----------
+    result : mapping
+        A result of kind ``jct``.
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
+    """
+    data = result["data"]
+    parts: list[RenderableType] = []
+    found, shown = groups(result), detailed(result)
+    known = accounts(data)
+    for sweep in sweeps(result):
+        parts += _swept(sweep, known)
+    for group in shown:
+        parts += _measured(result, group, known)
+    if len(shown) < len(found):
+        parts += [
+            Text(),
+            paragraph(
+                f"{len(found) - len(shown)} more requests were measured; "
+                "kvprof export --to csv has their parts.",
+                "dim",
+            ),
+        ]
+    for key, title in _EXTRA.items():
+        if extra := list(loose_parts(data[key])):
+            parts += [heading(title), *extra]
+    if curves := _throughput(data["capacity"]):
+        title = "Throughput of decoding, up to the batch that fills the memory"
+        parts += [
+            Text(),
+            LinePlot(curves, title, "sequences", "tokens/s", _HEIGHT, log_x=True, log_y=True),
+        ]
+    if table := _telemetry_table(data["telemetry"]):
+        parts += [heading("Telemetry"), table, *_throttled(data["telemetry"])]
+    return framed(
+        result,
+        parts,
+        answer=_answer(shown),
+        notes=notes(result),
+        measured_with=_provenance(result),
+        why="" if result["complete"] else f"{_sentence(result['incomplete_reason'])}.",
+        width=width,
+        colour=colour,
+    )
+
+
+def _answer(shown: list[Group]) -> str:
+    lines = []
+    for group in shown:
+        done = [
+            (case["jct_seconds"], name, case)
+            for name, case in zip(group.names, group.cases, strict=True)
+            if case["jct_seconds"] is not None
+        ]
+        if not done:
+            continue
+        base = group.baseline
+        said = []
+        for total, name, case in sorted(done, key=lambda entry: entry[0]):
+            if base is None or case is base:
+                said.append(f"{name} {duration(total)}")
+                continue
+            than = _than(change(total, base["jct_seconds"]))
+            if ends := group.apart(case):
+                than += f" [{', '.join(signed_percent(end) for end in ends)}]"
+            said.append(f"{name} {duration(total)} ({than})")
+        against = f", against {group.against()}" if base is not None and len(done) > 1 else ""
+        lines.append(f"{_sentence(group.name)}{against}: {'; '.join(said)}.")
+    return "\n".join(lines) or "No request was measured to its end."
+
+
+def _than(share: float | None) -> str:
+    if share is None:
+        return "not comparable"
+    if abs(share) < 0.0005:
+        return "the same"
+    return f"{abs(share):.1%} {'more' if share > 0 else 'less'}".replace("%", " %")
+
+
+def _measured(
+    result: Mapping[str, Any], group: Group, known: Mapping[str, Account]
+) -> list[RenderableType]:
+    parts: list[RenderableType] = [heading(_sentence(group.name))]
+    bars = [
+        bar_of(name, known[case["case"]])
+        for name, case in zip(group.names, group.cases, strict=True)
+    ]
+    parts += [StackedBars(bars, "Job completion time in parts"), Text()]
+    parts.append(_summary_table(group, result["data"].get("external")))
+    if table := _reliability_table(group, known):
+        parts += [Text(), table]
+    parts += [Text(), _part_table(group, known, _apart(result))]
+    factor, unit = unit_of(
+        row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
+    )
+    if curves := step_curves(result, group, factor):
+        title = "Time between tokens against context"
+        parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
+    if table := _memory_table(result, group):
+        parts += [Text(), table]
+    curves, unit = memory_curves(result, group, "logical")
+    if curves:
+        title = "What the cache stores, against context"
+        parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
+    if table := _layer_table(result, group):
+        parts += [Text(), table]
+    return [*parts, *_balance(result, group)]
+
+
+def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    marked: dict[str, set[str]] = {}
+    for row in result["data"]["parts"]:
+        if row["by_difference"]:
+            marked.setdefault(row["case"], set()).add(row["part"])
+    return {case: frozenset(parts) for case, parts in marked.items()}
+
+
+def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
+    own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
+    lines: list[tuple[str, list[float]]] = []
+    schedules: list[tuple[str, str, str]] = []  # of each line
+    for row in result["data"]["balance"]:
+        if row["case"] not in own:
+            continue
+        for what in ("predicted", "measured"):
+            if row[what]:
+                label = f"{own[row['case']]}, {row['phase']}, {row['schedule']}, {what}"
+                lines.append((label, relative_loads(row[what])))
+                schedules.append((row["case"], row["phase"], row["schedule"]))
+    if not lines:
+        return []
+    room = max(len(label) for label, _ in lines)
+    # What was predicted and what was measured of one schedule have one scale.
+    highest: dict[tuple[str, str, str], float] = {}
+    for schedule, (_, loads) in zip(schedules, lines, strict=True):
+        highest[schedule] = max(highest.get(schedule, 0.0), *loads)
+    scales = dict(zip(highest, load_scales(list(highest.values())), strict=True))
+    title = "Work per multiprocessor, relative to the mean"
+    if len(set(scales.values())) > 1:
+        title += "; schedules that one scale would flatten have their own"
+    return [
+        Text(),
+        Text(title, style="bold", overflow="fold"),
+        *(
+            LoadLine(f"{label:<{room}}", loads, scales[schedule])
+            for schedule, (label, loads) in zip(schedules, lines, strict=True)
+        ),
+    ]
+
+
+def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
+    parts: list[RenderableType] = [heading(_sentence(sweep.name)), _sweep_table(sweep)]
+    curves = sweep_curves(sweep)
+    parts += [
+        Text(),
+        LinePlot(
+            curves.series,
+            curves.what,
+            curves.x_label,
+            curves.unit,
+            height=_HEIGHT,
+            log_x=True,
+            log_y=curves.log_y,
+        ),
+    ]
+    for method in sweep.methods():
+        bars = [
+            bar_of(count(sweep.length(group)), known[case["case"]])
+            for group in sweep.members
+            for name, case in zip(group.names, group.cases, strict=True)
+            if name == method
+        ]
+        title = f"{method}: shares of the parts, by {curves.x_label}"
+        parts += [Text(), StackedBars(bars, title, shares=True)]
+    return parts
+
+
+def _throughput(capacity: Any) -> list[Series]:
+    rows = capacity.get("throughput", ()) if isinstance(capacity, Mapping) else ()
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        points.setdefault(row["method"], []).append((row["batch"], row["tokens_per_s"]))
+    return [
+        Series(method, [x for x, _ in sorted(own)], [y for _, y in sorted(own)])
+        for method, own in points.items()
+    ]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# --- The tables of the report.
+
+
+def _summary_table(group: Group, external: Mapping[str, Any] | None = None) -> DataTable:
+    """Return one row per case of a request: job completion time, first token, between tokens.
+
+    Parameters
+    ----------
+    group : Group
+    external : mapping, optional
+        ``data.external``: an engine's own figures of the same request are the last row.
+    """
+    against = group.against()
+    request = {key: getattr(group, key) for key in ("batch", "input_len", "output_len")}
+    beside = [
+        {"rate": 0.0, "jct_seconds": None, **row}
+        for row in (external or {"rows": ()})["rows"]
+        if {key: row[key] for key in request} == request
+    ]
+    shown = [*group.cases, *beside]
+    named = f"{external['engine']} {external['version']}" if external else ""
+    titles = ["rate"]
+    cells: list[list[str]] = [
+        [*group.names, *[named] * len(beside)],
+        [MISSING if case["rate"] is None else f"{case['rate']:.3f}" for case in shown],
+    ]
+    for key, title in (("jct_seconds", "JCT"), ("ttft_seconds", "TTFT"), ("tbt_seconds", "TBT")):
+        factor, unit = unit_of(case[key] for case in group.cases)
+        titles.append(f"{title} ({unit})")
+        cells.append([_scaled(case[key], factor) for case in shown])
+        if against is not None and len(shown) > 1:
+            titles.append(f"to {against}")
+            cells.append(
+                [
+                    MISSING
+                    if case is group.baseline
+                    else signed_percent(change(case[key], group.base(key)))
+                    for case in shown
+                ]
+            )
+    return DataTable(columns("method", figures=titles), list(zip(*cells, strict=True)))
+
+
+def _reliability_table(group: Group, accounts: Mapping[str, Account]) -> DataTable | None:
+    """Return what tells how far the figures can be believed; None where nothing does."""
+    rows = []
+    factor, unit = unit_of(case["tbt_p99_seconds"] for case in group.cases)
+    for name, case in zip(group.names, group.cases, strict=True):
+        rows.append(
+            (
+                name,
+                _scaled(case["tbt_p99_seconds"], factor),
+                signed_percent(case["overhead"]),
+                signed_percent(case["decode_overhead"]),
+                _unattributed(accounts[case["case"]]),
+                number(case["energy_per_token_joules"]),
+            )
+        )
+    heads = columns(
+        "method",
+        figures=(
+            f"TBT p99 ({unit})",
+            "timing costs",
+            "of decode",
+            UNATTRIBUTED,
+            "J per token",
+        ),
+    )
+    kept = [
+        index
+        for index in range(len(heads))
+        if index == 0 or any(row[index] != MISSING for row in rows)
+    ]
+    if len(kept) == 1:
+        return None
+    return DataTable(
+        [heads[index] for index in kept],
+        [[row[index] for index in kept] for row in rows],
+    )
+
+
+def _unattributed(account: Account) -> str:
+    # Beside its bar it says what parts that do not add up sum to.
+    share = account.unattributed_share() if account.adds_up() else None
+    return percent(share).replace("-", "−")
+
+
+def _part_table(
+    group: Group, accounts: Mapping[str, Account], apart: Mapping[str, frozenset[str]]
+) -> PartTable:
+    """Return parts as rows, cases as columns: time, share and difference to the baseline's part.
+
+    Parameters
+    ----------
+    group : Group
+    accounts : mapping
+        By case.
+    apart : mapping
+        Case to the parts that are differences of two times.
+    """
+    base = group.baseline
+    return PartTable(
+        [
+            PartColumns(
+                name,
+                accounts[case["case"]],
+                accounts[base["case"]]
+                if base is not None and case is not base and case["jct_seconds"]
+                else None,
+                apart.get(case["case"], frozenset()),
+            )
+            for name, case in zip(group.names, group.cases, strict=True)
+        ]
+    )
+
+
+def _sweep_table(sweep: Sweep) -> DataTable:
+    """Return job completion time by length, a column per method with its difference."""
+    methods = sweep.methods()
+    factor, unit = unit_of(case["jct_seconds"] for group in sweep.members for case in group.cases)
+    title = "input" if sweep.varied == "input_len" else "output"
+    against = next((name for group in sweep.members if (name := group.against())), None)
+    titles = []
+    for method in methods:
+        titles.append(method)
+        if against is not None and method != against:
+            titles.append(f"to {against}")
+    rows = []
+    for group in sweep.members:
+        own = dict(zip(group.names, group.cases, strict=True))
+        row = [count(sweep.length(group))]
+        for method in methods:
+            value = own[method]["jct_seconds"] if method in own else None
+            row.append(_scaled(value, factor))
+            if against is not None and method != against:
+                row.append(signed_percent(change(value, group.base("jct_seconds"))))
+        rows.append(row)
+    return DataTable(columns(f"{title} (JCT in {unit})", figures=titles), rows)
+
+
+def _memory_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
+    """Return the cache's bytes of each case at its longest context; None without any."""
+    rows = []
+    for name, case in zip(group.names, group.cases, strict=True):
+        own = [row for row in result["data"]["memory"] if row["case"] == case["case"]]
+        if not own:
+            continue
+        last = max(own, key=lambda row: row["context"])
+        peaks = [row["peak"] for row in own if row["peak"] is not None]
+        saved = 1 - last["logical"] / last["full_width"] if last["full_width"] else None
+        rows.append(
+            (
+                name,
+                count(last["context"]),
+                format_bytes(last["logical"]),
+                percent(saved),
+                format_bytes(last["allocated"]),
+                format_bytes(last["full_width"]),
+                peaks,
+            )
+        )
+    titles = ["at tokens", "stored", "saved", "allocated", "full width"]
+    if any(peaks for *_, peaks in rows):  # nobody holds the whole cache of a composed request
+        titles.append(peak_name(result["inputs"]))
+    cells = [(*row, format_bytes(max(peaks)) if peaks else MISSING) for *row, peaks in rows]
+    heads = columns("method", figures=titles)
+    return DataTable(heads, [row[: len(heads)] for row in cells]) if rows else None
+
+
+def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
+    """Return a row per case: what its layers keep, cost and get wrong; None without any."""
+    rows = []
+    own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
+    times = [row["seconds"] for row in result["data"]["layers"] if row["case"] in own]
+    factor, unit = unit_of(times)
+    heads = result["data"]["shape"].get("num_kv_heads")
+    # A composed run times one layer for all, so none of them has a time of its own.
+    timed = any(seconds is not None for seconds in times)
+    for case, name in own.items():
+        layers = [row for row in result["data"]["layers"] if row["case"] == case]
+        if not layers:
+            continue
+        errors = [(row["error"], row["layer"]) for row in layers if row["error"] is not None]
+        seconds = [row["seconds"] * factor for row in layers if row["seconds"] is not None]
+        rows.append(
+            (
+                name,
+                *(_kept(layers, key, heads) for key in ("key_ranks", "value_ranks")),
+                *([span(seconds)] if timed else []),
+                _largest(errors),
+            )
+        )
+    work = [f"cache work ({unit} a layer)"] if timed else []
+    titles = ("key ranks", "value ranks", *work, "largest error")
+    return DataTable(columns("method", figures=titles), rows) if rows else None
+
+
+def _kept(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> str:
+    known = [row[key] for row in layers if row[key]]
+    return shared(
+        span([rank for ranks in known for rank in ranks]), heads, len(known[0]) if known else 0
+    )
+
+
+def _largest(errors: Sequence[tuple[float, int]]) -> str:
+    if not errors:
+        return MISSING
+    error, layer = max(errors)
+    return f"{number(error, 2)} (layer {layer})" if error > 0 else "0"
+
+
+def _scaled(value: float | None, factor: float) -> str:
+    return MISSING if value is None else number(value * factor).replace("-", "−")
+
+
+# --- The machine during a run: clocks, power, temperature, memory, and what slowed it down.
+
+
+def _telemetry_table(telemetry: Mapping[str, Any]) -> DataTable | None:
+    """Return a row per device and value: median and range over the run; None without any."""
+    rows = []
+    for device, found in telemetry.items():
+        for name, values in found["values"].items():
+            known = (values["median"], values["least"], values["most"])
+            if name.endswith("_bytes"):
+                words = name.removesuffix("_bytes")
+                cells = tuple(format_bytes(value) for value in known)
+            else:
+                own = QUANTITIES.get(name, Quantity(name, "", 1.0, "{}"))
+                words = own.words
+                cells = tuple(
+                    f"{number(value * own.factor)} {own.unit}".rstrip() for value in known
+                )
+            rows.append((device, words, *cells))
+    heads = columns("device", "value", figures=("median", "least", "most"))
+    return DataTable(heads, rows) if rows else None
+
+
+def _throttled(telemetry: Mapping[str, Any]) -> list[RenderableType]:
+    """Return a line per device and reason for which it ran slower; none where nothing slowed it."""
+    lines = [
+        f"{device} was throttled in {times} of {found['samples']} samples: {reason}"
+        for device, found in telemetry.items()
+        for reason, times in found["throttled"].items()
+    ]
+    return [bullets(lines, "yellow")] if lines else []
+
+
+# --- What a reader must know beside the figures.
 
 _MODES = {
     "real": "A real run: the model generated through the runtime; JCT, TTFT and TBT are wall "
@@ -163,14 +613,8 @@ def _whose(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:
     return f" ({', '.join(case['case'] for case in own)})"
 
 
-def provenance(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was measured with what.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-    """
+def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was measured with what."""
     inputs, data, environment = result["inputs"], result["data"], result["environment"]
     shape = data["shape"]
     packages = environment.get("packages", {})
@@ -206,7 +650,6 @@ def provenance(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # --- A ``jct`` result as one tidy table.
-
 
 _REQUEST = ("case", "method", "batch", "input_len", "output_len")
 _FIGURES = (
@@ -339,211 +782,3 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _mean(ranks: list[float] | None) -> float | None:
     return sum(ranks) / len(ranks) if ranks else None
-
-
-_HEIGHT = 14
-_EXTRA = {
-    "requests": "Requests of a trace",
-    "capacity": "Memory and capacity",
-    "check": "A real and a composed run of the same case",
-}
-
-
-def report(
-    result: Mapping[str, Any], width: int | None = None, colour: bool = True
-) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``jct``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
-    data = result["data"]
-    parts: list[RenderableType] = []
-    found, shown = groups(result), detailed(result)
-    known = accounts(data)
-    for sweep in sweeps(result):
-        parts += _swept(sweep, known)
-    for group in shown:
-        parts += _measured(result, group, known)
-    if len(shown) < len(found):
-        parts += [
-            Text(),
-            paragraph(
-                f"{len(found) - len(shown)} more requests were measured; "
-                "kvprof export --to csv has their parts.",
-                "dim",
-            ),
-        ]
-    for key, title in _EXTRA.items():
-        if extra := list(loose_parts(data[key])):
-            parts += [heading(title), *extra]
-    if curves := _throughput(data["capacity"]):
-        title = "Throughput of decoding, up to the batch that fills the memory"
-        parts += [
-            Text(),
-            LinePlot(curves, title, "sequences", "tokens/s", _HEIGHT, log_x=True, log_y=True),
-        ]
-    if table := telemetry_table(data["telemetry"]):
-        parts += [heading("Telemetry"), table, *throttled(data["telemetry"])]
-    return framed(
-        result,
-        parts,
-        answer=_answer(shown),
-        notes=notes(result),
-        measured_with=provenance(result),
-        why="" if result["complete"] else f"{_sentence(result['incomplete_reason'])}.",
-        width=width,
-        colour=colour,
-    )
-
-
-def _answer(shown: list[Group]) -> str:
-    lines = []
-    for group in shown:
-        done = [
-            (case["jct_seconds"], name, case)
-            for name, case in zip(group.names, group.cases, strict=True)
-            if case["jct_seconds"] is not None
-        ]
-        if not done:
-            continue
-        base = group.baseline
-        said = []
-        for total, name, case in sorted(done, key=lambda entry: entry[0]):
-            if base is None or case is base:
-                said.append(f"{name} {duration(total)}")
-                continue
-            than = _than(change(total, base["jct_seconds"]))
-            if ends := group.apart(case):
-                than += f" [{', '.join(signed_percent(end) for end in ends)}]"
-            said.append(f"{name} {duration(total)} ({than})")
-        against = f", against {group.against()}" if base is not None and len(done) > 1 else ""
-        lines.append(f"{_sentence(group.name)}{against}: {'; '.join(said)}.")
-    return "\n".join(lines) or "No request was measured to its end."
-
-
-def _than(share: float | None) -> str:
-    if share is None:
-        return "not comparable"
-    if abs(share) < 0.0005:
-        return "the same"
-    return f"{abs(share):.1%} {'more' if share > 0 else 'less'}".replace("%", " %")
-
-
-def _measured(
-    result: Mapping[str, Any], group: Group, known: Mapping[str, Account]
-) -> list[RenderableType]:
-    parts: list[RenderableType] = [heading(_sentence(group.name))]
-    bars = [
-        bar_of(name, known[case["case"]])
-        for name, case in zip(group.names, group.cases, strict=True)
-    ]
-    parts += [StackedBars(bars, "Job completion time in parts"), Text()]
-    parts.append(summary_table(group, result["data"].get("external")))
-    if table := reliability_table(group, known):
-        parts += [Text(), table]
-    parts += [Text(), part_table(group, known, _apart(result))]
-    factor, unit = unit_of(
-        row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
-    )
-    if curves := step_curves(result, group, factor):
-        title = "Time between tokens against context"
-        parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
-    if table := memory_table(result, group):
-        parts += [Text(), table]
-    curves, unit = memory_curves(result, group, "logical")
-    if curves:
-        title = "What the cache stores, against context"
-        parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
-    if table := layer_table(result, group):
-        parts += [Text(), table]
-    return [*parts, *_balance(result, group)]
-
-
-def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    marked: dict[str, set[str]] = {}
-    for row in result["data"]["parts"]:
-        if row["by_difference"]:
-            marked.setdefault(row["case"], set()).add(row["part"])
-    return {case: frozenset(parts) for case, parts in marked.items()}
-
-
-def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
-    own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
-    lines: list[tuple[str, list[float]]] = []
-    schedules: list[tuple[str, str, str]] = []  # of each line
-    for row in result["data"]["balance"]:
-        if row["case"] not in own:
-            continue
-        for what in ("predicted", "measured"):
-            if row[what]:
-                label = f"{own[row['case']]}, {row['phase']}, {row['schedule']}, {what}"
-                lines.append((label, relative_loads(row[what])))
-                schedules.append((row["case"], row["phase"], row["schedule"]))
-    if not lines:
-        return []
-    room = max(len(label) for label, _ in lines)
-    # What was predicted and what was measured of one schedule have one scale.
-    highest: dict[tuple[str, str, str], float] = {}
-    for schedule, (_, loads) in zip(schedules, lines, strict=True):
-        highest[schedule] = max(highest.get(schedule, 0.0), *loads)
-    scales = dict(zip(highest, load_scales(list(highest.values())), strict=True))
-    title = "Work per multiprocessor, relative to the mean"
-    if len(set(scales.values())) > 1:
-        title += "; schedules that one scale would flatten have their own"
-    return [
-        Text(),
-        Text(title, style="bold", overflow="fold"),
-        *(
-            LoadLine(f"{label:<{room}}", loads, scales[schedule])
-            for schedule, (label, loads) in zip(schedules, lines, strict=True)
-        ),
-    ]
-
-
-def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
-    parts: list[RenderableType] = [heading(_sentence(sweep.name)), sweep_table(sweep)]
-    curves = sweep_curves(sweep)
-    parts += [
-        Text(),
-        LinePlot(
-            curves.series,
-            curves.what,
-            curves.x_label,
-            curves.unit,
-            height=_HEIGHT,
-            log_x=True,
-            log_y=curves.log_y,
-        ),
-    ]
-    for method in sweep.methods():
-        bars = [
-            bar_of(count(sweep.length(group)), known[case["case"]])
-            for group in sweep.members
-            for name, case in zip(group.names, group.cases, strict=True)
-            if name == method
-        ]
-        title = f"{method}: shares of the parts, by {curves.x_label}"
-        parts += [Text(), StackedBars(bars, title, shares=True)]
-    return parts
-
-
-def _throughput(capacity: Any) -> list[Series]:
-    rows = capacity.get("throughput", ()) if isinstance(capacity, Mapping) else ()
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        points.setdefault(row["method"], []).append((row["batch"], row["tokens_per_s"]))
-    return [
-        Series(method, [x for x, _ in sorted(own)], [y for _, y in sorted(own)])
-        for method, own in points.items()
-    ]
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -14,7 +14,7 @@ import pytest
 from kvprof.benchmark.request import DEFAULT_METHODS, BenchRequest
 from kvprof.methods.plan_files import save_plan
 from kvprof.records.files import read_result
-from kvprof.views.bench_tables import median_seconds
+from kvprof.views.bench import median_seconds
 from tests.commands.running import kvprof
 from tests.methods.shapes import layer, plan
 from tests.views.synthetic_bench import bench_result

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console, Group
 
 from kvprof.records.load_against import against, differing
-from kvprof.views.load_sections import against_section, against_verdict
+from kvprof.views.load import against_section, against_verdict
 
 
 def printed(parts):

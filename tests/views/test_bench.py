@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvprof.views.bench_tables import groups
+from kvprof.views.bench import groups
 from kvprof.views.numbers import number
 from tests.views.synthetic_bench import CUTS, METHODS, SWEEP, bench_result, flat, text_of
 

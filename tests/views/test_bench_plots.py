@@ -9,8 +9,7 @@ import pytest
 
 from kvprof.records.schema import validate_result
 from kvprof.views.bars import Timelines, at_once, busy_shares
-from kvprof.views.bench import figure, to_csv
-from kvprof.views.bench_tables import context_curves, groups, roofline_points, roofs
+from kvprof.views.bench import context_curves, figure, groups, roofline_points, roofs, to_csv
 from kvprof.views.figure import figure_bytes
 from kvprof.views.page import render_text
 from tests.views.synthetic_bench import (

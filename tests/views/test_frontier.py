@@ -10,9 +10,8 @@ import pytest
 
 from kvprof.records.schema import validate_result
 from kvprof.views.figure import figure_bytes
-from kvprof.views.frontier import figure, report, to_csv
+from kvprof.views.frontier import figure, report, running_table, to_csv
 from kvprof.views.frontier_data import lowest_drawn, ranked, undecided
-from kvprof.views.frontier_running import running_table
 from kvprof.views.page import render_text
 from tests.views.synthetic_frontier import TASKS, frontier_result
 

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from kvprof.analysis import stability_data as analysis
 from kvprof.views.page import render_text
-from kvprof.views.stability import report
-from kvprof.views.stability_tables import NOISE_FLOOR, cost_rank, curves_of, head_costs, worst
+from kvprof.views.stability import NOISE_FLOOR, cost_rank, curves_of, head_costs, report, worst
 
 from .synthetic_stability import SHAPES, SMALL, averages, made, stability_result
 

@@ -3,8 +3,7 @@ import io
 
 import pytest
 
-from kvprof.views.stability import to_csv
-from kvprof.views.stability_tables import COLUMNS
+from kvprof.views.stability import COLUMNS, to_csv
 
 from .synthetic_stability import stability_result
 

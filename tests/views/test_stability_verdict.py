@@ -3,8 +3,7 @@ import re
 import pytest
 
 from kvprof.views.page import render_text
-from kvprof.views.stability import report, verdict
-from kvprof.views.stability_tables import NOISE_FLOOR, share_text
+from kvprof.views.stability import NOISE_FLOOR, report, share_text, verdict
 
 from .synthetic_stability import averages, made
 
