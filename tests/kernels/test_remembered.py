@@ -16,8 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kvprof.kernels.dispatch import interpreted, launching  # noqa: E402
-from kvprof.kernels.remembered import argument_key  # noqa: E402
+from kvprof.kernels.dispatch import argument_key, interpreted, launching  # noqa: E402
 
 tl = triton.language
 
@@ -70,7 +69,7 @@ class Driver:
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
     monkeypatch.setattr(driver, "_active", found)
-    monkeypatch.setattr("kvprof.kernels.remembered._compiled", {})
+    monkeypatch.setattr("kvprof.kernels.dispatch._compiled", {})
     _kernel.device_caches.clear()
     yield found
     _kernel.device_caches.clear()

@@ -24,7 +24,7 @@ from kvprof.records.load_names import load_case
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving, load_lengths
 from kvprof.serving.load.requests import Outcome, Request
-from kvprof.serving.load.spans import longest_gap, spans_of
+from kvprof.serving.load.sweep import longest_gap, spans_of
 from tests.records.sample import ENVIRONMENT
 
 #: Slots, and seconds a token: without batching effects, but for the context's.

@@ -1,26 +1,34 @@
-"""Every task by its name, and the questions of those that an evaluation asks for."""
+"""Every task by its name, and the questions of those that an evaluation asks for.
+
+Generators that are short stand here beside their rows; RULER's and the embedded questions have
+modules of their own.
+"""
 
 import random
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.tasks.arithmetic import OPERATIONS, arithmetic_limit, draw_arithmetic
 from kvprof.evaluation.tasks.embedded import EMBEDDED, embedded_items
 from kvprof.evaluation.tasks.items import Question, Scoring, TaskItem
-from kvprof.evaluation.tasks.open_questions import LIMIT, PROMPTS, open_question
 from kvprof.evaluation.tasks.prompts import Fitted, PromptWriter, largest_fitting
-from kvprof.evaluation.tasks.rounds import ALIKE, draw_rounds
+from kvprof.evaluation.tasks.prose import lexicon
 from kvprof.evaluation.tasks.ruler import ABSENT, RULER, Draw
 from kvprof.models.load import LoadedModel
 
 __all__ = [
+    "ALIKE",
     "GROUPS",
+    "OPERATIONS",
+    "PROMPTS",
     "TASKS",
     "Task",
     "TaskSelection",
     "default_task_items",
+    "draw_arithmetic",
+    "draw_rounds",
     "parse_tasks",
     "select_tasks",
 ]
@@ -52,6 +60,158 @@ class Task:
     note: str = ""
 
 
+# --- A conversation of many rounds, of which one answer is asked for again (as MRCR, generated).
+# As in multi-round co-reference resolution (arXiv 2409.12640), the user asks several times for the
+# same thing, and in the end for the n-th of these answers. The answers are lines of random words,
+# so that nothing but looking back gives them, and the line has to be written as it was; MRCR asks a
+# large model for texts and scores their similarity.
+
+#: How often the same thing is asked for.
+ALIKE = 4
+
+_FORMS = ("poem", "riddle", "slogan", "motto", "rhyme", "chant", "proverb", "title")
+_TOPICS = ("rivers", "clocks", "winter", "bridges", "bread", "owls", "trains", "gardens", "salt")
+_ORDINALS = ("first", "second", "third", "fourth")
+_LINE_WORDS = 6  # of a line
+
+
+def draw_rounds(rng: random.Random, size: int, length: int) -> Question:
+    """Return a conversation and the question at its end.
+
+    Parameters
+    ----------
+    rng : random.Random
+    size : int
+        Rounds, `ALIKE` or more.
+    length : int
+        Not heeded.
+    """
+    things = [(form, topic) for form in _FORMS for topic in _TOPICS]
+    rng.shuffle(things)
+    form, topic = things[0]
+    same = sorted(rng.sample(range(size), ALIKE))
+    turns: list[str] = []
+    lines: list[str] = []
+    for number in range(size):
+        own_form, own_topic = things[0] if number in same else rng.choice(things[1:])
+        line = " ".join(rng.sample(lexicon(), _LINE_WORDS))
+        while line in lines:
+            line = " ".join(rng.sample(lexicon(), _LINE_WORDS))
+        lines.append(line)
+        turns += [f"Write a {own_form} about {own_topic}.", line]
+    asked = rng.randrange(ALIKE)
+    which = f"{_ORDINALS[asked]} {form} about {topic}"
+    turns.append(f"Write the {which} again, word for word, and nothing else.")
+    depth = round(4 * same[asked] / max(1, size - 1)) / 4
+    return Question(tuple(turns), "", (lines[same[asked]],), 1 / ALIKE, depth)
+
+
+# --- Chains of additions and subtractions of growing length (as GSM-Infinite, generated). As there
+# (arXiv 2502.05252), the number of operations says how hard a question is, and statements of the
+# same kind that do not matter fill it to any length. They stand in any order.
+
+#: Operations of the tasks.
+OPERATIONS = (2, 4, 8)
+
+_MOST_APPLES = 60  # that a chain begins with
+_STEP = 9
+
+
+def _arithmetic_limit(operations: int) -> int:
+    """Return how many tokens may be written: a sentence for each operation, and the answer."""
+    return 64 + 32 * operations
+
+
+def draw_arithmetic(operations: int, rng: random.Random, size: int, length: int) -> Question:
+    """Return a question that takes `operations` steps.
+
+    Parameters
+    ----------
+    operations : int
+    rng : random.Random
+    size : int
+        Crates that do not matter.
+    length : int
+        Not heeded.
+    """
+    names: set[str] = set()
+
+    def name() -> str:
+        while (drawn := "".join(rng.choices(string.ascii_uppercase, k=3))) in names:
+            pass
+        names.add(drawn)
+        return drawn
+
+    statements: list[str] = []
+    values: list[int] = []
+
+    def chain(steps: int) -> tuple[str, int]:
+        last, value = name(), rng.randint(_STEP + 1, _MOST_APPLES)
+        statements.append(f"Crate {last} holds {value} apples.")
+        values.append(value)
+        for _ in range(steps):
+            step = rng.randint(2, _STEP)
+            more = value <= _STEP or rng.random() < 0.5
+            value += step if more else -step
+            following = name()
+            word = "more" if more else "fewer"
+            statements.append(f"Crate {following} holds {step} {word} apples than crate {last}.")
+            values.append(value)
+            last = following
+        return last, value
+
+    asked, answer = chain(operations)
+    left = size
+    while left > 0:
+        crates = min(left, rng.randint(1, operations + 1))
+        chain(crates - 1)
+        left -= crates
+    rng.shuffle(statements)
+    text = (
+        "Read the following statements.\n"
+        + "\n".join(statements)
+        + f"\nQuestion: How many apples does crate {asked} hold? Work it out step by step, and end "
+        "with: The answer is N."
+    )
+    chance = values.count(answer) / len(values)
+    return Question((text,), " Answer:", (str(answer),), chance)
+
+
+# --- Short prompts that are answered freely: nothing to be right, only how long the answer is.
+
+#: Tokens that may be written.
+_OPEN_LIMIT = 256
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Name three differences between a list and a tuple in Python.",
+    "Write a short letter that declines an invitation to a wedding.",
+    "What does a compiler do?",
+    "Give me a recipe for pancakes.",
+    "How does a bicycle stay upright?",
+    "Summarise the story of Romeo and Juliet in one paragraph.",
+    "Which planets have rings?",
+    "Write a haiku about rain.",
+    "What should I pack for a weekend in the mountains?",
+    "Explain what a hash table is to a child.",
+    "How many minutes are there in a day?",
+    "What is the difference between weather and climate?",
+    "Write a function that reverses a string, and say how it works.",
+    "Why do we have leap years?",
+    "Suggest five names for a bakery.",
+    "What causes the tides?",
+    "Translate into French: The library opens at nine.",
+    "How do I remove a coffee stain from a shirt?",
+    "Who wrote Pride and Prejudice, and what is it about?",
+    "Explain the rule of three in photography.",
+    "What is inflation?",
+    "List the steps to change a tyre.",
+)
+
+
+# --- Which tasks there are.
+
 _RULER_NOTE = (
     "RULER's tasks are generated by its definitions (arXiv 2404.06654) and scored as there: the "
     "share of the strings asked for that stands in the answer, whatever the case of its letters. "
@@ -81,14 +241,14 @@ TASKS: dict[str, Task] = {
         f"arithmetic_{count}": Task(
             Scoring.NUMBER,
             partial(draw_arithmetic, count),
-            arithmetic_limit(count),
+            _arithmetic_limit(count),
             0,
             _CRATES,
             _ARITHMETIC_NOTE,
         )
         for count in OPERATIONS
     },
-    "open_questions": Task(Scoring.NONE, limit=LIMIT),
+    "open_questions": Task(Scoring.NONE, limit=_OPEN_LIMIT),
 }
 
 #: Names that stand for several.
@@ -108,6 +268,9 @@ _CPU_LENGTHS = (1024,)
 _GPU_LENGTHS = (1024, 2048, 4096, 8192)
 
 _SEED = 42  # RULER's default
+
+
+# --- The questions that an evaluation asks.
 
 
 @dataclass(frozen=True)
@@ -262,7 +425,7 @@ def _open_items(loaded: LoadedModel, name: str, count: int) -> tuple[list[TaskIt
     left_out = 0
     with PromptWriter(loaded) as write:
         for index in range(min(count, len(PROMPTS))):
-            question = open_question(index)
+            question = Question((PROMPTS[index],))
             ids = write(question)
             length = len(ids) + TASKS[name].limit
             if length > loaded.context_length:

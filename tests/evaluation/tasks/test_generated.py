@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.evaluation.tasks.arithmetic import OPERATIONS, draw_arithmetic
 from kvprof.evaluation.tasks.items import Question, Scoring, TaskItem, scored, string_match_all
-from kvprof.evaluation.tasks.open_questions import PROMPTS
 from kvprof.evaluation.tasks.prompts import Fitted, PromptWriter, largest_fitting
-from kvprof.evaluation.tasks.registry import select_tasks
-from kvprof.evaluation.tasks.rounds import ALIKE, draw_rounds
+from kvprof.evaluation.tasks.registry import (
+    ALIKE,
+    OPERATIONS,
+    PROMPTS,
+    draw_arithmetic,
+    draw_rounds,
+    select_tasks,
+)
 from kvprof.models.load import load_model
 
 

@@ -6,7 +6,7 @@ import pytest
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import arriving, load_lengths
 from kvprof.serving.load.requests import Outcome, Request
-from kvprof.serving.load.spans import longest_gap, spans_of
+from kvprof.serving.load.sweep import longest_gap, spans_of
 from tests.records.load_stream import served
 
 
