@@ -16,6 +16,7 @@ __all__ = [
     "number",
     "percent",
     "rate_in_bytes",
+    "rate_text",
     "shared",
     "signed_percent",
     "span",
@@ -60,6 +61,11 @@ def percent(value: float | None, decimals: int = 1) -> str:
     if value is None or math.isnan(value):
         return MISSING
     return f"{100 * value:.{decimals}f} %"
+
+
+def rate_text(rate: float) -> str:
+    """Write a removal rate as it was asked for: 0.05 as ``5 %``, 0.0025 as ``0.25 %``."""
+    return f"{100 * rate:.6g} %"
 
 
 def rate_in_bytes(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """The report of ``kvprof spectrum``: how far can this cache go, in dimensions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -8,31 +8,430 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
+from kvprof.errors import UsageError
 from kvprof.views.figure import draw_curves, draw_map, new_figure, titled
 from kvprof.views.heatmap import rank_maps
-from kvprof.views.numbers import number, percent, span
+from kvprof.views.numbers import number, percent, rate_text, span
 from kvprof.views.page import framed, heading, paragraph, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.spectrum_data import (
-    PAIR_NAMES,
-    SHOWN_DIM_RATE,
-    chosen_removal,
-    flat,
-    half_energy,
-    heads_of,
-    mean,
-    normalised_mean,
-    per_query_head,
-    rate_text,
-    width_text,
-    widths,
-)
 from kvprof.views.tables import Column, DataTable
 
-__all__ = ["COLUMNS", "figure", "report", "summary", "to_csv"]
+__all__ = ["COLUMNS", "PAIR_NAMES", "figure", "report", "summary", "to_csv"]
+
+#: What a pair's vectors are, in the words of ``definitions``.
+PAIR_NAMES = {
+    "qk": "queries and keys of a KV head's group",
+    "vo": "values with W_O",
+    "q": "queries",
+    "k": "keys",
+    "v": "values",
+    "q_pre": "queries before RoPE",
+    "k_pre": "keys before RoPE",
+    "w_v": "weight of the value projection",
+}
+
+#: Without a rate asked for, the removal rate whose dim_rate is nearest this is shown.
+_SHOWN_DIM_RATE = 0.5
+
+Result = Mapping[str, Any]
+
+_NO_ACCURACY = "Spectra say how compact the vectors are, not what accuracy it costs."
+_PUBLISHED_CV = (
+    "CV: standard deviation over mean of the largest singular value, over all heads. Published: "
+    "0.48–0.59 for qk (FDC table 3, ZACK table 6), 0.41–0.46 for vo (FDC table 4, ZACK table 7)."
+)
+_EFFECTIVE_RANK = (
+    "Effective rank: exp of the entropy of the singular values, 1 when one direction holds all."
+)
+
+
+def report(
+    result: Mapping[str, Any],
+    width: int | None = None,
+    colour: bool = True,
+    *,
+    removal_rate: float | None = None,
+) -> RenderableType:
+    """Return the report for people.
+
+    Parameters
+    ----------
+    result : mapping
+        A result of kind ``spectrum`` (``architecture``).
+    width : int or None
+        Columns at most; None takes the console's.
+    colour : bool
+        False leaves out every escape code.
+    removal_rate : float or None
+        Which of the result's removal rates summary and heat maps show; by default the one whose
+        ``dim_rate`` is nearest 0.5.
+
+    Raises
+    ------
+    UsageError
+        When `removal_rate` is not in the result.
+    """
+    chosen = _chosen_removal(result, removal_rate)
+    parts: list[RenderableType] = [paragraph(summary(result, removal_rate))]
+    parts += [paragraph(f"Note: {label}.", "bold") for label in result["inputs"].get("labels", ())]
+    if chosen is not None:
+        parts += [heading("Removal rates"), _removal_table(result)]
+        parts += _first_position(result, chosen)
+    if "per_query_head" in result["data"]:
+        parts += _per_query_head(result["data"]["per_query_head"], result["data"]["pairs"]["qk"])
+    if result["data"]["pairs"]:
+        parts += [heading("Pairs"), _pair_table(result)]
+        parts += [paragraph(f"{_EFFECTIVE_RANK} {_PUBLISHED_CV}", "dim")]
+        parts += [Text(), _plot(result)]
+    if chosen is not None:
+        parts += _heat_maps(chosen, stated=removal_rate is not None)
+    return framed(
+        result,
+        parts,
+        measured_with=_provenance(result),
+        spaced=False,
+        width=width,
+        colour=colour,
+    )
+
+
+def summary(result: Mapping[str, Any], removal_rate: float | None = None) -> str:
+    """Return one paragraph that answers how far this cache can go.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof spectrum``.
+    removal_rate : float or None
+        As for `report`.
+    """
+    pairs = result["data"]["pairs"]
+    if not pairs:
+        return "Nothing was measured."
+    chosen = _chosen_removal(result, removal_rate)
+    if chosen is None:
+        sentences = [
+            f"{_capital(PAIR_NAMES.get(name, name))} ({name}) have an effective rank of "
+            f"{number(_mean(_flat(pair['effective_rank'])))} of {_width_text(pair)} dimensions."
+            for name, pair in pairs.items()
+        ]
+        missing = " and ".join(name for name in ("qk", "vo") if name not in pairs)
+        if missing:
+            sentences.append(f"There is no dim_rate without {missing}.")
+        return " ".join([*sentences, _NO_ACCURACY])
+    rates = [row["dim_rate"] for row in result["data"]["removal"]]
+    removals = [row["removal_rate"] for row in result["data"]["removal"]]
+    qk, vo = _flat(chosen["ranks_qk"]), _flat(chosen["ranks_vo"])
+    text = (
+        f"Removing {rate_text(chosen['removal_rate'])} of the singular values' sum leaves "
+        f"{number(_mean(qk))} of {_width(pairs, 'qk')}dimensions for keys (qk) and "
+        f"{number(_mean(vo))} of {_width(pairs, 'vo')}for values (vo) on average: dim_rate "
+        f"{chosen['dim_rate']:.2f}"
+    )
+    if chosen["grid"] > 1:
+        text += (
+            f", or {chosen['dim_rate_rounded']:.2f} with ranks rounded up to multiples of "
+            f"{chosen['grid']}"
+        )
+    text += f". Over the heads, ranks are {span(qk)} for keys and {span(vo)} for values. "
+    if len(rates) > 1:
+        text += (
+            f"Between removal rates of {rate_text(min(removals))} and "
+            f"{rate_text(max(removals))} dim_rate goes from {min(rates):.2f} to {max(rates):.2f}. "
+        )
+    return text + _NO_ACCURACY
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _width(pairs: Mapping[str, Any], name: str) -> str:
+    # A result may carry removal rates without the pair's own spectrum.
+    return f"{_width_text(pairs[name])} " if name in pairs else "the "
+
+
+def _first_position(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[RenderableType]:
+    """Say what position 0 contributes: a first token's key is often far off the rest (a sink)."""
+    first = result["data"].get("first_position")
+    if not first or not first["token_share"] or "dim_rate_without_first" not in chosen:
+        return []
+    shares = ", ".join(
+        f"{first[f'energy_share_{key}']:.2%} of {name}"
+        for key, name in (("q", "Q"), ("k", "K"), ("v", "V"))
+    )
+    return [
+        paragraph(
+            f"The first position of each sequence is {first['token_share']:.2%} of the "
+            f"tokens and holds {shares} (energy). Without it (--skip-first 1) dim_rate at removal "
+            f"rate {rate_text(chosen['removal_rate'])} "
+            f"{_instead(chosen['dim_rate_without_first'], chosen['dim_rate'])}.",
+            "dim",
+        )
+    ]
+
+
+def _instead(without: float, rate: float) -> str:
+    if f"{without:.3f}" == f"{rate:.3f}":
+        return f"would be the same, {rate:.3f}"
+    return f"would be {without:.3f} instead of {rate:.3f}"
+
+
+def _plot(result: Mapping[str, Any]) -> RenderableType:
+    curves = []
+    for name, pair in result["data"]["pairs"].items():
+        values = _normalised_mean(pair)
+        curves.append(
+            Series(f"{name}: {PAIR_NAMES.get(name, name)}", range(1, len(values) + 1), values)
+        )
+    widest = max(max(_widths(pair)) for pair in result["data"]["pairs"].values())
+    # Quarters of the width are the ranks that people think in.
+    quarters = sorted({1, *(widest * part // 4 for part in (1, 2, 3, 4))})
+    return LinePlot(
+        curves,
+        "Singular values by dimension, mean over heads and layers",
+        "dimension",
+        "relative to the first",
+        log_y=True,
+        x_ticks=quarters,
+    )
+
+
+def _heat_maps(chosen: Mapping[str, Any], *, stated: bool) -> list[RenderableType]:
+    why = "" if stated else f" (dim_rate {chosen['dim_rate']:.2f}, nearest {_SHOWN_DIM_RATE:g})"
+    at = f"at removal rate {rate_text(chosen['removal_rate'])}{why}"
+    return rank_maps(
+        {
+            f"Rank of {pair} by layer and head, {at}": chosen[f"ranks_{pair}"]
+            for pair in ("qk", "vo")
+        }
+    )
+
+
+def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the figures depend on, in words; None for what the result does not name."""
+    inputs = result["inputs"]
+    layers = f"{inputs['layers']} layer{'s' if inputs['layers'] != 1 else ''}"
+    heads = f"{layers}, {inputs['num_kv_heads']} KV heads of {inputs['head_dim']}"
+    where = [str(inputs[key]) for key in ("dtype", "device") if key in inputs]
+    shown = {
+        "model": f"{inputs.get('model', 'a model')} ({heads}, {inputs['num_heads']} query heads)",
+        **weights_row(inputs),
+        "fingerprint": inputs["fingerprint"],
+        "source": inputs.get("source_description") or inputs.get("source"),
+        "tokens": f"{inputs['tokens']:,}",
+        "positions": inputs.get("positions"),
+        "seed": inputs.get("seed"),
+        "starts with": inputs.get("prefix"),
+        "left out": f"first {inputs['skip_first']} tokens" if inputs.get("skip_first") else None,
+        "dtype": " on ".join(where),
+        "weight of V": _value_weight(inputs),
+        "qk": "C_q + G·C_k, paired per query head" if inputs.get("paired") else None,
+        "default tokens": inputs.get("default_tokens_source"),
+    }
+    return {name: None if value == "" else value for name, value in shown.items()}
+
+
+def _value_weight(inputs: Mapping[str, Any]) -> str | None:
+    if "vo" not in inputs["pairs"] or "value_weight_tokens" not in inputs:
+        return None
+    tokens = inputs["value_weight_tokens"]
+    if tokens is None:
+        return "the tokens seen, against W_O in vo"
+    return f"{tokens:,} tokens, against W_O in vo"
+
+
+# --- What a pair's rows hold.
+
+
+def _flat(rows: Iterable[Iterable[float]]) -> list[float]:
+    """Return ``[layer][kv_head]`` as one list."""
+    return [value for row in rows for value in row]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN of nothing."""
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _heads_of(pair: Result, key: str) -> list[list[float]]:
+    """Return ``[layer][kv_head][dim]`` of a pair as one list of heads."""
+    return [head for layer in pair[key] for head in layer]
+
+
+def _widths(pair: Result) -> list[int]:
+    """Return each head's full width, layer by layer."""
+    return [len(head) for head in _heads_of(pair, "singular_values")]
+
+
+def _width_text(pair: Result) -> str:
+    """Return the full width in words: ``128``, or ``64–128`` when layers differ."""
+    every = _widths(pair)
+    low, high = min(every), max(every)
+    return f"{low}" if low == high else f"{low}–{high}"
+
+
+def _half_energy(pair: Result) -> list[float]:
+    """Return the energy that each head keeps at half its width (rounded down, at least 1)."""
+    return [head[max(1, len(head) // 2) - 1] for head in _heads_of(pair, "energy_kept")]
+
+
+def _normalised_mean(pair: Result) -> list[float]:
+    """Return the mean curve divided by its first value; empty when that is zero."""
+    curve = pair["mean"]
+    return [value / curve[0] for value in curve] if curve and curve[0] > 0 else []
+
+
+def _chosen_removal(result: Result, removal_rate: float | None = None) -> Result | None:
+    """Return the entry of ``data.removal`` that heat maps and summary show.
+
+    Parameters
+    ----------
+    result : mapping
+        Of ``kvprof spectrum``.
+    removal_rate : float or None
+        One of those in the result; by default the one whose ``dim_rate`` is nearest 0.5.
+
+    Returns
+    -------
+    mapping or None
+        None when the result has no removal rates (``qk`` or ``vo`` was not selected).
+
+    Raises
+    ------
+    UsageError
+        When the rate asked for is not in the result.
+    """
+    rows: Sequence[Result] = result["data"].get("removal") or ()
+    if removal_rate is not None:
+        for row in rows:
+            if abs(row["removal_rate"] - removal_rate) < 1e-9:
+                return row
+        known = ", ".join(f"{row['removal_rate']:g}" for row in rows) or "none"
+        raise UsageError(f"removal rate {removal_rate:g} is not in this result; it has {known}")
+    return min(rows, key=lambda row: abs(row["dim_rate"] - _SHOWN_DIM_RATE), default=None)
+
+
+# --- The tables: each removal rate, each pair.
+
+
+def _removal_table(result: Mapping[str, Any]) -> RenderableType:
+    rows: Sequence[Mapping[str, Any]] = result["data"]["removal"]
+    rounded = any(row["grid"] > 1 for row in rows)
+    columns = [
+        Column("removal rate"),
+        Column("mean rank of qk"),
+        Column("mean rank of vo"),
+        Column("dim_rate"),
+    ]
+    if rounded:
+        grid = span([row["grid"] for row in rows])
+        columns += [Column(f"dim_rate in multiples of {grid}"), Column("lost to rounding")]
+    cells = []
+    for row in rows:
+        line = [
+            rate_text(row["removal_rate"]),
+            f"{_mean(_flat(row['ranks_qk'])):.1f}",
+            f"{_mean(_flat(row['ranks_vo'])):.1f}",
+            f"{row['dim_rate']:.3f}",
+        ]
+        if rounded:
+            line.append(f"{row['dim_rate_rounded']:.3f}")
+            line.append(f"{row['dim_rate'] - row['dim_rate_rounded']:.3f}")
+        cells.append(line)
+    return DataTable(columns, cells)
+
+
+def _pair_table(result: Mapping[str, Any]) -> RenderableType:
+    columns = (
+        Column("pair", words=True),
+        Column("dims"),
+        Column("effective rank"),
+        Column("over heads"),
+        Column("CV of the largest"),
+        Column("energy at half width"),
+        Column("its least"),
+    )
+    rows = []
+    for name, pair in result["data"]["pairs"].items():
+        ranks, energy = _flat(pair["effective_rank"]), _half_energy(pair)
+        rows.append(
+            (
+                name,
+                _width_text(pair),
+                f"{_mean(ranks):.1f}",
+                f"{min(ranks):.1f}–{max(ranks):.1f}",
+                f"{pair['cv_of_max']:.2f}",
+                percent(_mean(energy)),
+                percent(min(energy)),
+            )
+        )
+    return DataTable(columns, rows)
+
+
+# --- What one basis per query head would store, beside one per KV head.
+
+
+def _per_query_head(data: Mapping[str, Any], grouped: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the report's part about bases per query head (FDC §5.1 read literally).
+
+    Parameters
+    ----------
+    data : mapping
+        ``data.per_query_head`` of a spectrum result.
+    grouped : mapping
+        ``data.pairs.qk`` of it: one basis per KV head.
+    """
+    parts: list[RenderableType] = [heading("One basis of qk per query head")]
+    if set(data["group"]) == {1}:
+        return [
+            *parts,
+            paragraph("Every KV head has one query head here, so both bases are the same."),
+        ]
+    own, shared = _flat(data["qk"]["effective_rank"]), _flat(grouped["effective_rank"])
+    times = span(sorted(set(data["group"])))
+    parts.append(
+        paragraph(
+            f"A basis per query head has an effective rank of {number(_mean(own))}, one per KV "
+            f"head {number(_mean(shared))}. But each would have to store its own compressed key: "
+            f"{times} per KV head and token instead of one. Dimensions below are those of keys per "
+            "token, over all layers."
+        )
+    )
+    if not data["removal"]:
+        return parts
+    rounded = any(row["grid"] > 1 for row in data["removal"])
+    columns = [
+        Column("removal rate"),
+        Column("mean rank per query head"),
+        Column("dims stored"),
+        Column("with grouped bases"),
+        Column("at full width"),
+        Column("of grouped"),
+        Column("of full"),
+    ]
+    if rounded:
+        grid = span([row["grid"] for row in data["removal"]])
+        columns += [Column(f"dims in multiples of {grid}"), Column("grouped, likewise")]
+    cells = []
+    for row in data["removal"]:
+        stored, full = row["stored_dims"], row["full_dims"]
+        line = [
+            rate_text(row["removal_rate"]),
+            f"{_mean(_flat(row['ranks'])):.1f}",
+            f"{stored:,}",
+            f"{row['grouped_dims']:,}",
+            f"{full:,}",
+            f"{stored / row['grouped_dims']:.2f}×",
+            f"{stored / full:.2f}×",
+        ]
+        if rounded:
+            line += [f"{row['stored_dims_rounded']:,}", f"{row['grouped_dims_rounded']:,}"]
+        cells.append(line)
+    return [*parts, DataTable(columns, cells)]
+
 
 # --- A spectrum result as one tidy table.
-
 
 #: Columns of the table; a row leaves empty what does not apply to its `kind`.
 COLUMNS = (
@@ -151,8 +550,7 @@ def _removal_rows(removal: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
                     }
 
 
-# --- The figure of a spectrum result: mean curves with bands over heads, and the map of ranks.
-
+# --- The figure: mean curves with bands over heads, and the map of ranks.
 
 _BAND = (2.5, 97.5)  # per cent of the heads
 
@@ -181,7 +579,7 @@ def figure(result: Mapping[str, Any], *, removal_rate: float | None = None) -> A
     UsageError
         When `removal_rate` is not in the result.
     """
-    chosen = chosen_removal(result, removal_rate)
+    chosen = _chosen_removal(result, removal_rate)
     layers = 0 if chosen is None else len(chosen["ranks_qk"])
     # One row of a map needs 0.09 inches to be seen.
     drawing = new_figure(5.0 if chosen is None else 10.5, max(3.6, 0.09 * layers + 1.0))
@@ -198,7 +596,7 @@ def figure(result: Mapping[str, Any], *, removal_rate: float | None = None) -> A
         log_y=True,
     )
     if chosen is not None:
-        every = flat(chosen["ranks_qk"]) + flat(chosen["ranks_vo"])
+        every = _flat(chosen["ranks_qk"]) + _flat(chosen["ranks_vo"])
         at = rate_text(chosen["removal_rate"])
         for where, pair in ((axes[1], "qk"), (axes[2], "vo")):
             image = draw_map(
@@ -219,8 +617,8 @@ def _title(result: Mapping[str, Any]) -> str:
 
 
 def _curve(name: str, pair: Mapping[str, Any]) -> Series:
-    mean = normalised_mean(pair)
-    heads = heads_of(pair, "singular_values")
+    mean = _normalised_mean(pair)
+    heads = _heads_of(pair, "singular_values")
     columns = range(1, len(mean) + 1)
     if not mean:
         return Series(name, columns, mean)
@@ -229,263 +627,3 @@ def _curve(name: str, pair: Mapping[str, Any]) -> Series:
         row[: len(values)] = np.asarray(values, dtype=np.float64) / pair["mean"][0]
     low, high = np.nanpercentile(stacked, _BAND, axis=0)
     return Series(name, columns, mean, low.tolist(), high.tolist())
-
-
-_NO_ACCURACY = "Spectra say how compact the vectors are, not what accuracy it costs."
-_PUBLISHED_CV = (
-    "CV: standard deviation over mean of the largest singular value, over all heads. Published: "
-    "0.48–0.59 for qk (FDC table 3, ZACK table 6), 0.41–0.46 for vo (FDC table 4, ZACK table 7)."
-)
-_EFFECTIVE_RANK = (
-    "Effective rank: exp of the entropy of the singular values, 1 when one direction holds all."
-)
-
-
-def report(
-    result: Mapping[str, Any],
-    width: int | None = None,
-    colour: bool = True,
-    *,
-    removal_rate: float | None = None,
-) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``spectrum`` (``architecture``).
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    removal_rate : float or None
-        Which of the result's removal rates summary and heat maps show; by default the one whose
-        ``dim_rate`` is nearest 0.5.
-
-    Raises
-    ------
-    UsageError
-        When `removal_rate` is not in the result.
-    """
-    chosen = chosen_removal(result, removal_rate)
-    parts: list[RenderableType] = [paragraph(summary(result, removal_rate))]
-    parts += [paragraph(f"Note: {label}.", "bold") for label in result["inputs"].get("labels", ())]
-    if chosen is not None:
-        parts += [heading("Removal rates"), _removal_table(result)]
-        parts += _first_position(result, chosen)
-    if "per_query_head" in result["data"]:
-        parts += per_query_head(result["data"]["per_query_head"], result["data"]["pairs"]["qk"])
-    if result["data"]["pairs"]:
-        parts += [heading("Pairs"), _pair_table(result)]
-        parts += [paragraph(f"{_EFFECTIVE_RANK} {_PUBLISHED_CV}", "dim")]
-        parts += [Text(), _plot(result)]
-    if chosen is not None:
-        parts += _heat_maps(chosen, stated=removal_rate is not None)
-    return framed(
-        result,
-        parts,
-        measured_with=_provenance(result),
-        spaced=False,
-        width=width,
-        colour=colour,
-    )
-
-
-def summary(result: Mapping[str, Any], removal_rate: float | None = None) -> str:
-    """Return one paragraph that answers how far this cache can go.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof spectrum``.
-    removal_rate : float or None
-        As for `report`.
-    """
-    pairs = result["data"]["pairs"]
-    if not pairs:
-        return "Nothing was measured."
-    chosen = chosen_removal(result, removal_rate)
-    if chosen is None:
-        sentences = [
-            f"{_capital(PAIR_NAMES.get(name, name))} ({name}) have an effective rank of "
-            f"{number(mean(flat(pair['effective_rank'])))} of {width_text(pair)} dimensions."
-            for name, pair in pairs.items()
-        ]
-        missing = " and ".join(name for name in ("qk", "vo") if name not in pairs)
-        if missing:
-            sentences.append(f"There is no dim_rate without {missing}.")
-        return " ".join([*sentences, _NO_ACCURACY])
-    rates = [row["dim_rate"] for row in result["data"]["removal"]]
-    removals = [row["removal_rate"] for row in result["data"]["removal"]]
-    qk, vo = flat(chosen["ranks_qk"]), flat(chosen["ranks_vo"])
-    text = (
-        f"Removing {rate_text(chosen['removal_rate'])} of the singular values' sum leaves "
-        f"{number(mean(qk))} of {_width(pairs, 'qk')}dimensions for keys (qk) and "
-        f"{number(mean(vo))} of {_width(pairs, 'vo')}for values (vo) on average: dim_rate "
-        f"{chosen['dim_rate']:.2f}"
-    )
-    if chosen["grid"] > 1:
-        text += (
-            f", or {chosen['dim_rate_rounded']:.2f} with ranks rounded up to multiples of "
-            f"{chosen['grid']}"
-        )
-    text += f". Over the heads, ranks are {span(qk)} for keys and {span(vo)} for values. "
-    if len(rates) > 1:
-        text += (
-            f"Between removal rates of {rate_text(min(removals))} and "
-            f"{rate_text(max(removals))} dim_rate goes from {min(rates):.2f} to {max(rates):.2f}. "
-        )
-    return text + _NO_ACCURACY
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _width(pairs: Mapping[str, Any], name: str) -> str:
-    # A result may carry removal rates without the pair's own spectrum.
-    return f"{width_text(pairs[name])} " if name in pairs else "the "
-
-
-def _removal_table(result: Mapping[str, Any]) -> RenderableType:
-    rows: Sequence[Mapping[str, Any]] = result["data"]["removal"]
-    rounded = any(row["grid"] > 1 for row in rows)
-    columns = [
-        Column("removal rate"),
-        Column("mean rank of qk"),
-        Column("mean rank of vo"),
-        Column("dim_rate"),
-    ]
-    if rounded:
-        grid = span([row["grid"] for row in rows])
-        columns += [Column(f"dim_rate in multiples of {grid}"), Column("lost to rounding")]
-    cells = []
-    for row in rows:
-        line = [
-            rate_text(row["removal_rate"]),
-            f"{mean(flat(row['ranks_qk'])):.1f}",
-            f"{mean(flat(row['ranks_vo'])):.1f}",
-            f"{row['dim_rate']:.3f}",
-        ]
-        if rounded:
-            line.append(f"{row['dim_rate_rounded']:.3f}")
-            line.append(f"{row['dim_rate'] - row['dim_rate_rounded']:.3f}")
-        cells.append(line)
-    return DataTable(columns, cells)
-
-
-def _first_position(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[RenderableType]:
-    """Say what position 0 contributes: a first token's key is often far off the rest (a sink)."""
-    first = result["data"].get("first_position")
-    if not first or not first["token_share"] or "dim_rate_without_first" not in chosen:
-        return []
-    shares = ", ".join(
-        f"{first[f'energy_share_{key}']:.2%} of {name}"
-        for key, name in (("q", "Q"), ("k", "K"), ("v", "V"))
-    )
-    return [
-        paragraph(
-            f"The first position of each sequence is {first['token_share']:.2%} of the "
-            f"tokens and holds {shares} (energy). Without it (--skip-first 1) dim_rate at removal "
-            f"rate {rate_text(chosen['removal_rate'])} "
-            f"{_instead(chosen['dim_rate_without_first'], chosen['dim_rate'])}.",
-            "dim",
-        )
-    ]
-
-
-def _instead(without: float, rate: float) -> str:
-    if f"{without:.3f}" == f"{rate:.3f}":
-        return f"would be the same, {rate:.3f}"
-    return f"would be {without:.3f} instead of {rate:.3f}"
-
-
-def _pair_table(result: Mapping[str, Any]) -> RenderableType:
-    columns = (
-        Column("pair", words=True),
-        Column("dims"),
-        Column("effective rank"),
-        Column("over heads"),
-        Column("CV of the largest"),
-        Column("energy at half width"),
-        Column("its least"),
-    )
-    rows = []
-    for name, pair in result["data"]["pairs"].items():
-        ranks, energy = flat(pair["effective_rank"]), half_energy(pair)
-        rows.append(
-            (
-                name,
-                width_text(pair),
-                f"{mean(ranks):.1f}",
-                f"{min(ranks):.1f}–{max(ranks):.1f}",
-                f"{pair['cv_of_max']:.2f}",
-                percent(mean(energy)),
-                percent(min(energy)),
-            )
-        )
-    return DataTable(columns, rows)
-
-
-def _plot(result: Mapping[str, Any]) -> RenderableType:
-    curves = []
-    for name, pair in result["data"]["pairs"].items():
-        values = normalised_mean(pair)
-        curves.append(
-            Series(f"{name}: {PAIR_NAMES.get(name, name)}", range(1, len(values) + 1), values)
-        )
-    widest = max(max(widths(pair)) for pair in result["data"]["pairs"].values())
-    # Quarters of the width are the ranks that people think in.
-    quarters = sorted({1, *(widest * part // 4 for part in (1, 2, 3, 4))})
-    return LinePlot(
-        curves,
-        "Singular values by dimension, mean over heads and layers",
-        "dimension",
-        "relative to the first",
-        log_y=True,
-        x_ticks=quarters,
-    )
-
-
-def _heat_maps(chosen: Mapping[str, Any], *, stated: bool) -> list[RenderableType]:
-    why = "" if stated else f" (dim_rate {chosen['dim_rate']:.2f}, nearest {SHOWN_DIM_RATE:g})"
-    at = f"at removal rate {rate_text(chosen['removal_rate'])}{why}"
-    return rank_maps(
-        {
-            f"Rank of {pair} by layer and head, {at}": chosen[f"ranks_{pair}"]
-            for pair in ("qk", "vo")
-        }
-    )
-
-
-def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the figures depend on, in words; None for what the result does not name."""
-    inputs = result["inputs"]
-    layers = f"{inputs['layers']} layer{'s' if inputs['layers'] != 1 else ''}"
-    heads = f"{layers}, {inputs['num_kv_heads']} KV heads of {inputs['head_dim']}"
-    where = [str(inputs[key]) for key in ("dtype", "device") if key in inputs]
-    shown = {
-        "model": f"{inputs.get('model', 'a model')} ({heads}, {inputs['num_heads']} query heads)",
-        **weights_row(inputs),
-        "fingerprint": inputs["fingerprint"],
-        "source": inputs.get("source_description") or inputs.get("source"),
-        "tokens": f"{inputs['tokens']:,}",
-        "positions": inputs.get("positions"),
-        "seed": inputs.get("seed"),
-        "starts with": inputs.get("prefix"),
-        "left out": f"first {inputs['skip_first']} tokens" if inputs.get("skip_first") else None,
-        "dtype": " on ".join(where),
-        "weight of V": _value_weight(inputs),
-        "qk": "C_q + G·C_k, paired per query head" if inputs.get("paired") else None,
-        "default tokens": inputs.get("default_tokens_source"),
-    }
-    return {name: None if value == "" else value for name, value in shown.items()}
-
-
-def _value_weight(inputs: Mapping[str, Any]) -> str | None:
-    if "vo" not in inputs["pairs"] or "value_weight_tokens" not in inputs:
-        return None
-    tokens = inputs["value_weight_tokens"]
-    if tokens is None:
-        return "the tokens seen, against W_O in vo"
-    return f"{tokens:,} tokens, against W_O in vo"

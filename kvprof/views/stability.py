@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvprof.views.figure import draw_curves, outer_legend, panel_figure, titled
 from kvprof.views.heatmap import HeatMap
-from kvprof.views.numbers import MISSING, count, number, percent
+from kvprof.views.numbers import MISSING, count, number, percent, rate_text
 from kvprof.views.page import (
     bullets,
     ends,
@@ -24,7 +24,7 @@ from kvprof.views.page import (
     weights_row,
 )
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.spectrum_data import PAIR_NAMES, rate_text
+from kvprof.views.spectrum import PAIR_NAMES
 from kvprof.views.tables import DataTable, claims_table, columns
 
 __all__ = [
@@ -237,7 +237,7 @@ def _provenance(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]])
     """Return what the figures depend on, in words; None for what the result does not name."""
     inputs = result["inputs"]
     seeds = [str(seed) for seed in inputs["seeds"] if seed is not None]
-    removal = ", ".join(f"{100 * rate:.6g} %" for rate in inputs["removal"])
+    removal = ", ".join(map(rate_text, inputs["removal"]))
     compared = [curve for curves in pairs.values() for curve in _datasets(curves)]
     counts = sorted({tokens for curve in compared for tokens in curve.counts})
     return {
