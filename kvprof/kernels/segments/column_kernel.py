@@ -356,34 +356,18 @@ def column_piece(
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
-    # Digits of a query lie in adjacent columns of a product.
-    digit = tl.arange(0, 2 * HEADS)
-    whose = first_head + digit // 2
-    known = whose < GROUP
-    loaded = ()
-    largest = tl.zeros([2 * HEADS], tl.float32)
-    for number in tl.static_range(K_PLANES):
-        octet = tl.arange(0, KINDS[KEYS + number * _PLANE + _DEPTH])
-        at = query + whose[None, :] * width + KINDS[KEYS + number * _PLANE + _START]
-        there = (octet < KINDS[KEYS + number * _PLANE + _WIDTH])[:, None] & known[None, :]
-        own = tl.load(at + octet[:, None], mask=there, other=0.0).to(tl.float32)
-        own *= KINDS[KEYS + number * _PLANE + _STEP]
-        largest = tl.maximum(largest, tl.max(tl.abs(own), 0))
-        loaded += (own,)
-    largest = tl.maximum(largest, TINY)
-    up = MOST / largest
-    queries = ()
+    queries, planes, largest = query_digits(
+        query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS
+    )
     total = tl.zeros([2 * HEADS], tl.float32)
     for number in tl.static_range(K_PLANES):
-        own, rounded = query_digits(loaded[number] * up[None, :], digit)
-        queries += (own,)
         # Half of the largest code of a plane, of 8 bits less 128, in codes of its run.
         half = (
             -0.5
             if KINDS[KEYS + number * _PLANE + _BITS] == 8
             else 0.5 * ((1 << KINDS[KEYS + number * _PLANE + _BITS]) - 1)
         ) * (4.0 if KINDS[KEYS + number * _PLANE + _BITS] == 1 else 1.0)
-        total += tl.sum(rounded, 0) * half
+        total += planes[number] * half
     rate = scale / MOST * largest
     total = single(total * rate)[None, :]
     rate = single(rate)[None, :]
@@ -395,65 +379,42 @@ def column_piece(
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([HEADS], -1e30, tl.float32)
     end = start + (stop - start) // (PLACES * _SLOTS) * (PLACES * _SLOTS)
-    for at in tl.range(start, end, PLACES * _SLOTS, num_stages=STAGES):
-        sums, whole, mass, top = _column_tile(
-            sums,
-            whole,
-            mass,
-            top,
-            queries,
-            total,
-            octets,
-            pages,
-            stride,
-            at,
-            stop,
-            rate,
-            cap,
-            KINDS,
-            KEYS,
-            VALUES,
-            K_PLANES,
-            K_SCALES,
-            V_PLANES,
-            V_SCALES,
-            BLOCK_BYTES,
-            PLACES,
-            PAGE,
-            CAPPED,
-            False,
-            FAST,
-        )
-    # The end of a row: behind it lies room for a whole tile, but perhaps no number.
-    for at in tl.range(end, stop, PLACES * _SLOTS, num_stages=2):
-        sums, whole, mass, top = _column_tile(
-            sums,
-            whole,
-            mass,
-            top,
-            queries,
-            total,
-            octets,
-            pages,
-            stride,
-            at,
-            stop,
-            rate,
-            cap,
-            KINDS,
-            KEYS,
-            VALUES,
-            K_PLANES,
-            K_SCALES,
-            V_PLANES,
-            V_SCALES,
-            BLOCK_BYTES,
-            PLACES,
-            PAGE,
-            CAPPED,
-            True,
-            FAST,
-        )
+    # The end of a row last: behind it lies room for a whole tile, but perhaps no number.
+    for TAIL in tl.static_range(2):
+        for at in tl.range(
+            end if TAIL else start,
+            stop if TAIL else end,
+            PLACES * _SLOTS,
+            num_stages=2 if TAIL else STAGES,
+        ):
+            sums, whole, mass, top = _column_tile(
+                sums,
+                whole,
+                mass,
+                top,
+                queries,
+                total,
+                octets,
+                pages,
+                stride,
+                at,
+                stop,
+                rate,
+                cap,
+                KINDS,
+                KEYS,
+                VALUES,
+                K_PLANES,
+                K_SCALES,
+                V_PLANES,
+                V_SCALES,
+                BLOCK_BYTES,
+                PLACES,
+                PAGE,
+                CAPPED,
+                TAIL == 1,
+                FAST,
+            )
     weight = tl.sum(mass, 0)
     weighed = tl.sum(whole, 0)
     share = 1.0 / weight

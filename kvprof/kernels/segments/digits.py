@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.segments.side import PLACES
+from kvprof.kernels.segments.tables import PlaneColumns
+from kvprof.kernels.tables import column
 
 __all__ = [
     "LOG_MOST",
@@ -27,6 +29,11 @@ __all__ = [
     "single",
 ]
 
+_PLANE = tl.constexpr(len(PlaneColumns._fields))
+_START = tl.constexpr(column(PlaneColumns, "start"))
+_WIDTH = tl.constexpr(column(PlaneColumns, "width"))
+_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
+_STEP = tl.constexpr(column(PlaneColumns, "step"))
 _BLOCK = tl.constexpr(PLACES)
 
 #: Largest whole number of two digits.
@@ -67,14 +74,45 @@ def digits(numbers, FAST: tl.constexpr):
 
 
 @triton.jit
-def query_digits(numbers, digit):
-    """Return every second column of ``[n, 2 · heads]`` as upper digits, the others as lower ones.
+def query_digits(
+    query,
+    width,
+    first_head,
+    KINDS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PLANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Load a group's queries as digits: upper ones in every second column, the lower ones between.
 
-    And the whole numbers that they make, as float32.
+    A tuple of ``[DEPTH, 2 · heads]`` by plane, one of the sums over each plane of the numbers that
+    they make, and the largest of each query, which is `MOST` as digits.
     """
-    whole = biased(numbers)
-    own = tl.where((digit % 2 == 0)[None, :], whole >> 8, (whole & 255) - 128).to(tl.int8)
-    return own, numbers + _MAGIC - _MAGIC
+    digit = tl.arange(0, 2 * HEADS)
+    whose = first_head + digit // 2
+    known = whose < GROUP
+    loaded = ()
+    largest = tl.zeros([2 * HEADS], tl.float32)
+    for number in tl.static_range(PLANES):
+        place = tl.arange(0, KINDS[KEYS + number * _PLANE + _DEPTH])
+        at = query + whose[None, :] * width + KINDS[KEYS + number * _PLANE + _START]
+        there = (place < KINDS[KEYS + number * _PLANE + _WIDTH])[:, None] & known[None, :]
+        own = tl.load(at + place[:, None], mask=there, other=0.0).to(tl.float32)
+        own *= KINDS[KEYS + number * _PLANE + _STEP]
+        largest = tl.maximum(largest, tl.max(tl.abs(own), 0))
+        loaded += (own,)
+    largest = tl.maximum(largest, TINY)
+    up = MOST / largest
+    queries = ()
+    totals = ()
+    for number in tl.static_range(PLANES):
+        own = loaded[number] * up[None, :]
+        whole = biased(own)
+        both = tl.where((digit % 2 == 0)[None, :], whole >> 8, (whole & 255) - 128)
+        queries += (both.to(tl.int8),)
+        totals += (tl.sum(own + _MAGIC - _MAGIC, 0),)
+    return queries, totals, largest
 
 
 @triton.jit

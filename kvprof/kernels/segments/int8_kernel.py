@@ -19,7 +19,6 @@ from kvprof.kernels.parts import empty, store_columns
 from kvprof.kernels.segments.digits import (
     LOG_MOST,
     MOST,
-    TINY,
     by_place,
     by_row,
     digits,
@@ -424,30 +423,15 @@ def int8_piece(
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
-    # Digits of a query lie in adjacent columns of a product.
-    digit = tl.arange(0, 2 * HEADS)
-    whose = first_head + digit // 2
-    known = whose < GROUP
-    loaded = ()
-    largest = tl.zeros([2 * HEADS], tl.float32)
-    for number in tl.static_range(K_PLANES):
-        column = tl.arange(0, KINDS[KEYS + number * _PLANE + _DEPTH])
-        at = query + whose[None, :] * width + KINDS[KEYS + number * _PLANE + _START]
-        there = (column < KINDS[KEYS + number * _PLANE + _WIDTH])[:, None] & known[None, :]
-        own = tl.load(at + column[:, None], mask=there, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(own), 0))
-        loaded += (own,)
-    largest = tl.maximum(largest, TINY)
-    up = MOST / largest
-    queries = ()
+    queries, planes, largest = query_digits(
+        query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS
+    )
     totals = ()
     total = tl.zeros([2 * HEADS], tl.float32)
     # Codes are the highest bits of an int8.
     worth: tl.constexpr = 2.0 ** (8 - K_BITS)
     for number in tl.static_range(K_PLANES):
-        own, rounded = query_digits(loaded[number] * up[None, :], digit)
-        queries += (own,)
-        total += tl.sum(rounded, 0) * worth
+        total += planes[number] * worth
         if KINDS[KEYS + number * _PLANE + _LAST] == 1:
             totals += (single(total)[None, :],)
             total = tl.zeros([2 * HEADS], tl.float32)
@@ -462,83 +446,51 @@ def int8_piece(
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([1, HEADS], -1e30, tl.float32)
     end = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
-    for at in tl.range(start, end, PLACES * SLOTS, num_stages=STAGES):
-        sums, fixes, mass, top = _int8_tile(
-            sums,
-            fixes,
-            mass,
-            top,
-            queries,
-            totals,
-            octets,
-            halfs,
-            pages,
-            stride,
-            at,
-            stop,
-            rate,
-            cap,
-            KINDS,
-            KEYS,
-            VALUES,
-            K_BITS,
-            K_PARTS,
-            K_GROUPS,
-            K_PLANES,
-            K_SCALES,
-            V_BITS,
-            V_PARTS,
-            V_GROUPS,
-            V_PLANES,
-            V_SCALES,
-            V_MIDDLES,
-            BLOCK_BYTES,
-            SLOTS,
-            PLACES,
-            PAGE,
-            CAPPED,
-            False,
-            FAST,
-        )
-    # The end of a row: behind it lies room for a whole tile, but perhaps no number.
-    for at in tl.range(end, stop, PLACES * SLOTS, num_stages=2):
-        sums, fixes, mass, top = _int8_tile(
-            sums,
-            fixes,
-            mass,
-            top,
-            queries,
-            totals,
-            octets,
-            halfs,
-            pages,
-            stride,
-            at,
-            stop,
-            rate,
-            cap,
-            KINDS,
-            KEYS,
-            VALUES,
-            K_BITS,
-            K_PARTS,
-            K_GROUPS,
-            K_PLANES,
-            K_SCALES,
-            V_BITS,
-            V_PARTS,
-            V_GROUPS,
-            V_PLANES,
-            V_SCALES,
-            V_MIDDLES,
-            BLOCK_BYTES,
-            SLOTS,
-            PLACES,
-            PAGE,
-            CAPPED,
-            True,
-            FAST,
-        )
+    # The end of a row last: behind it lies room for a whole tile, but perhaps no number.
+    for TAIL in tl.static_range(2):
+        for at in tl.range(
+            end if TAIL else start,
+            stop if TAIL else end,
+            PLACES * SLOTS,
+            num_stages=2 if TAIL else STAGES,
+        ):
+            sums, fixes, mass, top = _int8_tile(
+                sums,
+                fixes,
+                mass,
+                top,
+                queries,
+                totals,
+                octets,
+                halfs,
+                pages,
+                stride,
+                at,
+                stop,
+                rate,
+                cap,
+                KINDS,
+                KEYS,
+                VALUES,
+                K_BITS,
+                K_PARTS,
+                K_GROUPS,
+                K_PLANES,
+                K_SCALES,
+                V_BITS,
+                V_PARTS,
+                V_GROUPS,
+                V_PLANES,
+                V_SCALES,
+                V_MIDDLES,
+                BLOCK_BYTES,
+                SLOTS,
+                PLACES,
+                PAGE,
+                CAPPED,
+                TAIL == 1,
+                FAST,
+            )
     weight = tl.sum(mass, 0)[None, :]
     share = 1.0 / weight
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST

@@ -343,23 +343,21 @@ def row_piece(
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([HEADS], -1e30, tl.float32)
     whole = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
-    for at in tl.range(start, whole, PLACES * SLOTS, num_stages=STAGES):
-        sums, fixes, top = _tile(
-            sums, fixes, top, wanted, totals, ones, keys, values, halfs, pages, stride, at, stop,
-            scale, cap, KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES,
-            K_SCALES, K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES,
-            V_MIDDLES, V_BLOCK, BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, PAGE,
-            CAPPED, False, FAST,
-        )
-    # The end of a row: behind it lies room for a whole tile, but perhaps no number.
-    for at in tl.range(whole, stop, PLACES * SLOTS, num_stages=2):
-        sums, fixes, top = _tile(
-            sums, fixes, top, wanted, totals, ones, keys, values, halfs, pages, stride, at, stop,
-            scale, cap, KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS, K_PLANES,
-            K_SCALES, K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES, V_SCALES,
-            V_MIDDLES, V_BLOCK, BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE, M_DTYPE, PAGE,
-            CAPPED, True, FAST,
-        )
+    # The end of a row last: behind it lies room for a whole tile, but perhaps no number.
+    for TAIL in tl.static_range(2):
+        for at in tl.range(
+            whole if TAIL else start,
+            stop if TAIL else whole,
+            PLACES * SLOTS,
+            num_stages=2 if TAIL else STAGES,
+        ):
+            sums, fixes, top = _tile(
+                sums, fixes, top, wanted, totals, ones, keys, values, halfs, pages, stride, at,
+                stop, scale, cap, KINDS, KEYS, VALUES, K_FORMAT, K_FACTOR, K_PARTS, K_GROUPS,
+                K_PLANES, K_SCALES, K_MIDDLES, K_BLOCK, V_FORMAT, V_PARTS, V_GROUPS, V_PLANES,
+                V_SCALES, V_MIDDLES, V_BLOCK, BLOCK_HALFS, SLOTS, PLACES, SHIFT, ROWS, V_DTYPE,
+                M_DTYPE, PAGE, CAPPED, TAIL == 1, FAST,
+            )
     weight = tl.sum(tl.where((row == V_GROUPS)[:, None], fixes, 0.0), 0)
     share = 1.0 / weight
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
