@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.reconstruct.form import Tuning
+from kvprof.kernels.reconstruct.form import LARGEST_KEPT, Tuning
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
 from kvprof.kernels.tables import Part
@@ -136,9 +136,13 @@ def layers(draw):
     groups = draw(st.integers(1, 2))
     head_dim = draw(st.sampled_from([16, 40, 64, 80, 96, 112]))
     heads = draw(st.sampled_from([1, 2, 4]))
+    keys, values = (tuple(draw(widths) for _ in range(groups)) for _ in range(2))
+    dtype = draw(st.sampled_from(DTYPES))
+    # Larger ones are never kept: a GPU's shared memory has no room for them beside a tile.
+    small = heads * head_dim * max(keys) * dtype.itemsize <= LARGEST_KEPT
     return Layer(
-        tuple(draw(widths) for _ in range(groups)),
-        tuple(draw(widths) for _ in range(groups)),
+        keys,
+        values,
         heads,
         draw(st.integers(1, 8)) if heads < 4 else draw(st.integers(1, 5)),
         head_dim,
@@ -146,12 +150,12 @@ def layers(draw):
         tuple(draw(st.integers(1, 120)) for _ in range(draw(st.integers(1, 2)))),
         interleaved=draw(st.booleans()),
         spare=draw(st.integers(0, 9)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=dtype,
         tuning=Tuning(
             pieces=draw(st.integers(1, 4)),
             height=draw(st.sampled_from([32, 64])),
             columns=draw(st.sampled_from([16, 64])),
-            kept=draw(st.booleans()),
+            kept=small and draw(st.booleans()),
         ),
         per_row=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 3.0])),
