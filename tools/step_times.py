@@ -111,13 +111,8 @@ _NOTES = {
     "fdc-4bit": [
         "prompts are of generate.json, of 8,192 and 32,768 tokens; one of 1,024 was not taken: it "
         "waits for the host, which launches it piece by piece",
-        "a kernel that was mended since made steps over more than 32,768 tokens of all rows some 3 "
-        "ms too long: the longest alone is taken, of which that is the smallest share",
     ],
 }
-
-#: Contexts and batches of `fdc-4bit` that are not taken, as its note says.
-_MENDED = {(102_400, 1), (32_768, 8)}
 
 
 def _generated(found: dict[str, dict[str, Any]], method: str) -> list[list[Any]]:
@@ -133,7 +128,6 @@ def _generated(found: dict[str, dict[str, Any]], method: str) -> list[list[Any]]
         )
         for row in record["data"]["rows"]
         if row["method"] == method
-        and (method != "fdc-4bit" or (row["context"], row["batch"]) not in _MENDED)
     ]
 
 

@@ -97,8 +97,9 @@ def _near(kinds: int, int8: bool) -> int:
     On an H200, behind whatever empties its caches: with two kinds of head shares never pay; with
     four they take 0.75 of the time in order at 48 tiles a piece, 0.98 at 4 and 1.10 at 2; with six
     0.52, 0.77 and 0.92. Below a tile a piece there is nothing left to take for most programs.
-    Multiplied as int8 four kinds take 0.99 to 1.02 in shares, and eight 0.52 to 0.69
-    (docs/benchmarks). All of it was timed when programs without a share went from one to the next.
+    Multiplied as int8 four kinds take 0.99 to 1.07 in shares, and eight 0.52 to 0.68
+    (docs/benchmarks); the others were timed when programs without a share went from one to the
+    next.
     """
     if kinds <= (4 if int8 else 2):
         return 0
