@@ -43,18 +43,20 @@ PARTS = ("together", "kernels", "alone")
 OUTCOMES = ("passed", "failed", "skipped")
 
 
+@pytest.hookimpl(trylast=True)  # when what is not asked for has gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let every process begin with its longest test; pytest calls this where the file is a plugin.
 
-    xdist gives each process a stretch of the list, and one that has done its own the end of
-    another's: every stretch falls from longest to shortest.
+    xdist gives each process a stretch of the list, the first ones the shorter where they are
+    unlike, and one that has done its own the end of another's: every stretch falls from longest to
+    shortest.
     """
     if REPORTS not in os.environ:
         return
     taken = recorded_seconds()
     items.sort(key=lambda item: -taken.get(item.nodeid, math.inf))
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    items[:] = [item for first in range(processes) for item in items[first::processes]]
+    items[:] = [item for first in reversed(range(processes)) for item in items[first::processes]]
 
 
 def recorded_seconds() -> dict[str, float]:

@@ -176,7 +176,7 @@ def _launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return launch
 
 
-# --- Compiling ahead of the first launch.
+# --- A launch, and compiling ahead of the first one.
 
 
 class _Ahead(threading.local):

@@ -1,4 +1,4 @@
-"""The report of ``kvprof bench``: is the smaller cache faster here, and how near the limit?"""
+"""Report, CSV and figure of ``kvprof bench``: is the smaller cache faster, how near the limit?"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

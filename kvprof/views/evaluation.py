@@ -1,4 +1,4 @@
-"""The report of ``kvprof eval``: what a compressed cache costs in accuracy."""
+"""Report, CSV and figure of ``kvprof eval``: what a compressed cache costs in accuracy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

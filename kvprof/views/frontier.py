@@ -1,4 +1,4 @@
-"""The report of ``kvprof frontier``: which method keeps how many bytes at the same quality."""
+"""Report, CSV and figure of ``kvprof frontier``: which method keeps the fewest bytes as good?"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The report of ``kvprof bench --jct``: where does the time of a request go?"""
+"""Report and CSV of ``kvprof bench --jct``: where does the time of a request go?"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +37,15 @@ from kvprof.views.numbers import (
     span,
     unit_of,
 )
-from kvprof.views.page import bullets, framed, heading, paragraph, tidy_csv, weights_row
+from kvprof.views.page import (
+    bullets,
+    capitalised,
+    framed,
+    heading,
+    paragraph,
+    tidy_csv,
+    weights_row,
+)
 from kvprof.views.part_table import PartColumns, PartTable
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import DataTable, columns
@@ -100,7 +108,7 @@ def report(
         answer=_answer(shown),
         notes=notes(result),
         measured_with=_provenance(result),
-        why="" if result["complete"] else f"{_sentence(result['incomplete_reason'])}.",
+        why="" if result["complete"] else f"{capitalised(result['incomplete_reason'])}.",
         width=width,
         colour=colour,
     )
@@ -127,7 +135,7 @@ def _answer(shown: list[Group]) -> str:
                 than += f" [{', '.join(signed_percent(end) for end in ends)}]"
             said.append(f"{name} {duration(total)} ({than})")
         against = f", against {group.against()}" if base is not None and len(done) > 1 else ""
-        lines.append(f"{_sentence(group.name)}{against}: {'; '.join(said)}.")
+        lines.append(f"{capitalised(group.name)}{against}: {'; '.join(said)}.")
     return "\n".join(lines) or "No request was measured to its end."
 
 
@@ -142,7 +150,7 @@ def _than(share: float | None) -> str:
 def _measured(
     result: Mapping[str, Any], group: Group, known: Mapping[str, Account]
 ) -> list[RenderableType]:
-    parts: list[RenderableType] = [heading(_sentence(group.name))]
+    parts: list[RenderableType] = [heading(capitalised(group.name))]
     bars = [
         bar_of(name, known[case["case"]])
         for name, case in zip(group.names, group.cases, strict=True)
@@ -211,7 +219,7 @@ def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
 
 
 def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
-    parts: list[RenderableType] = [heading(_sentence(sweep.name)), _sweep_table(sweep)]
+    parts: list[RenderableType] = [heading(capitalised(sweep.name)), _sweep_table(sweep)]
     curves = sweep_curves(sweep)
     parts += [
         Text(),
@@ -246,10 +254,6 @@ def _throughput(capacity: Any) -> list[Series]:
         Series(method, [x for x, _ in sorted(own)], [y for _, y in sorted(own)])
         for method, own in points.items()
     ]
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 # --- The tables of the report.

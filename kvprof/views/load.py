@@ -1,4 +1,4 @@
-"""The report of ``kvprof bench --load``: what rate each method serves, and how fast, by rate."""
+"""Report, CSV and figure of ``kvprof bench --load``: what rate a method serves, and how fast."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

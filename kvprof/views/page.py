@@ -22,6 +22,7 @@ __all__ = [
     "Bullet",
     "Fitted",
     "bullets",
+    "capitalised",
     "ends",
     "flow",
     "framed",
@@ -106,6 +107,11 @@ def to_ascii(text: str) -> str:
 def heading(text: str) -> RenderableType:
     """Return a section's heading with an empty line before it."""
     return Text(f"\n{text}", style="bold")
+
+
+def capitalised(text: str) -> str:
+    """Return a text with a large first letter, as a sentence begins."""
+    return text[:1].upper() + text[1:]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The report of ``kvprof plan``: what a plan stores and runs, what fits, and what two differ in."""
+"""Report of ``kvprof plan``: what a plan stores and runs, what fits, and what two differ in."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

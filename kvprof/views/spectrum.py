@@ -1,4 +1,4 @@
-"""The report of ``kvprof spectrum``: how far can this cache go, in dimensions."""
+"""Report, CSV and figure of ``kvprof spectrum``: how far can this cache go, in dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -12,7 +12,7 @@ from kvprof.errors import UsageError
 from kvprof.views.figure import draw_curves, draw_map, new_figure, titled
 from kvprof.views.heatmap import rank_maps
 from kvprof.views.numbers import number, percent, rate_text, span
-from kvprof.views.page import framed, heading, paragraph, tidy_csv, weights_row
+from kvprof.views.page import capitalised, framed, heading, paragraph, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import Column, DataTable
 
@@ -111,7 +111,7 @@ def summary(result: Mapping[str, Any], removal_rate: float | None = None) -> str
     chosen = _chosen_removal(result, removal_rate)
     if chosen is None:
         sentences = [
-            f"{_capital(PAIR_NAMES.get(name, name))} ({name}) have an effective rank of "
+            f"{capitalised(PAIR_NAMES.get(name, name))} ({name}) have an effective rank of "
             f"{number(_mean(_flat(pair['effective_rank'])))} of {_width_text(pair)} dimensions."
             for name, pair in pairs.items()
         ]
@@ -140,10 +140,6 @@ def summary(result: Mapping[str, Any], removal_rate: float | None = None) -> str
             f"{rate_text(max(removals))} dim_rate goes from {min(rates):.2f} to {max(rates):.2f}. "
         )
     return text + _NO_ACCURACY
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _width(pairs: Mapping[str, Any], name: str) -> str:

@@ -1,4 +1,4 @@
-"""The report of ``kvprof stability``: is the rotation a property of the model, at what price?"""
+"""Report, CSV and figure of ``kvprof stability``: is the rotation the model's, at what price?"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -84,7 +84,7 @@ class Target:
     shared: int = 232448
 
 
-#: Bytes of a group's `up` that a program keeps at most.
+#: Bytes of a group's `up` that a program keeps at most; half of it on graphics cards.
 LARGEST_KEPT = 32768
 
 

@@ -97,7 +97,7 @@ def _near(kinds: int, int8: bool) -> int:
     On an H200, behind whatever empties its caches: with two kinds of head shares never pay; with
     four they take 0.75 of the time in order at 48 tiles a piece, 0.98 at 4 and 1.10 at 2; with six
     0.52, 0.77 and 0.92. Below a tile a piece there is nothing left to take for most programs.
-    Multiplied as int8 four kinds take 0.99 to 1.07 in shares, and eight 0.52 to 0.68
+    Multiplied as int8, at 1, four kinds take 0.99 to 1.07 in shares, and eight 0.52 to 0.68
     (docs/benchmarks); the others were timed when programs without a share went from one to the
     next.
     """
@@ -149,7 +149,7 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
     slots = {segment.slots for segment in layout.segments}
     pieces = 16 if slots == {2} else 13 if slots == {1} else 12
     if int8 and pieces == 16 and kinds <= 2:
-        # On an H200 12 took 0.97 to 1.01 of the time of 16, and 8 from 0.88 to 1.09.
+        # On an H200 12 took 0.97 to 1.01 of the time of 16, and 8 from 0.88 to 1.10.
         pieces = 12
     return Tuning(pieces, near=near, int8=int8)
 

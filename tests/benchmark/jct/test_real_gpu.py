@@ -106,7 +106,7 @@ def test_parts_cost_little_and_add_up(name: str, graph: bool) -> None:
     said = [warning.message for warning in of(events, "warning")]
     # Launched piece by piece a step takes what the host takes, whose pace changes: a run in which
     # marks cost more has to say so.
-    told = any("slower" in text or "something else" in text for text in said)
+    told = any("slower" in text or "as uncertain" in text for text in said)
     assert overhead <= OVERHEAD or (told and not graph), (overhead, said)
     assert not any("different tokens" in text for text in said)
     by_phase = seconds_by(events, "phase", "part")

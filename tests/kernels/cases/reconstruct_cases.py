@@ -138,7 +138,7 @@ def layers(draw):
     heads = draw(st.sampled_from([1, 2, 4]))
     keys, values = (tuple(draw(widths) for _ in range(groups)) for _ in range(2))
     dtype = draw(st.sampled_from(DTYPES))
-    # Larger ones are never kept: a GPU's shared memory has no room for them beside a tile.
+    # Larger ones are not kept: a GPU's shared memory may have no room for them beside a tile.
     small = heads * head_dim * max(keys) * dtype.itemsize <= LARGEST_KEPT
     return Layer(
         keys,
