@@ -58,7 +58,7 @@ def collect_environment() -> dict[str, Any]:
     """
     gpus = read_gpus()
     return {
-        "kvprof": {"version": __version__, "git": _git_state(_checkout())},
+        "kvprof": {"version": __version__, "git": _own_git_state()},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {
@@ -144,6 +144,12 @@ def _checkout() -> Path | None:
     """
     root = Path(__file__).resolve().parent.parent
     return root if (root / ".git").exists() and (root / "pyproject.toml").is_file() else None
+
+
+@cache
+def _own_git_state() -> dict[str, Any] | None:
+    """Ask git once: what runs is what was loaded, whatever becomes of the files meanwhile."""
+    return _git_state(_checkout())
 
 
 def _git_state(checkout: Path | None) -> dict[str, Any] | None:

@@ -1,12 +1,16 @@
 """What all tests share: few threads, and a tiny model folder with a tokenizer of its own."""
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 # Several test processes share few cores; threads that wait for each other only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What tests start loads all of kvprof: compiled once, not in every process.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,11 +18,27 @@ from hypothesis import HealthCheck, settings
 from kvprof.errors import options_named
 from tests.methods.documented import site  # noqa: F401 - a fixture of several folders
 
+sys.dont_write_bytecode = False  # as the environment says that children inherit
+# Python looks for unreachable circles after every 700 new objects: a quarter of what collecting
+# these tests takes, and an eighth of running a kernel in Triton's interpreter.
+gc.set_threshold(20_000, 20, 50)
+
 # How long an example takes says how busy the machine is.
 settings.register_profile(
     "kvprof", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("kvprof")
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of every later look for unreachable circles: they stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let what Python removes at its end be removed: Triton's bindings name what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -129,8 +129,12 @@ def checksum(tensors: Mapping[str, Any]) -> dict[str, Any]:
             continue
         flat = value.detach().reshape(-1)
         flat = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
-        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.itemsize, torch.int64)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        # Words of eight bytes are summed several times faster than numbers that are widened first.
+        numbers = 8 // flat.itemsize
+        whole = flat.numel() % numbers == 0 and flat.storage_offset() % numbers == 0
+        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        kind = torch.int64 if whole else kinds[flat.itemsize]
         summed = flat.view(kind).sum(dtype=torch.int64)
         sums.setdefault(value.device, {})[f"{name} {value.dtype} {tuple(value.shape)}"] = summed
     return {
