@@ -19,7 +19,8 @@ def _interpreter_that_remembers() -> Iterator[None]:
     of the time of these tests. The table of dtypes, too, is made anew for every tensor, and so are
     shapes, of which a kernel has few. And sums of integers are worked out a second time as int64
     and compared with what their type holds, which without `debug` nobody looks at: 40 % of what is
-    left.
+    left. Then, what an operation does with its two sides is decided by their types alone: whether
+    one becomes another type or shape is asked once, and a number is written out as a block once.
     """
     if not interpreted():
         yield
@@ -47,6 +48,7 @@ def _interpreter_that_remembers() -> Iterator[None]:
 
     def run_fresh(executor: Any, *arguments: Any, **options: Any) -> Any:
         patched.clear()
+        numbers.clear()  # blocks of what one launch counted and scaled
         return run_grid(executor, *arguments, **options)
 
     def named(kind: Any) -> Any:
@@ -74,12 +76,75 @@ def _interpreter_that_remembers() -> Iterator[None]:
         tensor.shape, tensor.numel = shapes[sizes]
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
 
+    semantic = interpreter.TritonSemantic
+    common, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    same_type, with_element = core.dtype.__eq__, core.block_type.with_element_ty
+    typed: dict[tuple[str, str], Any] = {}
+    numbers: dict[tuple[Any, ...], Any] = {}
+    shaped: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def sides_of_known_types(self: Any, left: Any, right: Any, *more: Any, **options: Any) -> Any:
+        asked = (*more, *options.items())
+        tensors = type(left) is core.tensor, type(right) is core.tensor
+        if tensors == (True, True):
+            divides = len(more) > 3 or "div_or_mod" in options  # small floats become float32
+            if left.type.name == right.type.name and not (left.dtype.is_ptr() or divides):
+                return left, right
+        elif True in tensors:
+            tensor, number = (left, right) if tensors[0] else (right, left)
+            # Written out: 0.0 and -0.0 are equal.
+            known = tensor.type.name, tensors, type(number), repr(number), asked
+            if known not in numbers:
+                both = common(self, left, right, *more, **options)
+                if tensor is not both[not tensors[0]]:
+                    return both
+                numbers[known] = both[tensors[0]]
+                numbers[known].handle.data.flags.writeable = False
+            block = numbers[known]
+            return (tensor, block) if tensors[0] else (block, tensor)
+        return common(self, left, right, *more, **options)
+
+    def sides_of_known_shapes(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape:  # as `tensor_of_known_shape` gives them
+            return left, right
+        known = left.type.name, right.type.name
+        if known not in shaped:
+            both = broadcast(self, left, right)
+            shaped[known] = tuple(
+                None if new is old else new.type
+                for new, old in zip(both, (left, right), strict=True)
+            )
+            return both
+        return tuple(
+            old if kind is None else in_shape(self, old, kind)
+            for old, kind in zip((left, right), shaped[known], strict=True)
+        )
+
+    def in_shape(self: Any, side: Any, kind: Any) -> Any:
+        make = self.builder
+        if side.type.is_block():
+            return self.make_tensor(make.create_broadcast(side.handle, kind.shape), kind)
+        return self.make_tensor(make.create_splat(kind, side.handle), kind)
+
+    def is_one(kind: Any, other: Any) -> bool:
+        return kind is other or same_type(kind, other)
+
+    def with_element_once(block: Any, element: Any) -> Any:
+        known = block.name, element.name
+        if known not in typed:
+            typed[known] = with_element(block, element)
+        return typed[known]
+
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         patch.setattr(core.block_type, "__init__", block_of_known_shape)
         patch.setattr(core.tensor, "__init__", tensor_of_known_shape)
+        patch.setattr(core.block_type, "with_element_ty", with_element_once)
+        patch.setattr(core.dtype, "__eq__", is_one)
+        patch.setattr(semantic, "binary_op_type_checking_impl", sides_of_known_types)
+        patch.setattr(semantic, "broadcast_impl_value", sides_of_known_shapes)
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(interpreter.GridExecutor, "__call__", run_fresh)
         patch.setattr(interpreter, "_get_np_dtype", named)
