@@ -13,8 +13,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -307,16 +308,24 @@ def configuration(config: Any) -> dict[str, Any]:
     ----------
     config : PretrainedConfig
     """
-    try:
-        usual = type(config)().to_dict()
-    except Exception:  # a class that needs arguments has no defaults to leave out
-        usual = {}
+    kind: Callable[[], Any] = type(config)
+    usual = _defaults(kind)
     dropped = LEFT_OUT | (_GENERATION - _names(usual))
     own = config.to_dict()
     if (own.get("quantization_config") or {}).get("quant_method") == "gguf":
         del own["quantization_config"]
     described: dict[str, Any] = _differing(_plain(own, dropped), _plain(usual, dropped))
     return {"model_type": getattr(config, "model_type", ""), **described}
+
+
+@cache
+def _defaults(kind: Callable[[], Any]) -> dict[str, Any]:
+    """Return what a class of configurations says of its own; nobody changes it."""
+    try:
+        usual: dict[str, Any] = kind().to_dict()
+    except Exception:  # a class that needs arguments has no defaults to leave out
+        usual = {}
+    return usual
 
 
 def _names(value: Any) -> set[str]:
