@@ -60,7 +60,7 @@ def test_every_process_begins_with_its_longest(
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_tests
 
-    taken = {"a": 1.0, "b": 9.0, "c": 4.0, "d": 6.0, "e": 2.0}
+    taken = {"a": 1.0, "b": 9.0, "c": 4.0, "d": 6.0, "e": 2.0, "f": 0.5}
     inputs = {"benchmark": "gpu tests"}
     for kind, factor in (("one", 1.0), ("two", 0.5)):  # the slower GPU's are taken
         tests = [{"test": name, "seconds": factor * own} for name, own in taken.items()]
@@ -68,6 +68,7 @@ def test_every_process_begins_with_its_longest(
     monkeypatch.setattr(gpu_tests, "RECORDS", tmp_path)
     monkeypatch.setenv(gpu_tests.REPORTS, str(tmp_path / "reports"))
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
-    items = [SimpleNamespace(nodeid=name) for name in ("a", "b", "new", "c", "d", "e")]
+    items = [SimpleNamespace(nodeid=name) for name in ("a", "b", "new", "c", "d", "e", "f")]
     gpu_tests.pytest_collection_modifyitems(items)
-    assert [item.nodeid for item in items] == ["new", "d", "e", "b", "c", "a"]
+    # The first of two processes gets three of seven tests.
+    assert [item.nodeid for item in items] == ["b", "c", "a", "new", "d", "e", "f"]
