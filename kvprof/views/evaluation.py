@@ -624,24 +624,7 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _text_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     every = {"scope": "all", "name": "", "count": one["decoded_tokens"]}
-    yield {
-        **every,
-        "metric": "accuracy",
-        "value": one["accuracy"],
-        "baseline": one["baseline_accuracy"],
-    }
-    yield {
-        **every,
-        "metric": "relative_accuracy",
-        "value": one["relative_accuracy"],
-        **ends("", one["relative_accuracy_interval"]),
-    }
-    yield {
-        **every,
-        "metric": "perplexity",
-        "value": one["perplexity"],
-        "baseline": one["baseline_perplexity"],
-    }
+    yield from _text_measures(every, one, one["relative_accuracy_interval"])
     yield {
         **every,
         "metric": "perplexity_ratio",
@@ -652,25 +635,20 @@ def _text_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**every, "metric": f"kl_{name}", "value": value}
     for name, found in one["sources"].items():
         own = {"scope": "text", "name": name, "count": found["tokens"]}
-        yield {
-            **own,
-            "metric": "accuracy",
-            "value": found["accuracy"],
-            "baseline": found["baseline_accuracy"],
-        }
-        yield {
-            **own,
-            "metric": "relative_accuracy",
-            "value": found["relative_accuracy"],
-            **ends("", found["interval"]),
-        }
-        yield {
-            **own,
-            "metric": "perplexity",
-            "value": found["perplexity"],
-            "baseline": found["baseline_perplexity"],
-        }
+        yield from _text_measures(own, found, found["interval"])
         yield {**own, "metric": "kl_mean", "value": found["kl_mean"]}
+
+
+def _text_measures(
+    own: Mapping[str, Any], found: Mapping[str, Any], interval: Sequence[float] | None
+) -> Iterator[dict[str, Any]]:
+    """Return what all texts and each of them have alike."""
+    accuracy = {"value": found["accuracy"], "baseline": found["baseline_accuracy"]}
+    yield {**own, "metric": "accuracy", **accuracy}
+    kept = {"value": found["relative_accuracy"], **ends("", interval)}
+    yield {**own, "metric": "relative_accuracy", **kept}
+    perplexity = {"value": found["perplexity"], "baseline": found["baseline_perplexity"]}
+    yield {**own, "metric": "perplexity", **perplexity}
 
 
 def _task_rows(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

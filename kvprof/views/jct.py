@@ -582,7 +582,7 @@ def notes(result: Mapping[str, Any]) -> list[str]:
                 labels.setdefault((name, text), []).append(case)
     for (name, text), own in labels.items():
         of = _whose(result, own)
-        found.append(f"{name[:1].upper()}{name[1:].replace('_', ' ')}{of}: {text}.")
+        found.append(f"{capitalised(name.replace('_', ' '))}{of}: {text}.")
     return found
 
 

@@ -487,18 +487,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
 def _query_head_rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from _pair_rows({_OWN: data["qk"]}, which="query_head")
     for row in data["removal"]:
-        at = {"removal_rate": row["removal_rate"], "grid": row["grid"]}
-        for layer, ranks in enumerate(row["ranks"]):
-            for head, rank in enumerate(ranks):
-                yield {
-                    "kind": "rank",
-                    "pair": _OWN,
-                    "layer": layer,
-                    "query_head": head,
-                    **at,
-                    "rank": rank,
-                    "rank_rounded": row["rounded_ranks"][layer][head],
-                }
+        yield from _rank_rows(row, "", _OWN, "query_head")
 
 
 def _pair_rows(pairs: Mapping[str, Any], *, which: str = "kv_head") -> Iterator[dict[str, Any]]:
@@ -532,18 +521,16 @@ def _removal_rows(removal: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
             "dim_rate_rounded": row["dim_rate_rounded"],
         }
         for pair in ("qk", "vo"):
-            rounded = row[f"rounded_ranks_{pair}"]
-            for layer, ranks in enumerate(row[f"ranks_{pair}"]):
-                for kv_head, rank in enumerate(ranks):
-                    yield {
-                        "kind": "rank",
-                        "pair": pair,
-                        "layer": layer,
-                        "kv_head": kv_head,
-                        **at,
-                        "rank": rank,
-                        "rank_rounded": rounded[layer][kv_head],
-                    }
+            yield from _rank_rows(row, f"_{pair}", pair, "kv_head")
+
+
+def _rank_rows(row: Mapping[str, Any], of: str, pair: str, which: str) -> Iterator[dict[str, Any]]:
+    """Return what is left of each head at a removal rate."""
+    at = {"removal_rate": row["removal_rate"], "grid": row["grid"]}
+    for layer, heads in enumerate(zip(row[f"ranks{of}"], row[f"rounded_ranks{of}"], strict=True)):
+        for head, (rank, rounded) in enumerate(zip(*heads, strict=True)):
+            own = {"kind": "rank", "pair": pair, "layer": layer, which: head, **at}
+            yield {**own, "rank": rank, "rank_rounded": rounded}
 
 
 # --- The figure: mean curves with bands over heads, and the map of ranks.

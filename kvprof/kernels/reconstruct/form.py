@@ -14,7 +14,6 @@ from kvprof.kernels.planes import STEP, RaggedLayout, chunks
 from kvprof.kernels.tables import Kind, chunk_columns, joined_rows
 
 __all__ = [
-    "LARGEST_KEPT",
     "Form",
     "Group",
     "Item",
@@ -84,10 +83,6 @@ class Target:
     shared: int = 232448
 
 
-#: Bytes of a group's `up` that a program keeps at most; half of it on graphics cards.
-LARGEST_KEPT = 32768
-
-
 def tuning_for(target: Target, matrix: int, row: int, queries: int, element: int) -> Tuning:
     """Return what a GPU and a layer ask for.
 
@@ -108,7 +103,7 @@ def tuning_for(target: Target, matrix: int, row: int, queries: int, element: int
     """
     # Classes of GPUs: H100 and B200; A100; GPUs of graphics cards.
     size = 0 if target.shared >= 220000 else 1 if target.shared >= 160000 else 2
-    if matrix <= (LARGEST_KEPT, LARGEST_KEPT, LARGEST_KEPT // 2)[size]:
+    if matrix <= (32768, 32768, 16384)[size]:
         stages = 3 if size == 0 and element == 2 else 2
         height = 64 if size < 2 else 32
         return Tuning(12, height, 16384, kept=True, warps=4, stages=stages, ahead=False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.reconstruct.form import LARGEST_KEPT, Tuning
+from kvprof.kernels.reconstruct.form import Target, Tuning, tuning_for
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
 from kvprof.kernels.tables import Part
@@ -138,8 +138,9 @@ def layers(draw):
     heads = draw(st.sampled_from([1, 2, 4]))
     keys, values = (tuple(draw(widths) for _ in range(groups)) for _ in range(2))
     dtype = draw(st.sampled_from(DTYPES))
-    # Larger ones are not kept: a GPU's shared memory may have no room for them beside a tile.
-    small = heads * head_dim * max(keys) * dtype.itemsize <= LARGEST_KEPT
+    # Larger ones are never kept: shared memory may have no room for them beside a tile.
+    matrix = heads * head_dim * max(keys) * dtype.itemsize
+    small = tuning_for(Target(), matrix, max(keys), 16, dtype.itemsize).kept
     return Layer(
         keys,
         values,
