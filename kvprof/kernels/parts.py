@@ -13,6 +13,7 @@ from kvprof.kernels.dispatch import dependent, launching, multiprocessors_of
 from kvprof.kernels.tables import Output, Part, column
 
 __all__ = [
+    "Attended",
     "Schedule",
     "empty",
     "empty_parts",
@@ -58,6 +59,22 @@ class Schedule(NamedTuple):
     scheduled: list[Tensor]
 
 
+class Attended(NamedTuple):
+    """What queries see of other tokens, to be merged with what they see of these.
+
+    Attributes
+    ----------
+    output : Tensor
+        ``[rows, Σ_g G·dv_g]``; of a query head that sees none it may be anything.
+    logs : Tensor
+        ``[rows, heads * G]`` float32, log2 of the sums of exponentiated scores; -inf where a query
+        head sees none.
+    """
+
+    output: Tensor
+    logs: Tensor
+
+
 @triton.jit
 def empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return a part's sums before the first tile."""
@@ -80,6 +97,8 @@ def merge_pieces(
     heads,
     sinks,
     counters,
+    beside,
+    beside_logs,
     output_row,
     GROUP: tl.constexpr,
     WIDEST: tl.constexpr,
@@ -89,6 +108,7 @@ def merge_pieces(
     COLUMNS: tl.constexpr,
     SINKS: tl.constexpr,
     COUNTERS: tl.constexpr,
+    BESIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Join parts; a program per row and KV head, query head of its group, and `WIDTH` columns.
@@ -109,6 +129,8 @@ def merge_pieces(
         ``[heads, GROUP]`` float32: a further logit of each query head, read with `SINKS`.
     counters
         ``[COUNTERS]`` int32, set to 0 for the next layer that shares the cut.
+    beside, beside_logs
+        An `Attended`, read with `BESIDE`.
     MOST
         Power of two: parts that are read at once; more of them take more rounds.
     DEPENDENT
@@ -154,9 +176,19 @@ def merge_pieces(
         top = higher
     if SINKS:
         total += tl.exp2(tl.load(sinks + head * GROUP + query) * _LOG2E - top)
+    place = (number // HEADS).to(tl.int64) * output_row + at + query * width + columns
+    if BESIDE:
+        own = tl.load(beside_logs + number.to(tl.int64) * GROUP + query)
+        values = tl.load(beside + place, mask=wanted, other=0.0).to(tl.float32)
+        # What lies there where nothing was seen may be no number.
+        values = tl.where(own > float("-inf"), values, 0.0)
+        higher = tl.maximum(top, own)
+        fade = tl.exp2(top - higher)
+        weight = tl.exp2(own - higher)
+        total = total * fade + weight
+        result = result * fade + values * weight
     result = result * tl.where(total > 0.0, 1.0 / total, 0.0)
-    target = output + (number // HEADS).to(tl.int64) * output_row + at + query * width + columns
-    tl.store(target, result.to(output.dtype.element_ty), mask=wanted)
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=wanted)
 
 
 def empty_parts(query: Tensor, items: int, group: int, widest: int) -> tuple[Tensor, Tensor]:
@@ -211,6 +243,7 @@ def launch_merge(
     *,
     sinks: Tensor | None = None,
     counters: Tensor | None = None,
+    beside: Attended | None = None,
 ) -> None:
     """Join the parts that the kernel launched before has left, or still leaves.
 
@@ -229,6 +262,8 @@ def launch_merge(
         ``[heads, G]`` float32.
     counters : Tensor, optional
         int32, set to 0 on the way.
+    beside : Attended, optional
+        A further part of every row, which some kernel before that one has left.
     """
     items, group, widest = partial.shape
     workers = multiprocessors_of(output.device)
@@ -242,6 +277,8 @@ def launch_merge(
         table,
         logs if sinks is None else sinks,
         parts if counters is None else counters,
+        output if beside is None else beside.output,
+        logs if beside is None else beside.logs,
         output.shape[1],
         GROUP=group,
         WIDEST=widest,
@@ -251,6 +288,7 @@ def launch_merge(
         COLUMNS=table.shape[1],
         SINKS=sinks is not None,
         COUNTERS=0 if counters is None else len(counters),
+        BESIDE=beside is not None,
         DEPENDENT=early,
         num_warps=warps,
         **({"launch_pdl": True} if early else {}),

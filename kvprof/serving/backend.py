@@ -104,7 +104,14 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
         most = self.vllm_config.scheduler_config.max_num_batched_tokens
         longest = self.vllm_config.model_config.max_model_len
         columns = common.block_table_tensor.shape[1]
-        self._model.bind(self.kv_cache_spec.block_size, most, longest, columns)
+        self._model.bind(self.kv_cache_spec.block_size, most, longest, columns, self._captured())
+
+    def _captured(self) -> tuple[int, int]:
+        """Return tokens and sequences of the largest step that a graph holds and not all decode."""
+        graphs = self.vllm_config.compilation_config
+        if graphs.cudagraph_mode.mixed_mode().name != "FULL":
+            return 0, 0
+        return graphs.max_cudagraph_capture_size, self.vllm_config.scheduler_config.max_num_seqs
 
 
 class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here

@@ -2,8 +2,12 @@
 
 Which sequences decode, where each one's new tokens begin and how long it is are numbers on the
 device, so the graph that was captured of one batch runs any other of no more tokens and sequences.
-Every sequence has a place among those that decode and among those with several new tokens, and has
-nothing to do in one of them.
+
+Over latents as they are every sequence has a place among those that decode and among those with
+several new tokens, and has nothing to do in one of them. Over quantised latents every token has a
+row of its own in a decoding step: it sees there what its sequence had before the step, or, where it
+is the only new one, all of it. The others' new tokens attend to one another in the step's own pool
+of pages, as they are, and both are merged by their logarithms.
 """
 
 from dataclasses import dataclass
@@ -13,10 +17,11 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.prefill.rows import RowsCut, RowsStep
+from kvprof.kernels.segments.step import SegmentsStep
 from kvprof.runtime.clock import part
-from kvprof.serving.steps import EngineStep
+from kvprof.serving.steps import PAGE_TOKENS, EngineStep
 
-__all__ = ["FixedStep", "fixed_step"]
+__all__ = ["FixedStep", "OwnPages", "fixed_step", "most_own_pages"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +43,40 @@ class _Numbers:
     others: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class OwnPages:
+    """A step's tokens in its own pool of pages, and what came before them.
+
+    Attributes
+    ----------
+    slots : Tensor
+        ``[tokens]`` int64, where each lies in the pool; -1 for padding.
+    table : Tensor
+        ``[rows, pages]`` int32, the pages of each sequence that does not decode.
+    lengths : Tensor
+        ``[rows]`` int32, its new tokens; 0 for those that decode.
+    seen : Tensor
+        ``[tokens, most pages]`` int32, the engine's pages of each token's sequence.
+    """
+
+    slots: Tensor
+    table: Tensor
+    lengths: Tensor
+    seen: Tensor
+
+
+def most_own_pages(tokens: int, rows: int) -> int:
+    """Return the pages of a step's own pool that any of its batches may fill.
+
+    Parameters
+    ----------
+    tokens, rows : int
+        Room of the step.
+    """
+    # Those that decode side by side, then whole pages, of which each sequence's last is not full.
+    return 2 * -(-tokens // PAGE_TOKENS) + min(tokens, rows)
+
+
 class FixedStep(EngineStep):
     """A step of which the host knows the room alone, no batch; see `fixed_step`."""
 
@@ -57,24 +96,102 @@ class FixedStep(EngineStep):
         others = (token >= first) & (token < starts[-1])
         return _Numbers(lengths, torch.maximum(starts, first), others[:, None])
 
-    def decoding(self) -> Tensor:
-        """Return the tokens of each sequence that may decode; 0 where it does not."""
+    @property
+    def singly(self) -> bool:
+        """Whether every sequence has one new token: nobody knows."""
+        return False
+
+    def decoding(self, step: Any) -> Tensor:
+        """Return the tokens of each row of a decoding step; 0 where it has nothing to do.
+
+        Parameters
+        ----------
+        step : DecodeStep or SegmentsStep
+            Over latents as they are its rows are sequences, over quantised ones tokens.
+        """
+        if isinstance(step, SegmentsStep):
+            return self.once("seen", self._seen)
         return self._numbers.lengths
 
-    def cut_rows(self, step: RowsStep) -> RowsCut:
+    def _sequences(self) -> Tensor:
+        """Return each token's sequence, int64; padding may have any."""
+
+        def made() -> Tensor:
+            token = torch.arange(len(self.slots), dtype=torch.int32, device=self.starts.device)
+            found = torch.searchsorted(self.starts[1:], token, right=True)
+            return found.clamp(max=self.rows - 1)
+
+        return self.once("sequences", made)
+
+    def _seen(self) -> Tensor:
+        """Return how many tokens each token sees in the engine's pages, ``[tokens]`` int32.
+
+        One that decodes sees itself too; of the others what was there before the step.
+        """
+        numbers, sequences = self._numbers, self._sequences()
+        before = self.lengths - (numbers.starts[1:] - numbers.starts[:-1])
+        token = torch.arange(len(self.slots), dtype=torch.int32, device=self.starts.device)
+        return before[sequences].masked_fill(token >= self.starts[-1], 0)
+
+    def own(self, pages: int) -> OwnPages:
+        """Return where the step's tokens lie in its own pool, and what they see of the engine's.
+
+        Those that decode lie side by side; the tokens of every other sequence have pages of their
+        own behind them.
+
+        Parameters
+        ----------
+        pages : int
+            Of the pool: `most_own_pages` of the step's room or more.
+        """
+        assert pages >= most_own_pages(len(self.slots), self.rows)
+
+        def made() -> OwnPages:
+            numbers, sequences, tokens = self._numbers, self._sequences(), len(self.slots)
+            lengths = numbers.starts[1:] - numbers.starts[:-1]
+            filling = (lengths + (PAGE_TOKENS - 1)) // PAGE_TOKENS
+            page = filling.cumsum(0) - filling + -(-tokens // PAGE_TOKENS)
+            token = torch.arange(tokens, device=self.starts.device)
+            within = token - numbers.starts[:-1][sequences]
+            slots = torch.where(numbers.others[:, 0], page[sequences] * PAGE_TOKENS + within, token)
+            # As many columns for steps of any size: kernels are compiled for them.
+            columns = torch.arange(-(-pages // 16) * 16, device=self.starts.device)
+            table = (page[:, None] + columns).clamp(max=pages - 1).int()
+            slots = slots.masked_fill(token >= self.starts[-1], -1)
+            return OwnPages(slots, table, lengths, self.table[sequences])
+
+        return self.once(("own", pages), made)
+
+    def cut_rows(self, step: RowsStep, lengths: Tensor) -> RowsCut:
         """Return how the rows of several new tokens are cut, for all layers alike.
 
         Parameters
         ----------
         step : RowsStep
             Of as many sequences as there are.
+        lengths : Tensor
+            ``[rows]`` int32: tokens of each that lie in the step's pages; the same tensor for
+            layers that share a cut.
         """
 
         def made() -> RowsCut:
             with part("schedule"):
-                return step.cut(self._numbers.starts, self.lengths, len(self.slots))
+                return step.cut(self._numbers.starts, lengths, len(self.slots))
 
-        return self.once(step.heights, made)
+        return self.once((step.heights, id(lengths)), made)
+
+    def sums(self, columns: int) -> Tensor:
+        """Return ``[tokens, columns]`` float32 for log2 of what the other sequences' tokens sum up.
+
+        Layers write to it in turn, at the same places; elsewhere it is -inf.
+
+        Parameters
+        ----------
+        columns : int
+            Query heads.
+        """
+        shape, device = (len(self.slots), columns), self.starts.device
+        return self.once(("sums", columns), lambda: torch.full(shape, float("-inf"), device=device))
 
     def joined(self, decoded: Tensor, attended: Tensor) -> Tensor:
         """Return each token's output, and zeros for padding.

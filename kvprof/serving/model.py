@@ -42,8 +42,8 @@ class ServedModel:
 
     @property
     def fixed(self) -> bool:
-        """Whether a step of any sequences has a form that a graph holds: latents as they are."""
-        return all(layer.codes is None and layer.rebuilding is None for layer in self.layers)
+        """Whether a step of any sequences has a form that a graph holds: no keys are rebuilt."""
+        return all(layer.rebuilding is None for layer in self.layers)
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, int], ...]:
@@ -62,7 +62,14 @@ class ServedModel:
         )
         return tuple(sorted(set(own)))
 
-    def bind(self, page: int, most_tokens: int, longest: int, table: int | None = None) -> None:
+    def bind(
+        self,
+        page: int,
+        most_tokens: int,
+        longest: int,
+        table: int | None = None,
+        captured: tuple[int, int] = (0, 0),
+    ) -> None:
         """Prepare every layer's steps over the pages that the engine has given it.
 
         Parameters
@@ -75,6 +82,8 @@ class ServedModel:
             Tokens that a sequence may have.
         table : int, optional
             Columns of the engine's table of pages; as many as `longest` asks for by default.
+        captured : tuple of int, optional
+            Tokens and sequences of the largest step in the form that a graph holds.
 
         Raises
         ------
@@ -86,7 +95,7 @@ class ServedModel:
             for layer in self.layers
         ):
             return
-        self._prepare(page, most_tokens, longest)
+        self._prepare(page, most_tokens, longest, captured)
         # An engine may measure its graphs over a smaller cache first.
         self._met.clear()
         together: dict[Any, list[Any]] = {}
@@ -101,11 +110,14 @@ class ServedModel:
         if self.layers[0].attention.kv_cache.device.type == "cuda":
             # All kernels at once, and each of them loaded before a graph is captured.
             columns = -(-longest // page) if table is None else table
+            prompt, fixed = min(most_tokens, longest), self.fixed and captured[0] > 0
             with compiling_ahead():
-                self._rehearse(columns, min(most_tokens, longest))
-            self._rehearse(columns, min(most_tokens, longest))
+                self._rehearse(columns, prompt, fixed)
+            self._rehearse(columns, prompt, fixed)
 
-    def _prepare(self, page: int, most_tokens: int, longest: int) -> None:
+    def _prepare(
+        self, page: int, most_tokens: int, longest: int, captured: tuple[int, int]
+    ) -> None:
         shared = few_kinds(set(self.kinds))
         scratch: Tensor | None = None
         for layer in self.layers:
@@ -117,9 +129,11 @@ class ServedModel:
                 continue
             if layer.codes is not None:
                 if scratch is None:
-                    values = max(own_pages(one, most_tokens).elements for one in self.layers)
-                    scratch = layer.keys.packed.new_zeros(values)
-                layer.steps = quantised_steps(layer, page, most_tokens, scratch, shared, self.kinds)
+                    own = (own_pages(one, most_tokens, captured) for one in self.layers)
+                    scratch = layer.keys.packed.new_zeros(max(pool.elements for pool in own))
+                layer.steps = quantised_steps(
+                    layer, page, most_tokens, captured, scratch, shared, self.kinds
+                )
                 continue
             layout, device = layer.layout(len(cache), page), cache.device
             layer.steps = PlainSteps(
@@ -129,13 +143,13 @@ class ServedModel:
                 rows_step(layout, device, cache.dtype, page_tokens=page, rows=1, pairs=self.kinds),
             )
 
-    def _rehearse(self, pages: int, prompt: int) -> None:
+    def _rehearse(self, pages: int, prompt: int, fixed: bool) -> None:
         """Run every layer on steps of padding alone, of sequences that may have so many pages.
 
         Whatever a step of the engine can ask for is asked for: sequences that decode, these beside
         a short prompt, a prompt of so many tokens, which is projected in other blocks, and prompts
-        as long that go on. A kernel that is first met in a request is compiled while it waits,
-        seconds for each.
+        as long that go on, and a step in the form that a graph holds. A kernel that is first met in
+        a request is compiled while it waits, seconds for each.
         """
         device = self.layers[0].attention.kv_cache.device
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -157,6 +171,9 @@ class ServedModel:
                 host_lengths=lengths,
             )
             self._run(step)
+            if fixed and len(news) > 1:
+                given = step.slots, step.table, step.starts, step.lengths
+                self._run(fixed_step(self.alike, *given))
 
     def fixed_step(
         self, slots: Tensor, table: Tensor, starts: Tensor, lengths: Tensor

@@ -73,7 +73,7 @@ class PlainSteps:
         """Attend from all tokens twice, as of one that decodes and as of one of several."""
         decoded = self._decoded(step, projected, scale)
         rows = replace(self.rows, rows=step.rows)
-        cut = step.cut_rows(rows)
+        cut = step.cut_rows(rows, step.lengths)
         with part("attention"):
             cache = self.layer.attention.kv_cache
             found = rows.run(projected, cache, cut, scale, table=step.table)

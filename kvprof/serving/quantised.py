@@ -7,6 +7,9 @@ of a prompt attends to its own tokens as they are and to those before it as the 
 back. Prompts of which nothing came before attend in the step's own pool, all of them together. For
 what came before there is no kernel over pages, so it is dequantised into planes first, sequence by
 sequence, and a chunk's own tokens are projected a second time, to lie behind it.
+
+In the form that a graph holds (`kvprof.serving.fixed`) nothing is the host's: every token sees what
+came before as a row of a decoding step, so that a chunk's past is read once for each of its tokens.
 """
 
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.dispatch import uses_triton
+from kvprof.kernels.parts import Attended
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.prefill.rows import RowsCut, RowsStep, rows_step
 from kvprof.kernels.project.step import project_step
@@ -27,6 +31,7 @@ from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.step import SegmentsStep, segments_step
 from kvprof.runtime.clock import part
+from kvprof.serving.fixed import FixedStep, most_own_pages
 from kvprof.serving.pages import quantised_layout
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up
 
@@ -55,7 +60,7 @@ class _Own(NamedTuple):
     table: Tensor | None
 
 
-def own_pages(layer: ServedLayer, most_tokens: int) -> RaggedLayout:
+def own_pages(layer: ServedLayer, most_tokens: int, captured: tuple[int, int]) -> RaggedLayout:
     """Return the pool of a step's own tokens: as many pages as they fill, and as many again.
 
     Parameters
@@ -63,8 +68,11 @@ def own_pages(layer: ServedLayer, most_tokens: int) -> RaggedLayout:
     layer : ServedLayer
     most_tokens : int
         Of a step.
+    captured : tuple of int
+        Tokens and sequences of the largest step that a graph holds.
     """
-    return layer.layout(2 * -(-most_tokens // PAGE_TOKENS) + 1, PAGE_TOKENS)
+    pages = max(2 * -(-most_tokens // PAGE_TOKENS) + 1, most_own_pages(*captured))
+    return layer.layout(pages, PAGE_TOKENS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +113,8 @@ class QuantisedSteps:
         self, step: EngineStep, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """Do what `kvprof.serving.steps.attend` says."""
+        if isinstance(step, FixedStep):
+            return self._fixed(step, query, key, value, scale)
         cache, found = self.layer.attention.kv_cache, []
         own = step.once("own", lambda: _own(step, len(query), self.own.batch))
         projected = self._projected(query, key, value, self.own, self._planes, slots=own.slots)
@@ -126,6 +136,31 @@ class QuantisedSteps:
                 found.append(self._chunk(step, row, query, key, value, scale))
                 row += 1
         return filled_up(found, len(query))
+
+    def _fixed(
+        self, step: FixedStep, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Attend from every token to what came before, and from those of prompts to their own."""
+        layer, pages = self.layer, self.own.batch
+        own = step.own(pages)
+        projected = self._projected(query, key, value, self.own, self._planes, slots=own.slots)
+        with part("quantise"):
+            self._store(step, own.slots)
+        rows, tokens = replace(self.rows, rows=step.rows), len(query)
+        cut = step.cut_rows(rows, own.lengths)
+        logs = step.sums(len(layer.value_widths) * layer.group)
+        decode, schedule = replace(self.decode, rows=tokens), step.schedule(self.decode)
+        with part("attention"):
+            mine = rows.run(projected, self._planes, cut, scale, table=own.table, logs=logs)
+            found: Tensor = decode.run(
+                projected,
+                layer.attention.kv_cache,
+                schedule,
+                scale,
+                table=own.seen,
+                beside=Attended(mine, logs),
+            )
+        return found
 
     def _whole(self, step: EngineStep, own: _Own, projected: Tensor, scale: float) -> Tensor:
         """Attend from prompts of which nothing came before, in the step's own pages."""
@@ -185,7 +220,7 @@ class QuantisedSteps:
 
         def apart() -> list[Tensor]:
             # No two tokens of a move may share a byte. Those of sequences of their own do not.
-            if step.rows == step.decodes:
+            if step.singly:
                 return [slots]
             within = slots % segment.slots
             return [slots.masked_fill(within != slot, -1) for slot in range(segment.slots)]
@@ -268,7 +303,7 @@ def _own(step: EngineStep, tokens: int, pages: int) -> _Own:
     """
     device = step.starts.device
     order = torch.arange(tokens, device=device)
-    if step.rows == step.decodes:
+    if step.singly:
         return _Own(order, step.rows, step.rows, None)
     starts, count = step.host_starts, step.host_starts[step.rows]
     new = [stop - start for start, stop in pairwise(starts[: step.rows + 1])]
@@ -336,6 +371,7 @@ def quantised_steps(
     layer: ServedLayer,
     page: int,
     most_tokens: int,
+    captured: tuple[int, int],
     scratch: Tensor,
     kinds: Sequence[tuple[int, int]] | None,
     pairs: Sequence[tuple[int, int]],
@@ -349,6 +385,8 @@ def quantised_steps(
         Tokens of a page.
     most_tokens : int
         Of a step of the engine.
+    captured : tuple of int
+        Tokens and sequences of the largest step that a graph holds.
     scratch : Tensor
         In the model's dtype.
     kinds : sequence of (key width, value width) or None
@@ -361,6 +399,6 @@ def quantised_steps(
     layout = quantised_layout(layer.layout(len(cache), page), layer.codes, scratch.dtype)
     shared = None if kinds is None else [(kind,) for kind in kinds]
     decode = segments_step(layout, cache.device, rows=1, kinds=shared)
-    own = own_pages(layer, most_tokens)
+    own = own_pages(layer, most_tokens, captured)
     rows = rows_step(own, cache.device, scratch.dtype, page_tokens=PAGE_TOKENS, rows=1, pairs=pairs)
     return QuantisedSteps(layer, layout, own, scratch, decode, rows)

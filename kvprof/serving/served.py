@@ -28,12 +28,11 @@ def served_plan(path: str) -> Plan:
 
 
 def mixed_graphs(plan: Plan) -> bool:
-    """Tell whether a CUDA graph holds steps that read prompts: of latents kept as they are.
+    """Tell whether a CUDA graph holds steps that read prompts: where no keys are rebuilt.
 
     It is what `kvprof.serving.model.ServedModel.fixed` says of the layers, before there are any.
     """
-    placements = {layer.keys.placement for layer in plan.layers}
-    return plan.quantiser is None and Placement.PRE_ROPE not in placements
+    return all(layer.keys.placement is not Placement.PRE_ROPE for layer in plan.layers)
 
 
 @cache

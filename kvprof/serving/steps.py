@@ -217,19 +217,30 @@ class EngineStep:
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _made: dict[Any, Any] = field(default_factory=dict)
 
-    def decoding(self) -> Tensor:
-        """Return the tokens of each sequence that decodes."""
+    @property
+    def singly(self) -> bool:
+        """Whether every sequence has one new token."""
+        return self.rows == self.decodes
+
+    def decoding(self, step: Any) -> Tensor:
+        """Return the tokens of each row of a decoding step: of the sequences that decode.
+
+        Parameters
+        ----------
+        step : DecodeStep or SegmentsStep
+        """
         return self.lengths[: self.decodes]
 
     def schedule(self, step: Any) -> Schedule:
         """Return how a layer's decoding step is cut: in one launch for all that are alike."""
         if id(step) not in self._schedules:
             steps, tables = self.alike[cut_key(step)]
-            lengths = self.decoding()
+            lengths = self.decoding(step)
+            rows = len(lengths)
             if isinstance(step, SegmentsStep):
                 lengths = lengths[None]
             with part("schedule"):
-                cuts = replace(steps[0], rows=self.decodes).cut_alike(tables, lengths)
+                cuts = replace(steps[0], rows=rows).cut_alike(tables, lengths)
             self._schedules.update((id(own), cut) for own, cut in zip(steps, cuts, strict=True))
         return self._schedules[id(step)]
 

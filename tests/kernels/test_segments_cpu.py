@@ -115,6 +115,7 @@ def test_the_operator_is_registered_soundly():
         schedule.scheduled,
         None,
         None,
+        [],
         0.2,
         0.0,
         layout_numbers(layout),

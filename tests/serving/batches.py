@@ -64,6 +64,8 @@ class FilledModel:
         Pages are quantised by them, and empty.
     most : int, optional
         Tokens of a step.
+    captured : tuple of int, optional
+        Tokens and sequences of the largest step in the form that a graph holds.
     widths
         As `WIDTHS`.
     """
@@ -78,6 +80,7 @@ class FilledModel:
         device: str = "cpu",
         codes: Codes | None = None,
         most: int | None = None,
+        captured: tuple[int, int] = (0, 0),
         widths: tuple[tuple[tuple[int, int], ...], ...] = WIDTHS,
         seed: int = 0,
     ) -> None:
@@ -90,7 +93,7 @@ class FilledModel:
         # The first page is nobody's, as in an engine.
         order = torch.randperm(pages - 1, generator=self.generator) + 1
         self.table = order.view(rows, columns).int()
-        self.model.bind(page, most or columns * page, columns * page, columns)
+        self.model.bind(page, most or columns * page, columns * page, columns, captured)
 
     def random(self, *shape: int) -> Tensor:
         """Return normal numbers, the same ones on every device."""
@@ -115,6 +118,18 @@ class FilledModel:
                 pages, layout.row + 64, dtype=torch.uint8, device=self.device
             )
         return layer
+
+    def store_past(self, batch: Batch) -> None:
+        """Store what came before a batch; from here on it is what pages hold in the beginning."""
+        for row, past in enumerate(batch.past):
+            if not past:
+                continue
+            new = tuple(past if at == row else 0 for at in range(len(batch.past)))
+            numbers = self.numbers(Batch((0,) * len(new), new, past, len(new)))
+            step = self.step(Batch((0,), (past,), past, 1))
+            step.slots, step.table = numbers.slots, numbers.table[row : row + 1].clone()
+            self.run(step, self.states(past))
+        self.filled = self.stored()
 
     def refill(self) -> None:
         """Let pages hold what they held in the beginning."""

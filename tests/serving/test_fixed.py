@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.kernels.dispatch import interpreted
-from kvprof.serving.fixed import fixed_step
+from kvprof.serving.fixed import fixed_step, most_own_pages
+from kvprof.serving.pages import Codes
 from tests.serving.batches import Batch, FilledModel
 
 #: Tokens of a sequence at most. The interpreter is slow.
@@ -50,19 +51,44 @@ def test_the_fixed_form_gives_what_the_eager_form_gives(batch: Batch, page: int,
     agree(made, batch)
 
 
+def quantised(batch: Batch, bits: int, **how: Any) -> FilledModel:
+    """Return a model whose quantised pages hold what came before a batch."""
+    made = FilledModel(
+        64,
+        -(-LONGEST // 64),
+        len(batch.new),
+        codes=Codes(bits, bits, 16),
+        most=max(batch.tokens, *batch.past),
+        captured=(batch.tokens, batch.rows),
+        **how,
+    )
+    made.store_past(batch)
+    return made
+
+
+@settings(max_examples=2 if interpreted() else 40)
+@given(batches(), st.sampled_from([8, 4]), st.integers(0, 99))
+def test_over_quantised_pages_too(batch: Batch, bits: int, seed: int) -> None:
+    agree(quantised(batch, bits, seed=seed), batch, 2e-5)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("new", [(1, 1, 1), (5, 1, 1), (1, 1, 7, 1)])
-def test_what_nobody_asked_for_reaches_no_output(new: tuple[int, ...]) -> None:
+def test_what_nobody_asked_for_reaches_no_output(new: tuple[int, ...], bits: int | None) -> None:
     """Pages of nobody, padding's states and stale lengths may be anything, NaN too."""
     batch = Batch((3,) * len(new), new, sum(new) + 4, len(new) + 3)
-    made = FilledModel(16, 2, len(new))
+    made = FilledModel(16, 2, len(new)) if bits is None else quantised(batch, bits)
     states = made.states(batch.tokens)
     wanted = made.run(made.step(batch), states)
     made.refill()
     for layer, own in zip(made.model.layers, states, strict=True):
-        layer.attention.kv_cache[0] = float("nan")
+        layer.attention.kv_cache[0] = float("nan") if bits is None else 255
         for one in own:
             one[sum(new) :] = float("nan")
     own = made.numbers(batch)
+    own.lengths[len(new) :] = 7
+    if bits is not None:
+        made.model.layers[0].steps.scratch.fill_(float("nan"))
     step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
     found = made.run(step, states)
     for mine, other in zip(found, wanted, strict=True):
@@ -78,8 +104,34 @@ def test_layers_share_what_is_worked_out() -> None:
     step = made.model.fixed_step(own.slots, own.table, own.starts, own.lengths)
     made.run(step, made.states(16))
     heights = {layer.steps.rows.heights for layer in made.model.layers}
-    assert set(step._made) == {"numbers", *heights}
+    assert set(step._made) == {"numbers", *((own, id(step.lengths)) for own in heights)}
     assert len(heights) == 1
     # Nobody decodes over a prompt's pages, nor attends twice from a token that decodes.
-    assert step.decoding().tolist() == [5, 5, 0, 0]
+    assert step.decoding(made.model.layers[0].steps.decode).tolist() == [5, 5, 0, 0]
     assert step._numbers.starts.tolist() == [2, 2, 2, 11, 11]
+
+
+@given(batches())
+def test_each_sequence_has_pages_of_its_own_and_a_token_sees_what_was_there(batch: Batch) -> None:
+    """Whatever the batch, they find room; no two tokens lie in one place."""
+    made = FilledModel(16, -(-LONGEST // 16), len(batch.new))
+    own = made.numbers(batch)
+    step = made.model.fixed_step(own.slots, own.table, own.starts, own.lengths)
+    pages, count = most_own_pages(batch.tokens, batch.rows), sum(batch.new)
+    placed = step.own(pages)
+    slots = placed.slots.tolist()
+    assert slots[count:] == [-1] * (batch.tokens - count)
+    assert len(set(slots[:count])) == count
+    assert max(slots) < pages * 64
+    assert min(slots[:count]) >= 0
+    seen, token = step._seen().tolist(), 0
+    for row, (past, new) in enumerate(zip(batch.past, batch.new, strict=True)):
+        decodes = row < batch.decodes
+        assert int(placed.lengths[row]) == (0 if decodes else new)
+        for at in range(new):
+            assert seen[token] == past + decodes
+            assert torch.equal(placed.seen[token], own.table[row])
+            if not decodes:
+                assert slots[token] == int(placed.table[row, at // 64]) * 64 + at % 64
+            token += 1
+    assert seen[count:] == [0] * (batch.tokens - count)

@@ -44,12 +44,32 @@ def _copied(buffers: Numbers, numbers: Numbers) -> None:
         getattr(buffers, name).copy_(getattr(numbers, name))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    ("page", "dtype", "bits"),
+    [
+        (16, torch.bfloat16, None),
+        (64, torch.bfloat16, None),
+        (64, torch.float32, None),
+        (64, torch.bfloat16, 8),
+        (64, torch.bfloat16, 4),
+    ],
+)
 @torch.inference_mode()
-def test_a_graph_is_replayed_for_other_batches(page: int, dtype: torch.dtype) -> None:
+def test_a_graph_is_replayed_for_other_batches(
+    page: int, dtype: torch.dtype, bits: int | None
+) -> None:
     columns = COLUMNS * 64 // page
-    made = FilledModel(page, columns, ROWS, dtype=dtype, device="cuda", widths=WIDTHS)
+    made = FilledModel(
+        page,
+        columns,
+        ROWS,
+        dtype=dtype,
+        device="cuda",
+        widths=WIDTHS,
+        codes=None if bits is None else Codes(bits, bits, 16),
+        most=300,
+        captured=(TOKENS, ROWS),
+    )
     states = made.states(TOKENS)
     # What an engine captures with: every token is padding, and lengths are anything.
     padding = made.numbers(Batch((0,), (TOKENS,), TOKENS, ROWS))
@@ -65,6 +85,8 @@ def test_a_graph_is_replayed_for_other_batches(page: int, dtype: torch.dtype) ->
     # What only the capture needed may go; what the graph reads may not.
     del step
     for batch in BATCHES:
+        if bits is not None:
+            made.store_past(batch)
         made.refill()
         fresh = made.states(TOKENS)
         for own, new in zip(states, fresh, strict=True):

@@ -41,19 +41,11 @@ def alone(step: Any, tokens: int, pages: int) -> Any:
 
 def run_both(made: FilledModel, batch: Batch, close: float = 2e-5) -> None:
     """Store what came before, and run a batch in both forms."""
-    for row, past in enumerate(batch.past):
-        if not past:
-            continue
-        new = tuple(past if at == row else 0 for at in range(len(batch.past)))
-        numbers = made.numbers(Batch((0,) * len(new), new, past, len(new)))
-        step = made.step(Batch((0,), (past,), past, 1))
-        step.slots, step.table = numbers.slots, numbers.table[row : row + 1].clone()
-        made.run(step, made.states(past))
-    begun, states, count = made.stored(), made.states(batch.tokens), sum(batch.new)
+    made.store_past(batch)
+    states, count = made.states(batch.tokens), sum(batch.new)
 
     def ran() -> tuple[list[Tensor], list[Tensor]]:
-        for layer, filled in zip(made.model.layers, begun, strict=True):
-            layer.attention.kv_cache.copy_(filled)
+        made.refill()
         return made.run(made.step(batch), states), made.stored()
 
     outputs, pages = ran()

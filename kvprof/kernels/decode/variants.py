@@ -59,7 +59,7 @@ def _decode(
     return Variant(f"decode {name} {dtype}", kernel, signature, constants, tuning.warps)
 
 
-def _merge(width: int, most: int) -> Variant:
+def _merge(width: int, most: int, *, beside: bool = False) -> Variant:
     signature = {
         "partial": "*fp32",
         "logs": "*fp32",
@@ -68,6 +68,8 @@ def _merge(width: int, most: int) -> Variant:
         "heads": "*i64",
         "sinks": "*fp32",
         "counters": "*i32",
+        "beside": "*bf16",
+        "beside_logs": "*fp32",
         "output_row": "i32",
     }
     constants = {
@@ -79,9 +81,11 @@ def _merge(width: int, most: int) -> Variant:
         "COLUMNS": len(Head._fields),
         "SINKS": True,
         "COUNTERS": 133,
+        "BESIDE": beside,
         "DEPENDENT": True,
     }
-    return Variant("decode merge", merge_pieces, signature, constants, 4)
+    name = "decode merge, beside others" if beside else "decode merge"
+    return Variant(name, merge_pieces, signature, constants, 4)
 
 
 def _cut() -> Variant:
@@ -116,5 +120,6 @@ VARIANTS = (
     _decode("longest first", "bf16", _RAGGED, schedule="lpt"),
     _decode("ragged", "fp32", _RAGGED[:3]),
     _merge(32, 256),
+    _merge(128, 16, beside=True),
     _cut(),
 )

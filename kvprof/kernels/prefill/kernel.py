@@ -145,11 +145,12 @@ def _tile(
 
 @triton.jit
 def _rows(
-    queries, cache, output, sinks, at_head, head, first, end, past, own, pages, stride, query_row,
-    output_row, scale, softcap, window, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    K3: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    queries, cache, output, logs, sinks, at_head, head, first, end, past, own, pages, stride,
+    query_row, output_row, scale, softcap, window, K0: tl.constexpr, K1: tl.constexpr,
+    K2: tl.constexpr, K3: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    V3: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, LOGS: tl.constexpr,
 ):
     """Attend for one tile of rows, ``first … end - 1``, of one KV head of one sequence."""
     rows = first + tl.arange(0, ROWS)
@@ -218,6 +219,10 @@ def _rows(
         )
     # A row before the sequence's first token sees nothing and is zero.
     share = 1.0 / tl.where(total > 0.0, total, 1.0)[:, None]
+    if LOGS > 0:
+        sums = tl.where(total > 0.0, top + tl.log2(total), float("-inf"))
+        place = tokens.to(tl.int64) * LOGS + head * GROUP + heads
+        tl.store(logs + place, sums, mask=real)
     at = tokens.to(tl.int64) * output_row + heads * (V0 + V1 + V2 + V3)
     target = tl.multiple_of(output + tl.load(at_head + _OUTPUTS) + at, 16)[:, None]
     kind = output.dtype.element_ty
@@ -235,11 +240,12 @@ def _rows(
 
 @triton.jit(do_not_specialize=["first_block", "own_heads", "tokens", "capacity", "window"])
 def prefill_blocks(
-    queries, cache, output, lengths, starts, sinks, blocks, heads, order, table, trace, first_block,
-    own_heads, tokens, capacity, stride, table_row, query_row, output_row, scale, softcap, window,
+    queries, cache, output, logs, lengths, starts, sinks, blocks, heads, order, table, trace,
+    first_block, own_heads, tokens, capacity, stride, table_row, query_row, output_row, scale,
+    softcap, window,
     KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     PAGE: tl.constexpr, UNLIKE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    WINDOW: tl.constexpr, TRACE: tl.constexpr,
+    WINDOW: tl.constexpr, LOGS: tl.constexpr, TRACE: tl.constexpr,
 ):
     """Run one block per program.
 
@@ -250,6 +256,9 @@ def prefill_blocks(
         ``[all tokens, query_row]`` and ``[all tokens, output_row]``.
     cache
         As `kvprof.kernels.planes` lays it out.
+    logs
+        ``[all tokens, LOGS]`` float32, written where LOGS, the query heads, is not 0: log2 of the
+        sums of exponentiated scores.
     lengths
         ``[batch]`` int32: tokens of each sequence, the new ones included; beyond the capacity none
         are read.
@@ -310,14 +319,16 @@ def prefill_blocks(
             if kind == number:
                 for at in tl.range(first, end, KINDS[number * _KIND + _ROWS], num_stages=1):
                     _rows(
-                        queries + before * query_row, cache, output + before * output_row, sinks,
-                        heads + head * _HEAD, head, at, end, length - new, own, pages, stride,
-                        query_row, output_row, scale, softcap, window, KINDS[number * _KIND + _K0],
-                        KINDS[number * _KIND + _K1], KINDS[number * _KIND + _K2],
-                        KINDS[number * _KIND + _K3], KINDS[number * _KIND + _V0],
-                        KINDS[number * _KIND + _V1], KINDS[number * _KIND + _V2],
-                        KINDS[number * _KIND + _V3], KINDS[number * _KIND + _ROWS],
+                        queries + before * query_row, cache, output + before * output_row,
+                        logs + before * LOGS, sinks, heads + head * _HEAD, head, at, end,
+                        length - new, own, pages, stride, query_row, output_row, scale, softcap,
+                        window, KINDS[number * _KIND + _K0], KINDS[number * _KIND + _K1],
+                        KINDS[number * _KIND + _K2], KINDS[number * _KIND + _K3],
+                        KINDS[number * _KIND + _V0], KINDS[number * _KIND + _V1],
+                        KINDS[number * _KIND + _V2], KINDS[number * _KIND + _V3],
+                        KINDS[number * _KIND + _ROWS],
                         KINDS[number * _KIND + _KEYS], STAGES, GROUP, PAGE, SOFTCAP, SINKS, WINDOW,
+                        LOGS,
                     )
     if TRACE:
         mark(trace + block * MARK, begun)

@@ -158,6 +158,7 @@ class PrefillStep:
             query,
             buffer,
             output,
+            unused,
             lengths,
             unused,
             unused if sinks is None else sinks,
@@ -191,6 +192,7 @@ class PrefillStep:
                 SOFTCAP=softcap > 0,
                 SINKS=sinks is not None,
                 WINDOW=self.window > 0,
+                LOGS=0,
                 TRACE=trace is not None,
                 **options,
             )

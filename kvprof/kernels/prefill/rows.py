@@ -205,7 +205,7 @@ def _room(tokens: int, rows: int, group: int, height: int) -> int:
     return tokens * group // height + min(rows, tokens)
 
 
-@torch.library.custom_op("kvprof::prefill_rows", mutates_args=())
+@torch.library.custom_op("kvprof::prefill_rows", mutates_args=("logs",))
 def rows_operator(
     query: Tensor,
     buffer: Tensor,
@@ -216,6 +216,7 @@ def rows_operator(
     order: Tensor,
     sinks: Tensor | None,
     table: Tensor | None,
+    logs: Tensor | None,
     scaling: float,
     softcap: float,
     window: int,
@@ -229,7 +230,7 @@ def rows_operator(
 
     Parameters
     ----------
-    query, buffer, sinks, table, scaling, softcap, window
+    query, buffer, sinks, table, logs, scaling, softcap, window
         As there.
     starts, lengths, blocks, heights
         Of a `RowsCut`.
@@ -258,6 +259,7 @@ def rows_operator(
             softcap=softcap,
             sinks=sinks,
             window=window,
+            logs=logs,
         )
     output = query.new_empty(query.shape[0], layout.output_offsets[-1])
     page = 0 if table is None else layout.capacity
@@ -265,6 +267,7 @@ def rows_operator(
         query.contiguous(),
         buffer,
         output,
+        output if logs is None else logs,
         lengths,
         starts,
         lengths if sinks is None else sinks,
@@ -307,6 +310,7 @@ def rows_operator(
             SOFTCAP=softcap > 0,
             SINKS=sinks is not None,
             WINDOW=window > 0,
+            LOGS=0 if logs is None else logs.shape[1],
             TRACE=False,
             **options,
         )
@@ -331,6 +335,7 @@ def _(
     order: Tensor,
     sinks: Tensor | None,
     table: Tensor | None,
+    logs: Tensor | None,
     scaling: float,
     softcap: float,
     window: int,
@@ -437,6 +442,7 @@ class RowsStep:
         sinks: Tensor | None = None,
         window: int = 0,
         table: Tensor | None = None,
+        logs: Tensor | None = None,
     ) -> Tensor:
         """Return causal attention of the new tokens, ``[tokens, Σ_g G·dv_g]``.
 
@@ -465,6 +471,9 @@ class RowsStep:
         table : Tensor, optional
             ``[rows, most pages]`` int32, for a paged step. What it names is not checked; tokens
             behind a sequence's last page are left out.
+        logs : Tensor, optional
+            ``[tokens, heads * G]`` float32, written where a sequence has new tokens: log2 of the
+            sums of exponentiated scores, as `kvprof.kernels.parts.Attended` has them.
 
         Raises
         ------
@@ -482,6 +491,11 @@ class RowsStep:
         if window < 0:
             raise UsageError(f"a window of {window} tokens makes no sense: 0 (none) or more")
         check_pages(table, self.rows, paged=self.paged)
+        sums = (cut.tokens, layout.heads * layout.group)
+        if logs is not None and (logs.shape != sums or logs.dtype != torch.float32):
+            raise UsageError(
+                f"logs are {tuple(logs.shape)} in {logs.dtype}: {sums} in float32 fit this step"
+            )
         if not set(self.heights) <= set(cut.heights):
             raise UsageError(
                 f"the work was cut for tiles of {cut.heights} rows, and this layer has "
@@ -499,6 +513,7 @@ class RowsStep:
             self.order,
             sinks,
             table,
+            logs,
             float(scaling),
             float(softcap),
             window,

@@ -20,12 +20,14 @@ def _prefill(
     *,
     options: bool = False,
     page: int = 0,
+    logs: bool = False,
 ) -> Variant:
     tile = Tuning().tile(key_width, value_width, 2, _SHARED)
     signature = {
         "queries": f"*{dtype}",
         "cache": f"*{dtype}",
         "output": f"*{dtype}",
+        "logs": "*fp32",
         "lengths": "*i32",
         "starts": "*i32",
         "sinks": "*fp32",
@@ -56,6 +58,7 @@ def _prefill(
         "SOFTCAP": options,
         "SINKS": options,
         "WINDOW": options,
+        "LOGS": 32 if logs else 0,
         "TRACE": False,
     }
     return Variant(
@@ -83,6 +86,7 @@ VARIANTS = (
     _prefill("options", "bf16", 48, 80, options=True),
     _prefill("latent", "bf16", 512, 512),
     _prefill("pages of 64", "bf16", 80, 64, page=64),
+    _prefill("pages of 64, sums", "bf16", 64, 64, page=64, logs=True),
     _prefill("small pages", "bf16", 128, 128, page=16),
     _cut(),
 )

@@ -1,8 +1,11 @@
 """Attention over segments without a GPU: block after block, dequantised in the products."""
 
+import math
+
 import torch
 from torch import Tensor
 
+from kvprof.kernels.parts import Attended
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import PLACES, Side
 
@@ -22,6 +25,7 @@ def segments_cpu(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     table: Tensor | None = None,
+    beside: Attended | None = None,
 ) -> Tensor:
     """Return one decoding step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
 
@@ -45,6 +49,8 @@ def segments_cpu(
         ``[heads, G]`` float32 logits.
     table : Tensor, optional
         ``[rows, most pages]`` int32, where the layout is of a pool.
+    beside : Attended, optional
+        A further part of every row.
     """
     wide = layout.widest
     output = query.new_empty(len(query), wide.output_offsets[-1])
@@ -57,6 +63,14 @@ def segments_cpu(
         if sinks is not None:
             top, total = sinks[head].float().expand(shape), total + 1.0
         found = query.new_zeros(*shape, wide.value_widths[head], dtype=torch.float32)
+        if beside is not None:
+            columns = slice(*wide.output_offsets[head : head + 2])
+            own = beside.output[:, columns].float().view(found.shape)
+            logs = beside.logs.view(len(query), layout.heads, -1)[:, head] * math.log(2.0)
+            top = torch.logaddexp(top, logs)
+            seen = logs > float("-inf")
+            found = torch.where(seen[..., None], own * torch.exp(logs - top)[..., None], found)
+            total = torch.where(top > float("-inf"), 1.0, 0.0)
         for segment, tokens in enumerate(lengths):
             top, total = _segment(
                 queries, buffer, layout, segment, head, tokens, softcap, top, total, found, table

@@ -193,8 +193,10 @@ def cut_units(
 ):
     """Cut all units of each layer into `pieces` items of equal cost; a program per head and row.
 
-    Every program adds up all costs and the items before its own: with a few hundred units that is
-    cheaper than a second launch.
+    A head's row without tokens has no item, and its program ends at once unless it is the last:
+    where a CUDA graph has room for many, that is most of them. Every other program adds up all
+    costs and the items before its own: with a few hundred units that is cheaper than a second
+    launch.
 
     Parameters
     ----------
@@ -221,6 +223,21 @@ def cut_units(
     items += layer * room * _ITEM
     parts += layer * batch * HEADS * _PART
     counters += layer * counted
+    row = task % batch
+    head = task // batch
+    own = parts + (row * HEADS + head) * _PART
+    final = tl.num_programs(0) - 1
+    tokens = tl.zeros([], tl.int64)
+    for segment in range(SEGMENTS):
+        length, tiles, costs, height = _unit(
+            task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS
+        )
+        tokens += length
+    # The last one's items end where all do, which is what the next kernel reads of it.
+    if (tokens == 0) & (task < final):
+        tl.store(own + _FIRST, 0)
+        tl.store(own + _COUNT, 0)
+        return
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     all_tiles = tl.zeros([], tl.int64)
@@ -244,8 +261,6 @@ def cut_units(
         before += tl.sum(tl.where(earlier, costs, 0), 0)
         last += tl.sum(shares, 0)
         ended += tl.sum(costs, 0)
-    row = task % batch
-    head = task // batch
     begin = first
     for segment in range(SEGMENTS):
         length, tiles, cost, height = _unit(
@@ -265,15 +280,11 @@ def cut_units(
             tl.store(item + _STOP, stop.to(tl.int32), mask=mine)
         begin += share
         before += cost
-    for at in range(task * BLOCK, counted, tl.num_programs(0) * BLOCK):
-        long = (at + lane == _SHARED) & (all_tiles >= pieces * near)
-        tl.store(counters + at + lane, long.to(tl.int32), mask=at + lane < counted)
-    own = parts + (row * HEADS + head) * _PART
     tl.store(own + _FIRST, first)
     tl.store(own + _COUNT, begin - first)
-    # Every program clears its share of the room behind the last item.
-    behind = last + task
-    step = tl.num_programs(0)
-    for at in range(0, (room - last + step - 1) // step, BLOCK):
-        item = behind + (at + lane) * step
-        tl.store(items + item * _ITEM + _SEGMENT, -1, mask=item < room)
+    if task == final:
+        for at in range(0, counted, BLOCK):
+            long = (at + lane == _SHARED) & (all_tiles >= pieces * near)
+            tl.store(counters + at + lane, long.to(tl.int32), mask=at + lane < counted)
+        for at in range(last, room, BLOCK):
+            tl.store(items + (at + lane) * _ITEM + _SEGMENT, -1, mask=at + lane < room)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvprof.kernels.dispatch import dependent, interpreted, launching
-from kvprof.kernels.parts import empty_parts, launch_merge
+from kvprof.kernels.parts import Attended, empty_parts, launch_merge
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
 from kvprof.kernels.segments.codes import FP8, FULL
 from kvprof.kernels.segments.cuts import cut_units, tile_places, token_bytes, token_cost
@@ -332,6 +332,7 @@ def launch_segments(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     table: Tensor | None = None,
+    beside: Attended | None = None,
 ) -> Tensor:
     """Run the items and join their parts.
 
@@ -358,6 +359,8 @@ def launch_segments(
         ``[heads, G]`` float32.
     table : Tensor, optional
         ``[rows, most pages]`` int32, of a pool of pages.
+    beside : Attended, optional
+        A further part of every row.
 
     Returns
     -------
@@ -406,5 +409,6 @@ def launch_segments(
         layout.heads,
         sinks=sinks,
         counters=counters[1:] if tuning.near else None,
+        beside=beside,
     )
     return output

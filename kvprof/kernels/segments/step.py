@@ -21,7 +21,7 @@ from kvprof.kernels.checks import (
 )
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
 from kvprof.kernels.operators import direct
-from kvprof.kernels.parts import Schedule
+from kvprof.kernels.parts import Attended, Schedule
 from kvprof.kernels.segments.cpu import segments_cpu
 from kvprof.kernels.segments.geometries import bits_numbered, format_of, geometry_of
 from kvprof.kernels.segments.launch import launch_cut, launch_segments, tuning_for, unit_table
@@ -143,6 +143,7 @@ def segments_operator(
     scheduled: Sequence[Tensor],
     sinks: Tensor | None,
     table: Tensor | None,
+    beside: Sequence[Tensor],
     scaling: float,
     softcap: float,
     layout: Sequence[int],
@@ -158,6 +159,8 @@ def segments_operator(
         As for `SegmentsStep.run` and `SegmentsStep.cut`.
     units, eye, scheduled
         As `launch_segments` takes them; unused on a CPU.
+    beside
+        An `Attended`, or nothing.
     layout
         From `layout_numbers`; the dtype is that of `query`.
     kinds
@@ -175,6 +178,7 @@ def segments_operator(
         ``[rows, Σ_g G·dv_g]``.
     """
     restored = _layout(tuple(layout), query.dtype)
+    other = Attended(*beside) if beside else None
     if uses_triton(query.device):
         items, parts, counters = scheduled
         numbers: list[Any] = [*tuning[:-1], bool(tuning[-1])]
@@ -194,9 +198,18 @@ def segments_operator(
             softcap=softcap,
             sinks=sinks,
             table=table,
+            beside=other,
         )
     return segments_cpu(
-        query, buffer, restored, lengths, scaling, softcap=softcap, sinks=sinks, table=table
+        query,
+        buffer,
+        restored,
+        lengths,
+        scaling,
+        softcap=softcap,
+        sinks=sinks,
+        table=table,
+        beside=other,
     )
 
 
@@ -210,6 +223,7 @@ def _(
     scheduled: Sequence[Tensor],
     sinks: Tensor | None,
     table: Tensor | None,
+    beside: Sequence[Tensor],
     scaling: float,
     softcap: float,
     layout: Sequence[int],
@@ -333,6 +347,19 @@ class SegmentsStep:
             if not any(tokens[row] for tokens in lengths):
                 raise UsageError(f"row {row} has a context of 0 tokens in all segments")
 
+    def _check_beside(self, query: Tensor, beside: Attended) -> None:
+        layout = self.layout
+        wanted = (
+            ("output", beside.output, query.dtype, layout.widest.output_offsets[-1]),
+            ("logs", beside.logs, torch.float32, layout.heads * layout.group),
+        )
+        for name, own, dtype, columns in wanted:
+            if own.shape != (self.rows, columns) or own.dtype != dtype or not own.is_contiguous():
+                raise UsageError(
+                    f"what was attended to beside has {name} {tuple(own.shape)} in {own.dtype}: "
+                    f"contiguous {(self.rows, columns)} in {dtype} fit this step"
+                )
+
     def run(
         self,
         query: Tensor,
@@ -343,6 +370,7 @@ class SegmentsStep:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         table: Tensor | None = None,
+        beside: Attended | None = None,
     ) -> Tensor:
         """Return the step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
 
@@ -367,6 +395,9 @@ class SegmentsStep:
         table : Tensor, optional
             ``[rows, most pages]`` int32, for a pool of pages. What it names is not checked; a row's
             tokens behind its last page are left out.
+        beside : Attended, optional
+            What each row sees beside its segments, merged by the logarithms: a row without any
+            tokens in these has it alone.
 
         Returns
         -------
@@ -388,6 +419,8 @@ class SegmentsStep:
         check_interpreter(layout.dtype)
         sinks = checked_sinks(sinks, layout.heads, layout.group)
         check_pages(table, self.rows, paged=layout.paged)
+        if beside is not None:
+            self._check_beside(query, beside)
         if schedule.scheduled and len(schedule.scheduled[2]) != self._counted:
             raise UsageError(
                 f"the work was cut for {len(schedule.scheduled[2])} counters, and this step has "
@@ -403,6 +436,7 @@ class SegmentsStep:
             schedule.scheduled,
             sinks,
             table,
+            [] if beside is None else list(beside),
             scaling,
             softcap,
             layout_numbers(self.layout),

@@ -1,5 +1,6 @@
 """Unlike numbers of new tokens, over pages too, against float64 attention; run by test_cases.py."""
 
+import math
 from itertools import accumulate, pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import interpreted
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.planes import RaggedLayout, of_sequence
 from kvprof.kernels.prefill.reference import reference_rows
 from kvprof.kernels.prefill.rows import RowsStep, rows_step
 from kvprof.kernels.prefill.schedules import BlockRow
@@ -95,6 +96,28 @@ def chunks(draw):
     )
 
 
+def summed_scores(made: Chunk, scaling: float, window: int, softcap: float, sinks) -> torch.Tensor:
+    """Return log2 of the sum of exponentiated scores of every token and query head, in float64."""
+    layout = made.layout
+    found = torch.empty(len(made.query), layout.heads, layout.group, dtype=torch.float64)
+    for head in range(layout.heads):
+        stored = layout.head(made.buffer, head)[0].double()
+        columns = slice(*layout.query_offsets[head : head + 2])
+        for row, (begin, end) in enumerate(pairwise(made.starts)):
+            keys = of_sequence(stored, row, made.table, made.lengths[row])
+            for token in range(begin, end):
+                position = made.lengths[row] - end + token
+                seen = keys[max(0, position - window + 1) if window else 0 : position + 1]
+                own = made.query[token, columns].double().view(layout.group, -1)
+                scores = own @ seen.T * scaling
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head].double()[:, None]], dim=1)
+                found[token, head] = torch.logsumexp(scores, dim=1) / math.log(2)
+    return found.flatten(1).to(DEVICE)
+
+
 @settings(max_examples=5 if GPU or interpreted() else 25)
 @given(
     chunks(),
@@ -117,7 +140,11 @@ def test_any_widths_pages_and_new_tokens_give_attention(
     query = torch.cat([made.query, made.query.new_full((behind, made.query.shape[1]), 9.0)])
     cut = step.cut(whole(made.starts), whole(made.lengths), len(query))
     options = {"softcap": softcap, "sinks": sinks, "window": window, "table": made.table}
-    found = step.run(query, made.buffer, cut, 0.09, **options)[: made.starts[-1]]
+    logs = torch.full((len(query), layout.heads * layout.group), float("nan"), device=DEVICE)
+    found = step.run(query, made.buffer, cut, 0.09, **options, logs=logs)[: made.starts[-1]]
+    sums = summed_scores(made, 0.09, window, softcap, sinks)
+    torch.testing.assert_close(logs[: made.starts[-1]].double(), sums, atol=2e-2, rtol=2e-3)
+    assert logs[made.starts[-1] :].isnan().all()
     wanted = reference_rows(
         made.query, made.buffer, layout, made.starts, made.lengths, 0.09, **options
     )
@@ -188,6 +215,9 @@ def test_what_does_not_fit_is_refused():
         step.run(made.query[1:], made.buffer, cut, 0.1, table=made.table)
     with pytest.raises(UsageError, match="starts"):
         step.cut(made.lengths, made.lengths, 9)
+    logs = torch.zeros(9, 1, device=DEVICE)
+    with pytest.raises(UsageError, match="logs"):
+        step.run(made.query, made.buffer, cut, 0.1, table=made.table, logs=logs)
     odd = made.buffer.new_zeros(len(made.buffer), made.layout.row + 4)
     with pytest.raises(UsageError, match="16 bytes"):
         step.run(made.query, odd, cut, 0.1, table=made.table)

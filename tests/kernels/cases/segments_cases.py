@@ -1,5 +1,6 @@
 """Decoding over quantised segments against float64 attention; run by test_cases.py."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
+from kvprof.kernels.parts import Attended
 from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.cuts import tile_places, token_cost
 from kvprof.kernels.segments.launch import constants
@@ -448,3 +450,59 @@ def test_what_cannot_run_is_refused():
     layout = SegmentsLayout(layout.segments, wrong)
     with pytest.raises(UsageError, match=r"interpreter|GPU"):
         step(layout).run(query.to(wrong), layout.empty(DEVICE), schedule, 1.0)
+
+
+def seen_beside(query, buffer, layout: SegmentsLayout, lengths, scaling: float) -> Attended:
+    """Return what queries see of a layout's last segment, in float64; NaN where they see none."""
+    segment, wide = len(layout.segments) - 1, layout.widest
+    output = query.new_full((len(query), wide.output_offsets[-1]), float("nan"))
+    logs = torch.full((len(query), layout.heads, layout.group), float("-inf"), device=DEVICE)
+    for head in range(layout.heads):
+        keys, values = (side.double() for side in layout.head(buffer, segment, head))
+        own = query[:, slice(*wide.query_offsets[head : head + 2])].double()
+        for row, tokens in enumerate(lengths[segment]):
+            if not tokens:
+                continue
+            scores = own[row].view(layout.group, -1) @ keys[row, :tokens].T * scaling
+            found = torch.softmax(scores, dim=-1) @ values[row, :tokens]
+            columns = slice(*wide.output_offsets[head : head + 2])
+            output[row, columns] = found.flatten().to(query.dtype)
+            logs[row, head] = (torch.logsumexp(scores, dim=-1) / math.log(2)).float()
+    return Attended(output, logs.flatten(1))
+
+
+@few
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=4),
+    st.sampled_from([4, 8]),
+    st.sampled_from([0.09, 3.0]),
+    st.integers(0, 99),
+)
+def test_what_is_seen_beside_is_merged(rows, bits, scaling, seed):
+    """As if it lay in a segment of its own; rows may see nothing in one of them, or in both."""
+    widths, lengths = ((32, 48), (64, 16)), list(map(list, zip(*rows, strict=True)))
+    segments = one(widths, bits, bits, batch=len(rows)), one(widths, None, None, batch=len(rows))
+    layout, first = SegmentsLayout(segments, DTYPES[0]), SegmentsLayout(segments[:1], DTYPES[0])
+    query, buffer = random_states(layout, seed)
+    beside = seen_beside(query, buffer, layout, lengths, scaling)
+    # The same numbers are drawn for the first segment.
+    _, own = random_states(first, seed)
+    prepared = step(first)
+    schedule = prepared.cut(torch.tensor(lengths[:1], dtype=torch.int32, device=DEVICE))
+    found = prepared.run(query, own, schedule, scaling, beside=beside)
+    wanted = reference_segments(query, buffer, layout, lengths, scaling)
+    assert torch.isfinite(found).all()
+    # What comes from beside was rounded to the run's dtype.
+    assert float((found.double() - wanted).norm()) <= 2 * limit(first, True) * float(wanted.norm())
+
+
+def test_what_was_seen_beside_in_another_shape_is_refused():
+    layout = SegmentsLayout((one(((32, 48),), 4, 4, batch=2),), DTYPES[0])
+    query, buffer = random_states(layout, 1)
+    prepared = step(layout)
+    schedule = prepared.cut([[5, 6]])
+    logs = torch.zeros(2, 2, device=DEVICE)
+    output = query.new_zeros(2, 96)
+    for beside in (Attended(output[:1], logs), Attended(output, logs[:, :1]), Attended(logs, logs)):
+        with pytest.raises(UsageError, match="beside"):
+            prepared.run(query, buffer, schedule, 0.1, beside=beside)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvprof.kernels.dispatch import interpreted
 from kvprof.serving.pages import Codes
 from tests.serving.batches import WIDTHS, Batch, FilledModel
-from tests.serving.test_fixed import LONGEST, agree, batches
+from tests.serving.test_fixed import LONGEST, agree, batches, quantised
 from tests.serving.test_quantised import run_both
 
 GPU = torch.cuda.is_available()
@@ -33,3 +33,10 @@ def test_quantised_prompts_together_are_prompts_one_by_one():
     how = {"dtype": torch.float16, "device": device, "widths": WIDTHS[:1]}
     made = FilledModel(64, 2, 4, codes=codes, most=60, **how)
     run_both(made, Batch((10, 20, 0, 0), (1, 9, 20, 3), 36, 4), 5e-3)
+
+
+def test_the_fixed_form_over_quantised_pages():
+    """Sequences that decode, a chunk with a past, a prompt, one token behind others, padding."""
+    batch = Batch((33, 40, 20, 0, 7), (1, 1, 9, 20, 1), 36, 7)
+    how = {"dtype": torch.float16, "device": "cuda" if GPU else "cpu", "widths": WIDTHS[:1]}
+    agree(quantised(batch, 4, **how), batch, 5e-3)
