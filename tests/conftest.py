@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Several test processes share few cores; threads that wait for each other only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -74,6 +75,37 @@ def calibrate_on_few(patch: pytest.MonkeyPatch) -> None:
             "random:256" if text in ("random:8k", "random:1k") else text, **more
         ),
     )
+
+
+#: What commands have loaded, by what they asked for and the state of the files.
+_LOADED: dict[Any, Any] = {}
+
+
+def share_models(patch: pytest.MonkeyPatch) -> None:
+    """Let commands share models, each of which leaves its own as it was.
+
+    What lies in a folder is loaded again when a file of it has changed, and whatever brings code
+    along always.
+    """
+    from kvprof.benchmark import methods
+    from kvprof.benchmark.jct import model
+    from kvprof.commands import steps
+    from kvprof.models.load import load_model
+
+    def shared(spec: str, **how: Any) -> Any:
+        path = Path(spec).resolve()
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        if (spec != "reference" and not path.exists()) or how.get("trust_remote_code"):
+            return load_model(spec, **how)
+        stats = [one.stat() for one in files if one.exists()]
+        now = tuple((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in stats)
+        asked = spec, path, now, tuple(sorted(how.items()))
+        if asked not in _LOADED:
+            _LOADED[asked] = load_model(spec, **how)
+        return _LOADED[asked]
+
+    for module in (methods, model, steps):
+        patch.setattr(module, "load_model", shared)
 
 
 @pytest.fixture(scope="session")

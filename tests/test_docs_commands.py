@@ -22,7 +22,7 @@ from kvprof.cli import COMMANDS, app
 from kvprof.commands.recipe_run import check_command
 from kvprof.reproduction.allowed import CELL_COMMANDS
 from tests.commands.running import Finished, kvprof
-from tests.conftest import calibrate_on_few
+from tests.conftest import calibrate_on_few, share_models
 
 ROOT = Path(__file__).parents[1]
 
@@ -167,6 +167,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, short_splits: Path) -> Iter
         patch.setenv("COLUMNS", "80")
         patch.setenv("NO_COLOR", "1")
         calibrate_on_few(patch)
+        share_models(patch)
         patch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
         patch.chdir(path)
         yield path

@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from kvprof.errors import FailedError, KvprofError
+from kvprof.models.gguf import open_gguf
 from kvprof.models.layout import ModelLayout
 from kvprof.models.noise import quiet
 from kvprof.models.weights import named_weights
@@ -201,14 +202,12 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _read_gguf(path: Path) -> dict[str, str]:
-    from gguf import GGUFReader  # of an extra
-
     def digest(tensor: Any) -> str:
         head = f"{tensor.tensor_type.name} {tensor.shape.tolist()}"
         return hashlib.sha256(head.encode() + tensor.data.tobytes()).hexdigest()
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        tensors = GGUFReader(path).tensors
+        tensors = open_gguf(path).tensors
         names = [tensor.name for tensor in tensors]
         return dict(zip(names, pool.map(digest, tensors), strict=True))
 

@@ -10,8 +10,11 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
@@ -26,6 +29,8 @@ __all__ = [
     "GgufFile",
     "choose_gguf",
     "is_gguf",
+    "open_gguf",
+    "parsed_once",
     "read_gguf",
     "smollm2_file",
 ]
@@ -207,6 +212,58 @@ def _stated_file(stated: str) -> Path:
     return found[0]
 
 
+_parsed: ContextVar[dict[Any, Any] | None] = ContextVar("_parsed", default=None)
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Let `open_gguf` parse a file once while the body runs: vocabularies take it seconds."""
+    before = _parsed.set({})
+    try:
+        yield
+    finally:
+        _parsed.reset(before)
+
+
+def open_gguf(path: str | Path) -> Any:
+    """Return the package gguf's reader of a file, as ``gguf.GGUFReader`` would, but sooner.
+
+    Parameters
+    ----------
+    path : str or Path
+    """
+    parsed, facts = _parsed.get(), Path(path).stat()
+    known = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+    if parsed is not None and known in parsed:
+        return parsed[known]
+    reader = _reader()(path)
+    if parsed is not None:
+        parsed[known] = reader
+    return reader
+
+
+@cache
+def _reader() -> Any:
+    from gguf.gguf_reader import GGUFReader  # of an extra
+    from numpy import ndarray
+
+    class Reader(GGUFReader):  # type: ignore[misc]  # of a package without types
+        """Cuts its pieces out of a plain array: a piece of a memory map is a map, and takes more.
+
+        There are two of them for every entry of a vocabulary.
+        """
+
+        @property
+        def data(self) -> Any:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._data = mapped.view(ndarray)
+
+    return Reader
+
+
 def read_gguf(spec: str, path: Path) -> GgufFile:
     """Look whether a GGUF file is whole and one that transformers reads as it is meant.
 
@@ -230,10 +287,8 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
             f"{spec} is read with the package gguf, which is not installed: {extra_command('gguf')}"
         )
     _walk(spec, path)
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(path)
+        reader = open_gguf(path)
         architecture = str(_value(reader, "general.architecture") or "")
         numbers = sum(int(one.n_elements) for one in reader.tensors if one.name != _FACTORS)
         stored: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from transformers import (
 
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity
-from kvprof.models.gguf import GgufFile
+from kvprof.models.gguf import GgufFile, open_gguf, parsed_once
 from kvprof.models.gguf_config import hold_against_file
 from kvprof.models.gguf_tokenizer import check_split, set_split
 from kvprof.models.layout import ModelLayout
@@ -74,9 +74,10 @@ def read_config(
     given = {} if gguf is None else {"gguf_file": gguf.path.name}
     where = "config.json" if gguf is None else gguf.path.name
     try:
-        config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True, **given
-        )
+        with _read_as_gguf() if gguf is not None else nullcontext():
+            config = AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True, **given
+            )
     except ImportError as error:
         raise LackingError(f"{spec} needs a package that is not installed: {error}") from error
     except Exception as error:
@@ -201,7 +202,7 @@ def _check_numbers(spec: str, gguf: GgufFile, config: Any) -> int:
 
 @contextmanager
 def _read_as_gguf() -> Iterator[None]:
-    """Let transformers read a GGUF file without its bar, and name the tensors once.
+    """Let transformers read a GGUF file without its bar, parse it sooner, and name tensors once.
 
     It draws the bar without asking its own settings. It makes the table of all tensors' names again
     for each of a model's modules, which takes a minute for 46 layers of 15 modules.
@@ -209,12 +210,14 @@ def _read_as_gguf() -> Iterator[None]:
     import gguf  # an extra, which the file's reader has asked for
 
     bar, table = modeling_gguf_pytorch_utils.tqdm, gguf.get_tensor_name_map
+    reader = gguf.GGUFReader
     modeling_gguf_pytorch_utils.tqdm = partial(bar, disable=True)
-    gguf.get_tensor_name_map = cache(table)
+    gguf.get_tensor_name_map, gguf.GGUFReader = cache(table), open_gguf
     try:
         yield
     finally:
-        modeling_gguf_pytorch_utils.tqdm, gguf.get_tensor_name_map = bar, table
+        modeling_gguf_pytorch_utils.tqdm = bar
+        gguf.get_tensor_name_map, gguf.GGUFReader = table, reader
 
 
 def _more(names: list[str]) -> str:
@@ -396,7 +399,7 @@ def read_tokenizer(
         When it needs a package that is not installed.
     """
     try:
-        with quiet():
+        with quiet(), _read_as_gguf() if gguf is not None else nullcontext():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder,
                 local_files_only=True,
@@ -412,6 +415,7 @@ def read_tokenizer(
     return tokenizer
 
 
+@parsed_once()
 def load_model(
     spec: str,
     *,

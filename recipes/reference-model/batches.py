@@ -1,4 +1,4 @@
-"""Training batches: windows of text that live on the device, task rows from worker processes."""
+"""Training batches: task rows from worker processes, which need no model and load no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import queue
 from pathlib import Path
 
 import numpy as np
-import torch
 from encode import load_tokens
 from tasks import SHARES, TASKS, TaskMaker
 from tokenizers import Tokenizer
 
-# Here, because a worker process needs no model, and loads nothing that does.
 CONTEXT = 2048
 BOS, EOS, PAD = 0, 1, 2
 SHORTEST = 128
@@ -106,39 +104,3 @@ class TaskStream:
         """End the workers."""
         for worker in self.workers:
             worker.terminate()
-
-
-class TextStream:
-    """Windows of the training text, each led by ``<s>``; every epoch has a new offset and order.
-
-    The tokens stay on the device; a batch is one gather.
-    """
-
-    def __init__(self, tokens: np.ndarray, device: torch.device, seed: int) -> None:
-        self.tokens = torch.from_numpy(tokens.astype(np.int16)).to(device)
-        self.device = device
-        self.seed = seed
-        self.windows = (len(tokens) - CONTEXT - 1) // CONTEXT - 1
-        self.epoch = -1
-
-    def _begin(self, epoch: int) -> None:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        offset = int(torch.randint(0, CONTEXT, (1,), generator=generator))
-        order = torch.randperm(self.windows, generator=generator)
-        self.starts = (order * CONTEXT + offset).to(self.device)
-        self.epoch = epoch
-
-    def take(self, first: int, rows: int) -> torch.Tensor:
-        """Rows ``first`` to ``first + rows`` of the endless sequence, shape (rows, CONTEXT + 1)."""
-        parts = []
-        while rows:
-            epoch, at = divmod(first, self.windows)
-            if epoch != self.epoch:
-                self._begin(epoch)
-            count = min(rows, self.windows - at)
-            starts = self.starts[at : at + count]
-            index = starts[:, None] + torch.arange(CONTEXT, device=self.device)
-            parts.append(self.tokens[index].long())
-            first, rows = first + count, rows - count
-        body = torch.cat(parts)
-        return torch.cat([torch.full_like(body[:, :1], BOS), body], dim=1)

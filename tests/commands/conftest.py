@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import calibrate_on_few
+from tests.conftest import calibrate_on_few, share_models
 
 
 @pytest.fixture(scope="package", autouse=True)
 def _few_documents(short_splits: Path) -> Iterator[None]:
     """Evaluate on the first documents of the splits, in what modules make once too."""
     with pytest.MonkeyPatch.context() as patch:
+        share_models(patch)
         patch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
         yield
 

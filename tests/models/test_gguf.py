@@ -16,7 +16,7 @@ from kvprof.benchmark.shapes import shape_of_config
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models import gguf as module
 from kvprof.models.fingerprint import configuration
-from kvprof.models.gguf import read_gguf
+from kvprof.models.gguf import open_gguf, read_gguf
 from kvprof.models.load import load_model
 from tests.models.gguf_files import CONTEXT, HEADS, KV_HEADS, LAYERS, TOKENS, WIDTH, write_llama
 
@@ -55,6 +55,29 @@ def test_the_model_is_the_files(file: Path) -> None:
     assert loaded.tokenizer().chat_template == "{{ messages[0]['content'] }}"
     assert loaded.gguf is not None
     assert loaded.gguf.quantisation == "F32 100 %"
+
+
+def test_a_file_is_parsed_once_for_a_load_and_as_the_package_parses_it(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = tmp_path / "copied.gguf"
+    copied.write_bytes(file.read_bytes())  # of which no digests are kept
+    plain, parsed = gguf.gguf_reader.GGUFReader.__init__, []
+
+    def counted(reader: gguf.GGUFReader, path: Path, *more: str) -> None:
+        parsed.append(Path(path))
+        plain(reader, path, *more)
+
+    monkeypatch.setattr(gguf.gguf_reader.GGUFReader, "__init__", counted)
+    load_model(str(copied), device="cpu")
+    assert parsed == [copied]
+    ours, theirs = open_gguf(file), gguf.GGUFReader(file)
+    assert {key: field.contents() for key, field in ours.fields.items()} == {
+        key: field.contents() for key, field in theirs.fields.items()
+    }
+    for own, other in zip(ours.tensors, theirs.tensors, strict=True):
+        assert (own.name, own.tensor_type) == (other.name, other.tensor_type)
+        assert np.array_equal(own.data, other.data)
 
 
 def test_queries_and_keys_are_turned_back_from_llama_cpps_order(file: Path) -> None:

@@ -25,6 +25,7 @@ import encode  # noqa: E402
 import ngram  # noqa: E402
 import splits  # noqa: E402
 import tasks  # noqa: E402
+import training  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 ASSETS = Path(kvprof.__file__).parent / "assets"
@@ -236,7 +237,7 @@ def test_task_rows_weigh_answers_up_and_padding_out(maker: tasks.TaskMaker) -> N
 
 def test_every_window_of_text_is_seen_once_in_an_epoch() -> None:
     tokens = (np.arange(20 * batches.CONTEXT) % 5000 + 3).astype(np.uint16)
-    stream = batches.TextStream(tokens, torch.device("cpu"), seed=3)
+    stream = training.TextStream(tokens, torch.device("cpu"), seed=3)
     rows = stream.take(0, stream.windows)
     assert (rows[:, 0] == batches.BOS).all()
     assert len({tuple(row.tolist()) for row in rows}) == stream.windows

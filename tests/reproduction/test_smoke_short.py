@@ -1,16 +1,20 @@
 """A recipe of each paper through the command line to a verdict: the short form of a smoke run.
 
-They are those that ship, on fewer tokens.
+They are those that ship, on fewer tokens; `tests/commands/test_recipe.py` runs a cell in a process.
 """
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvprof.commands.recipe_run import run_recipes
 from kvprof.errors import ExitCode
 from kvprof.records.files import read_result
+from kvprof.reproduction.cells import Outcome
 from kvprof.reproduction.ledger import NOT_JUDGED, NOT_REPRODUCED
 from tests.commands.running import Finished, kvprof
 
@@ -24,6 +28,20 @@ FEWER = {
 }
 
 pytestmark = pytest.mark.slow
+
+
+def in_this_process(words: Sequence[str], _: Callable[[], bool]) -> Outcome:
+    """Run a cell as `run_child` does, without loading torch for it."""
+    done = kvprof(*words, "--json", "-")
+    return Outcome(json.loads(done.stdout) if done.code == 0 else None, done.code, done.stderr)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        own = partial(run_recipes, runner=in_this_process)
+        patch.setattr("kvprof.commands.recipe.run_recipes", own)
+        yield
 
 
 def run(out: Path) -> Finished:

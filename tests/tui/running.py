@@ -3,7 +3,9 @@
 import asyncio
 import io
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -19,9 +21,27 @@ Steps = Callable[[LiveApp, "Pilot[int]"], Awaitable[None]]
 _PATIENCE = 60.0  # seconds until a test is given up; what is waited for takes a part of one
 
 
-def recorded(folder: Path, events: Sequence[Event] | None = None) -> Session:
-    """Return a session that looks at a record of `events`."""
-    record = write(folder / "events.jsonl", stream(steps=8) if events is None else events)
+def _short() -> list[Event]:
+    return stream(steps=8)
+
+
+@cache
+def _journal(events: Callable[[], Sequence[Event]]) -> bytes:
+    """Write a journal once for all tests that look at it."""
+    with TemporaryDirectory() as folder:
+        return write(Path(folder) / "events.jsonl", events()).read_bytes()
+
+
+def recorded(
+    folder: Path, events: Sequence[Event] | Callable[[], Sequence[Event]] = _short
+) -> Session:
+    """Return a session that looks at a record of `events`, or of what makes them."""
+    record = folder / "events.jsonl"
+    if callable(events):
+        folder.mkdir(parents=True, exist_ok=True)
+        record.write_bytes(_journal(events))
+    else:
+        write(record, events)
     return Session("a run", Live(record), record=record)
 
 
@@ -104,7 +124,7 @@ def whole_text(app: LiveApp, widget: str) -> str:
 def keys(
     folder: Path,
     *pressed: str,
-    events: Sequence[Event] | None = None,
+    events: Sequence[Event] | Callable[[], Sequence[Event]] = _short,
     size: tuple[int, int] = (100, 40),
 ) -> dict[str, Any]:
     """Return the app's ``choice``, its ``mode`` and the screen's ``text`` after some keys."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy
 import pytest
 
 from kvprof.kernels.dispatch import interpreted
@@ -13,7 +14,7 @@ from kvprof.kernels.dispatch import interpreted
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter_that_remembers() -> Iterator[None]:
-    """Let a grid patch a language module once, and not in every call of a function inside of it.
+    """Let a language module be patched once, and not in every call of a function of a grid.
 
     What is patched already is found by going through all its members, and left as it is: a quarter
     of the time of these tests. The table of dtypes, too, is made anew for every tensor, and so are
@@ -21,6 +22,7 @@ def _interpreter_that_remembers() -> Iterator[None]:
     and compared with what their type holds, which without `debug` nobody looks at: 40 % of what is
     left. Then, what an operation does with its two sides is decided by their types alone: whether
     one becomes another type or shape is asked once, and a number is written out as a block once.
+    What is added or multiplied has the type of its two sides where these have one.
     """
     if not interpreted():
         yield
@@ -30,7 +32,7 @@ def _interpreter_that_remembers() -> Iterator[None]:
 
     patch_lang, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
     dtype_of = interpreter._get_np_dtype
-    patched: set[frozenset[str]] = set()
+    patched: dict[frozenset[str], Any] = {}
     dtypes: dict[str, Any] = {}
 
     @cache
@@ -41,13 +43,11 @@ def _interpreter_that_remembers() -> Iterator[None]:
 
     def patch_once(function: Any) -> Any:
         own = modules(function)
-        if own in patched:
-            return interpreter._LangPatchScope()
-        patched.add(own)
-        return patch_lang(function)
+        if own not in patched:
+            patched[own] = patch_lang(function)
+        return interpreter._LangPatchScope()  # which has nothing to restore
 
     def run_fresh(executor: Any, *arguments: Any, **options: Any) -> Any:
-        patched.clear()
         numbers.clear()  # blocks of what one launch counted and scaled
         return run_grid(executor, *arguments, **options)
 
@@ -81,7 +81,7 @@ def _interpreter_that_remembers() -> Iterator[None]:
     same_type, with_element = core.dtype.__eq__, core.block_type.with_element_ty
     typed: dict[tuple[str, str], Any] = {}
     numbers: dict[tuple[Any, ...], Any] = {}
-    shaped: dict[tuple[str, str], tuple[Any, Any]] = {}
+    kinds: dict[tuple[str, str, Any], tuple[Any, ...]] = {}
 
     def sides_of_known_types(self: Any, left: Any, right: Any, *more: Any, **options: Any) -> Any:
         asked = (*more, *options.items())
@@ -90,7 +90,8 @@ def _interpreter_that_remembers() -> Iterator[None]:
             divides = len(more) > 3 or "div_or_mod" in options  # small floats become float32
             if left.type.name == right.type.name and not (left.dtype.is_ptr() or divides):
                 return left, right
-        elif True in tensors:
+            return become(self, left, right, asked, lambda *sides: common(*sides, *more, **options))
+        if True in tensors:
             tensor, number = (left, right) if tensors[0] else (right, left)
             # Written out: 0.0 and -0.0 are equal.
             known = tensor.type.name, tensors, type(number), repr(number), asked
@@ -107,18 +108,23 @@ def _interpreter_that_remembers() -> Iterator[None]:
     def sides_of_known_shapes(self: Any, left: Any, right: Any) -> Any:
         if left.shape is right.shape:  # as `tensor_of_known_shape` gives them
             return left, right
-        known = left.type.name, right.type.name
-        if known not in shaped:
-            both = broadcast(self, left, right)
-            shaped[known] = tuple(
-                None if new is old else new.type
-                for new, old in zip(both, (left, right), strict=True)
-            )
+        return become(self, left, right, "shapes", broadcast)
+
+    def become(self: Any, left: Any, right: Any, asked: Any, ask: Any) -> Any:
+        """Give two sides the types that sides of their types were given before."""
+        known = left.type.name, right.type.name, asked
+        if known not in kinds:
+            both = ask(self, left, right)
+            pairs = zip(both, (left, right), strict=True)
+            kinds[known] = tuple(None if new is old else new.type for new, old in pairs)
             return both
-        return tuple(
-            old if kind is None else in_shape(self, old, kind)
-            for old, kind in zip((left, right), shaped[known], strict=True)
-        )
+        pairs = zip((left, right), kinds[known], strict=True)
+        return tuple(side if kind is None else of_kind(self, side, kind) for side, kind in pairs)
+
+    def of_kind(self: Any, side: Any, kind: Any) -> Any:
+        if side.dtype.name != kind.scalar.name:
+            side = self.cast(side, kind.scalar)
+        return side if side.type.name == kind.name else in_shape(self, side, kind)
 
     def in_shape(self: Any, side: Any, kind: Any) -> Any:
         make = self.builder
@@ -135,6 +141,24 @@ def _interpreter_that_remembers() -> Iterator[None]:
             typed[known] = with_element(block, element)
         return typed[known]
 
+    def joined_by(name: str, work: Any, swapped: bool) -> Any:
+        known = getattr(core.tensor, name)
+
+        def joined(left: Any, right: Any, **options: Any) -> Any:
+            other = type(right)
+            if left.dtype.name in own_type and (other is core.tensor or other in plain):
+                sides = (right, left) if swapped else (left, right)
+                one, two = sides_of_known_types(interpreter.interpreter_semantic, *sides)
+                kind = one.type
+                if kind.scalar.name in own_type and kind.name == two.type.name:
+                    made = handle(work(one.handle.data, two.handle.data), kind.scalar)
+                    return core.tensor(made, kind)
+            return known(left, right, **{"_semantic": interpreter.interpreter_semantic, **options})
+
+        return joined
+
+    handle = interpreter.TensorHandle
+    own_type, plain = {"fp16", "fp32", "int32", "int64"}, {int, float}
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     with pytest.MonkeyPatch.context() as patch:
@@ -148,4 +172,10 @@ def _interpreter_that_remembers() -> Iterator[None]:
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(interpreter.GridExecutor, "__call__", run_fresh)
         patch.setattr(interpreter, "_get_np_dtype", named)
+        for name, work in (("add", numpy.add), ("sub", numpy.subtract), ("mul", numpy.multiply)):
+            for prefix in ("", "r"):
+                own = f"__{prefix}{name}__"
+                patch.setattr(core.tensor, own, joined_by(own, work, bool(prefix)))
         yield
+        for scope in reversed(patched.values()):
+            scope.restore()
