@@ -19,11 +19,6 @@ def main() -> None:
     from kvprof import interrupt
 
     interrupt.at_once()
-    import gc
-
-    # Modules are objects that stay, hundreds of thousands with torch: looked through for circles
-    # after every 700 of them, loading them takes a fifth longer.
-    gc.set_threshold(20_000, 20, 50)
     from kvprof import cli
 
     cli.main()
