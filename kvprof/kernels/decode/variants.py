@@ -59,7 +59,7 @@ def _decode(
     return Variant(f"decode {name} {dtype}", kernel, signature, constants, tuning.warps)
 
 
-def _merge(width: int, most: int, *, beside: bool = False) -> Variant:
+def _merge(width: int, most: int) -> Variant:
     signature = {
         "partial": "*fp32",
         "logs": "*fp32",
@@ -81,11 +81,10 @@ def _merge(width: int, most: int, *, beside: bool = False) -> Variant:
         "COLUMNS": len(Head._fields),
         "SINKS": True,
         "COUNTERS": 133,
-        "BESIDE": beside,
+        "BESIDE": True,
         "DEPENDENT": True,
     }
-    name = "decode merge, beside others" if beside else "decode merge"
-    return Variant(name, merge_pieces, signature, constants, 4)
+    return Variant("decode merge", merge_pieces, signature, constants, 4)
 
 
 def _cut() -> Variant:
@@ -120,6 +119,5 @@ VARIANTS = (
     _decode("longest first", "bf16", _RAGGED, schedule="lpt"),
     _decode("ragged", "fp32", _RAGGED[:3]),
     _merge(32, 256),
-    _merge(128, 16, beside=True),
     _cut(),
 )

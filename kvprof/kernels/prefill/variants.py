@@ -20,7 +20,6 @@ def _prefill(
     *,
     options: bool = False,
     page: int = 0,
-    logs: bool = False,
 ) -> Variant:
     tile = Tuning().tile(key_width, value_width, 2, _SHARED)
     signature = {
@@ -58,7 +57,8 @@ def _prefill(
         "SOFTCAP": options,
         "SINKS": options,
         "WINDOW": options,
-        "LOGS": 32 if logs else 0,
+        # A step that merges them is over pages.
+        "LOGS": 32 if page == 64 else 0,
         "TRACE": False,
     }
     return Variant(
@@ -86,7 +86,6 @@ VARIANTS = (
     _prefill("options", "bf16", 48, 80, options=True),
     _prefill("latent", "bf16", 512, 512),
     _prefill("pages of 64", "bf16", 80, 64, page=64),
-    _prefill("pages of 64, sums", "bf16", 64, 64, page=64, logs=True),
     _prefill("small pages", "bf16", 128, 128, page=16),
     _cut(),
 )
