@@ -21,6 +21,7 @@ from kvprof.records.events import (
 from kvprof.records.load_names import baseline_of
 from kvprof.records.load_served import ATTAINED, LOSSY, largest
 from kvprof.records.load_statistics import (
+    LEAST,
     Fit,
     Window,
     break_even,
@@ -45,6 +46,7 @@ __all__ = [
     "counted_of",
     "rate_row",
     "step_rows",
+    "undisturbed",
 ]
 
 #: Failures by which a server says that it takes no more: such a request never waited.
@@ -120,9 +122,7 @@ class LoadFold:
         rows = {m: [rate_row(case, objective) for case in by_method[m]] for m in methods}
         baseline = run.baseline if run is not None else None
         held = {m: baseline_of(m, baseline or "") for m in methods}
-        fits = {
-            m: fitted([span for case in by_method[m] for span in _spans(case)]) for m in methods
-        }
+        fits = {m: fitted(_spans(by_method[m])) for m in methods}
         return {
             "mode": run.mode if run is not None else None,
             "shape": run.shape if run is not None else {},
@@ -430,9 +430,25 @@ def _series(case: LoadCase) -> dict[str, Any]:
     }
 
 
-def _spans(case: LoadCase) -> list[dict[str, float]]:
-    finished = case.finished
-    return finished.spans if finished is not None and finished.complete else []
+def undisturbed(rates: Sequence[LoadRateFinished]) -> list[LoadRateFinished]:
+    """Return those rates of a method whose stretches tell what its steps cost.
+
+    Of a request that is preempted the wait counts as a time between tokens, and nobody outside
+    sees when its tokens are computed again. So rates at which none was are taken alone, where they
+    have stretches enough for a line.
+
+    Parameters
+    ----------
+    rates : sequence of LoadRateFinished
+    """
+    found = [one for one in rates if not one.engine.get("preemptions")]
+    return found if sum(len(one.spans) for one in found) >= LEAST else list(rates)
+
+
+def _spans(cases: Sequence[LoadCase]) -> list[dict[str, float]]:
+    ended = [case.finished for case in cases if case.finished is not None]
+    rates = undisturbed([one for one in ended if one.complete])
+    return [span for one in rates for span in one.spans]
 
 
 # --- One method: from where on it pays.

@@ -18,6 +18,7 @@ from kvprof.records.figures import Z, interval_of_share
 __all__ = [
     "COLUMNS",
     "LATENCIES",
+    "LEAST",
     "Fit",
     "Window",
     "blocks",
@@ -38,7 +39,8 @@ _BLOCKS = 20
 _RESAMPLES = 200
 _SEED = 0
 _ENDS = (0.025, 0.975)
-_LEAST = 20  # requests, or spans, from which an interval is told
+#: Requests, or stretches, from which an interval or a line is told.
+LEAST = 20
 # Resamples of 20 blocks spread by sqrt(19 / 20) of what the blocks do, and Student's t with 19
 # degrees of freedom is wider than the normal: without this 95 % would be 90.
 _WIDER = 2.093024 / Z * math.sqrt(_BLOCKS / (_BLOCKS - 1))
@@ -119,7 +121,7 @@ def summarised(values: Sequence[float]) -> dict[str, Any]:
         enough = len(values) * (1 - share) >= 1 - 1e-9
         found[name] = percentile(ordered, share) if enough else None
     several: dict[str, list[float]] = {name: [] for name in ("mean", *LATENCIES)}
-    if len(values) >= _LEAST:
+    if len(values) >= LEAST:
         cut = blocks(len(values))
         generator = random.Random(_SEED)
         for _ in range(_RESAMPLES):
@@ -180,7 +182,7 @@ def mean_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
         return sum(sums[block][0] for block in drawn) / below if below else None
 
     ratio = figure(list(cut))
-    resampled = _resampled(cut, figure) if len(pairs) >= _LEAST else []
+    resampled = _resampled(cut, figure) if len(pairs) >= LEAST else []
     return {
         "ratio": ratio,
         "interval": _widened(_interval(resampled), ratio),
@@ -265,7 +267,7 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> 
     span = end - begin
     came = sum(begin <= time < end for time in arrivals)
     nothing = {"growth_per_s": None, "growth_per_s_interval": None, "grows": None}
-    if span <= 0 or came < _LEAST:
+    if span <= 0 or came < LEAST:
         return nothing
     counts = [0] * _GROWTH_BLOCKS
     for time in ends:
@@ -369,7 +371,7 @@ def fitted(spans: Sequence[Mapping[str, float]]) -> Fit | None:
     Fit or None
         None for fewer than 20 spans.
     """
-    if len(spans) < _LEAST:
+    if len(spans) < LEAST:
         return None
     rows = [[1.0, *(span[name] for name in COLUMNS), span["between"]] for span in spans]
     weights = [span["tokens"] for span in spans]

@@ -12,6 +12,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.records.events import LoadRateFinished, LoadRateStarted, LoadRequest, LoadServer
 from kvprof.records.files import RESULT_NAME, read_result
 from kvprof.records.journal import find_events, read_events
+from kvprof.records.load import undisturbed
 from kvprof.records.load_names import baseline_of, read_label, tps_of
 from kvprof.serving.load.step_times import StepSample, StepTimes, fit_step_times, pairs_of
 
@@ -331,8 +332,11 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
                 prompts.setdefault(event.case, []).append(event.prompt)
             case LoadRateFinished():
                 finished.append(event)
-    samples: dict[str, list[StepSample]] = {}
+    by_method: dict[str, list[LoadRateFinished]] = {}
     for one in finished:
+        by_method.setdefault(method_of[one.case], []).append(one)
+    samples: dict[str, list[StepSample]] = {}
+    for one in (one for own in by_method.values() for one in undisturbed(own)):
         known = prompts.get(one.case, [])
         # A prompt's token attends to half of its prompt on average, long prompts have more tokens.
         each = sum(pairs_of(0, p) for p in known) / max(1, sum(known))

@@ -148,6 +148,33 @@ def test_a_load_that_was_served_gives_the_steps_of_its_stretches(tmp_path):
         assert own.times.step(*step) == pytest.approx(times.step(*step), rel=0.02)
 
 
+def test_rates_at_which_requests_were_preempted_tell_nothing_of_steps(tmp_path):
+    """Where others have stretches enough; else they are all that there is."""
+    times = StepTimes((0.0,), (5e-3,), 5e-5, 1e-6, 0.0, 2e-4 - 5e-5)
+    for batches, left_out in (((1, 2, 4, 8, 16), True), ((1, 4), False)):
+        folder = served(tmp_path / f"run-{len(batches)}", times, batches)
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        number = next(n for n, x in enumerate(lines) if '"load_rate_finished"' in x)
+        ended, begun = json.loads(lines[number]), "load_rate_started"
+        start = json.loads(next(x for x in lines if f'"{begun}"' in x))
+        slow = [span | {"between": 3 * span["between"]} for span in ended["spans"]]
+        other = {"case": "full @ 9/s"}
+        lines[number + 1 : number + 1] = [
+            json.dumps(start | other | {"rate": 9.0}),
+            json.dumps(ended | other | {"spans": slow, "engine": {"preemptions": 3.0}}),
+        ]
+        (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+        found = read_model_steps(folder).method("full")
+        assert len(found.samples) == len(slow) * (1 if left_out else 2)
+        fit = result_of(read_events(folder / "events.jsonl").events)["data"]["methods"][0]["fit"]
+        assert (fit is None) == (not left_out and 2 * len(slow) < 20)
+        if left_out:
+            assert fit["spans"] == len(slow)
+            assert found.times.step(4, 1000.0) == pytest.approx(times.step(4, 1000.0), rel=0.02)
+        else:
+            assert found.times.step(4, 1000.0) > 1.3 * times.step(4, 1000.0)
+
+
 def test_a_load_on_several_numbers_of_gpus_gives_steps_of_each(tmp_path):
     times = StepTimes((0.0,), (5e-3,), 5e-5, 1e-6, 0.0, 2e-4 - 5e-5)
     labels = ("full tp=2", "full tp=4")
