@@ -174,8 +174,6 @@ def merge_pieces(
         total = total * fade + tl.sum(weights, 0)
         result = result * fade + tl.sum(values * weights[:, None], 0)
         top = higher
-    if SINKS:
-        total += tl.exp2(tl.load(sinks + head * GROUP + query) * _LOG2E - top)
     place = (number // HEADS).to(tl.int64) * output_row + at + query * width + columns
     if BESIDE:
         own = tl.load(beside_logs + number.to(tl.int64) * GROUP + query)
@@ -187,6 +185,9 @@ def merge_pieces(
         weight = tl.exp2(own - higher)
         total = total * fade + weight
         result = result * fade + values * weight
+        top = higher
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head * GROUP + query) * _LOG2E - top)
     result = result * tl.where(total > 0.0, 1.0 / total, 0.0)
     tl.store(output + place, result.to(output.dtype.element_ty), mask=wanted)
 

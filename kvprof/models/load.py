@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -200,6 +201,9 @@ def _check_numbers(spec: str, gguf: GgufFile, config: Any) -> int:
     return int(described)
 
 
+_AS_GGUF = RLock()
+
+
 @contextmanager
 def _read_as_gguf() -> Iterator[None]:
     """Let transformers read a GGUF file without its bar, parse it sooner, and name tensors once.
@@ -209,15 +213,16 @@ def _read_as_gguf() -> Iterator[None]:
     """
     import gguf  # an extra, which the file's reader has asked for
 
-    bar, table = modeling_gguf_pytorch_utils.tqdm, gguf.get_tensor_name_map
-    reader = gguf.GGUFReader
-    modeling_gguf_pytorch_utils.tqdm = partial(bar, disable=True)
-    gguf.get_tensor_name_map, gguf.GGUFReader = cache(table), open_gguf
-    try:
-        yield
-    finally:
-        modeling_gguf_pytorch_utils.tqdm = bar
-        gguf.get_tensor_name_map, gguf.GGUFReader = table, reader
+    with _AS_GGUF:  # two at once would put back what the other has put there
+        bar, table = modeling_gguf_pytorch_utils.tqdm, gguf.get_tensor_name_map
+        reader = gguf.GGUFReader
+        modeling_gguf_pytorch_utils.tqdm = partial(bar, disable=True)
+        gguf.get_tensor_name_map, gguf.GGUFReader = cache(table), open_gguf
+        try:
+            yield
+        finally:
+            modeling_gguf_pytorch_utils.tqdm = bar
+            gguf.get_tensor_name_map, gguf.GGUFReader = table, reader
 
 
 def _more(names: list[str]) -> str:

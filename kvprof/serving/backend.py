@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -22,6 +23,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
 from kvprof.serving.model import ServedModel
+from kvprof.serving.quantised import own_pages
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, attend
 
 __all__ = ["PlanBackend", "PlanBuilder", "PlanImpl"]
@@ -101,17 +103,22 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
 
     def _bind(self, common: CommonAttentionMetadata) -> None:
         """Prepare the layers' steps, if this is the first one."""
-        most = self.vllm_config.scheduler_config.max_num_batched_tokens
         longest = self.vllm_config.model_config.max_model_len
         columns = common.block_table_tensor.shape[1]
-        self._model.bind(self.kv_cache_spec.block_size, most, longest, columns, self._captured())
+        most, captured = _room(self.vllm_config)
+        self._model.bind(self.kv_cache_spec.block_size, most, longest, columns, captured)
 
-    def _captured(self) -> tuple[int, int]:
-        """Return tokens and sequences of the largest step that a graph holds and not all decode."""
-        graphs = self.vllm_config.compilation_config
-        if graphs.cudagraph_mode.mixed_mode().name != "FULL":
-            return 0, 0
-        return graphs.max_cudagraph_capture_size, self.vllm_config.scheduler_config.max_num_seqs
+
+def _room(config: Any) -> tuple[int, tuple[int, int]]:
+    """Return the tokens of a step, and the tokens and sequences of the largest that is captured.
+
+    Of those in which all decode none is asked for: they have a form of their own.
+    """
+    scheduler, graphs = config.scheduler_config, config.compilation_config
+    captured = 0, 0
+    if graphs.cudagraph_mode.mixed_mode().name == "FULL":
+        captured = graphs.max_cudagraph_capture_size or 0, scheduler.max_num_seqs
+    return scheduler.max_num_batched_tokens, captured
 
 
 class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
@@ -159,6 +166,7 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self._config = get_current_vllm_config()
         self.model = ServedModel()
         self.served: ServedLayer | None = None
         #: Tokens that a sequence may have.
@@ -176,8 +184,11 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
         """Return a step's attention; zeros while the engine measures its memory."""
         assert self.served is not None
         if metadata is None:
-            # What chunks take beside the pages has its room too.
-            query.new_empty(self.served.working(self.longest))
+            # What chunks take beside the pages has its room too, and a step's own pages.
+            taken = self.served.working(self.longest)
+            if self.served.codes is not None:
+                taken += own_pages(self.served, *_room(self._config)).elements
+            query.new_empty(taken)
             return query.new_zeros(len(query), self.output_width)
         return attend(self.served, metadata, query, key, value, self.scale)
 

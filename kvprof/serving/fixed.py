@@ -21,7 +21,7 @@ from kvprof.kernels.segments.step import SegmentsStep
 from kvprof.runtime.clock import part
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep
 
-__all__ = ["FixedStep", "OwnPages", "fixed_step", "most_own_pages"]
+__all__ = ["FixedStep", "OwnPages", "fixed_step", "most_own_pages", "own_columns"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +75,17 @@ def most_own_pages(tokens: int, rows: int) -> int:
     """
     # Those that decode side by side, then whole pages, of which each sequence's last is not full.
     return 2 * -(-tokens // PAGE_TOKENS) + min(tokens, rows)
+
+
+def own_columns(pages: int) -> int:
+    """Return the columns of a table of own pages, always the same: kernels are compiled for it.
+
+    Parameters
+    ----------
+    pages : int
+        Of the pool.
+    """
+    return -(-pages // 16) * 16
 
 
 class FixedStep(EngineStep):
@@ -154,8 +165,7 @@ class FixedStep(EngineStep):
             token = torch.arange(tokens, device=self.starts.device)
             within = token - numbers.starts[:-1][sequences]
             slots = torch.where(numbers.others[:, 0], page[sequences] * PAGE_TOKENS + within, token)
-            # As many columns for steps of any size: kernels are compiled for them.
-            columns = torch.arange(-(-pages // 16) * 16, device=self.starts.device)
+            columns = torch.arange(own_columns(pages), device=self.starts.device)
             table = (page[:, None] + columns).clamp(max=pages - 1).int()
             slots = slots.masked_fill(token >= self.starts[-1], -1)
             return OwnPages(slots, table, lengths, self.table[sequences])

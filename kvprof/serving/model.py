@@ -23,6 +23,8 @@ __all__ = ["ServedModel"]
 
 #: Tokens that a rehearsed prompt has when it goes on.
 _BEGUN = 16
+#: Tokens of a rehearsed step in which one sequence decodes beside a prompt.
+_FEW_TOKENS = 32
 
 
 @dataclass(eq=False)
@@ -95,6 +97,8 @@ class ServedModel:
             for layer in self.layers
         ):
             return
+        if captured[0]:  # a step is rehearsed that may have more room than any that is captured
+            captured = max(captured[0], _FEW_TOKENS), max(captured[1], 2)
         self._prepare(page, most_tokens, longest, captured)
         # An engine may measure its graphs over a smaller cache first.
         self._met.clear()
@@ -155,7 +159,8 @@ class ServedModel:
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         begun = min(_BEGUN, prompt - 1)
         for news, past in (
-            ([1, 1], 0), ([1, 31], 0), ([prompt], 0), ([1, 31], begun), ([prompt - begun], begun),
+            ([1, 1], 0), ([1, _FEW_TOKENS - 1], 0), ([prompt], 0), ([1, _FEW_TOKENS - 1], begun),
+            ([prompt - begun], begun),
         ):  # fmt: skip
             starts, rows = [0, *accumulate(news)], len(news)
             lengths = [new if new == 1 else past + new for new in news]

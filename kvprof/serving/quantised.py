@@ -4,9 +4,10 @@ A step's tokens are projected once, into a pool of pages of the step's own, and 
 into the engine's. Sequences that decode attend to their pages, their new token among them: what it
 is in the page, quantised, where the plan's rule would show it as it is for that one step. A chunk
 of a prompt attends to its own tokens as they are and to those before it as the pages give them
-back. Prompts of which nothing came before attend in the step's own pool, all of them together. For
-what came before there is no kernel over pages, so it is dequantised into planes first, sequence by
-sequence, and a chunk's own tokens are projected a second time, to lie behind it.
+back. Prompts of which nothing came before attend in the step's own pool, all of them together. Over
+pages no kernel has several queries of a sequence read what came before, so it is dequantised into
+planes first, sequence by sequence, and a chunk's own tokens are projected a second time, to lie
+behind it.
 
 In the form that a graph holds (`kvprof.serving.fixed`) nothing is the host's: every token sees what
 came before as a row of a decoding step, so that a chunk's past is read once for each of its tokens.
@@ -31,7 +32,7 @@ from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.step import SegmentsStep, segments_step
 from kvprof.runtime.clock import part
-from kvprof.serving.fixed import FixedStep, most_own_pages
+from kvprof.serving.fixed import FixedStep, most_own_pages, own_columns
 from kvprof.serving.pages import quantised_layout
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up
 
@@ -61,7 +62,10 @@ class _Own(NamedTuple):
 
 
 def own_pages(layer: ServedLayer, most_tokens: int, captured: tuple[int, int]) -> RaggedLayout:
-    """Return the pool of a step's own tokens: as many pages as they fill, and as many again.
+    """Return the pool of a step's own tokens: all that they may fill.
+
+    Those of a step that is no graph fill as many pages as they have tokens for, and as many again;
+    what finds no page there goes another way. A graph's batches find one always.
 
     Parameters
     ----------
@@ -329,7 +333,7 @@ def _own(step: EngineStep, tokens: int, pages: int) -> _Own:
     moved = (begin - step.starts[: step.rows]).repeat_interleave(counts, output_size=count)
     slots = order.clone()
     slots[:count] += moved
-    columns = torch.arange(_columns(pages), device=device)
+    columns = torch.arange(own_columns(pages), device=device)
     table = (page[first:stop, None] + columns).clamp(max=pages - 1).int()
     return _Own(_padded(slots, count), first, stop, table)
 
@@ -338,11 +342,6 @@ def _padded(slots: Tensor, count: int) -> Tensor:
     """Return slots whose last ones are no token's."""
     slots[count:] = -1
     return slots
-
-
-def _columns(pages: int) -> int:
-    """Return the columns of a table of own pages, always the same: kernels are compiled for it."""
-    return -(-pages // 16) * 16
 
 
 def _numbers(step: EngineStep) -> list[tuple[Tensor, Tensor, Tensor]]:

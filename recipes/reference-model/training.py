@@ -140,7 +140,7 @@ def save_checkpoint(
 
 def parse() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Train one model; README.md says on what.")
     parser.add_argument("--work", type=Path, required=True, help="folder with train.bin")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="reference")

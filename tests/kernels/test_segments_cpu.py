@@ -124,6 +124,12 @@ def test_the_operator_is_registered_soundly():
         1,
     )
     torch.library.opcheck(segments_operator, arguments)
+    heads = layout.heads * layout.group
+    beside = [
+        torch.randn(len(query), layout.widest.output_offsets[-1]),
+        torch.randn(len(query), heads),
+    ]
+    torch.library.opcheck(segments_operator, (*arguments[:8], beside, *arguments[9:]))
 
 
 def test_what_makes_no_sense_is_refused():

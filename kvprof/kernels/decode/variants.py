@@ -59,7 +59,7 @@ def _decode(
     return Variant(f"decode {name} {dtype}", kernel, signature, constants, tuning.warps)
 
 
-def _merge(width: int, most: int) -> Variant:
+def _merge(width: int, most: int, *, beside: bool) -> Variant:
     signature = {
         "partial": "*fp32",
         "logs": "*fp32",
@@ -81,10 +81,11 @@ def _merge(width: int, most: int) -> Variant:
         "COLUMNS": len(Head._fields),
         "SINKS": True,
         "COUNTERS": 133,
-        "BESIDE": True,
+        "BESIDE": beside,
         "DEPENDENT": True,
     }
-    return Variant("decode merge", merge_pieces, signature, constants, 4)
+    name = "decode merge, beside others" if beside else "decode merge"
+    return Variant(name, merge_pieces, signature, constants, 4)
 
 
 def _cut() -> Variant:
@@ -118,6 +119,7 @@ VARIANTS = (
     _decode("latents, large group", "bf16", ((256, 256), (240, 128)), group=32),
     _decode("longest first", "bf16", _RAGGED, schedule="lpt"),
     _decode("ragged", "fp32", _RAGGED[:3]),
-    _merge(32, 256),
+    _merge(32, 256, beside=False),
+    _merge(128, 16, beside=True),
     _cut(),
 )

@@ -220,7 +220,9 @@ def _rows(
     # A row before the sequence's first token sees nothing and is zero.
     share = 1.0 / tl.where(total > 0.0, total, 1.0)[:, None]
     if LOGS > 0:
-        sums = tl.where(total > 0.0, top + tl.log2(total), float("-inf"))
+        # What a sink adds is no sum of a row that sees nothing.
+        there = (total > 0.0) & (positions >= 0)
+        sums = tl.where(there, top + tl.log2(total), float("-inf"))
         place = tokens.to(tl.int64) * LOGS + head * GROUP + heads
         tl.store(logs + place, sums, mask=real)
     at = tokens.to(tl.int64) * output_row + heads * (V0 + V1 + V2 + V3)

@@ -20,6 +20,7 @@ def _prefill(
     *,
     options: bool = False,
     page: int = 0,
+    logs: bool = False,
 ) -> Variant:
     tile = Tuning().tile(key_width, value_width, 2, _SHARED)
     signature = {
@@ -57,8 +58,7 @@ def _prefill(
         "SOFTCAP": options,
         "SINKS": options,
         "WINDOW": options,
-        # A step that merges them is over pages.
-        "LOGS": 32 if page == 64 else 0,
+        "LOGS": 32 if logs else 0,
         "TRACE": False,
     }
     return Variant(
@@ -86,6 +86,7 @@ VARIANTS = (
     _prefill("options", "bf16", 48, 80, options=True),
     _prefill("latent", "bf16", 512, 512),
     _prefill("pages of 64", "bf16", 80, 64, page=64),
+    _prefill("pages of 64, sums", "bf16", 80, 64, page=64, logs=True),
     _prefill("small pages", "bf16", 128, 128, page=16),
     _cut(),
 )

@@ -203,6 +203,21 @@ def test_layers_of_other_kinds_share_a_cut_and_pages_are_told_apart():
         other.step(tuning).run(other.query, other.buffer, lacking, 0.1, table=other.table)
 
 
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_query_before_the_first_token_sums_up_nothing(sunk):
+    """With a sink too, which is no token."""
+    made = Chunk(([(32, 16)], 2, [5, 3], [0, 4], 16, 0, False), torch.float16, 6)
+    lengths = [3, 7]  # two of the first sequence's five stand before its first token
+    sinks = torch.randn(1, 2).to(DEVICE) if sunk else None
+    step = made.step(tuned(32, 16))
+    logs = torch.zeros(8, 2, device=DEVICE)
+    cut = step.cut(made.starts, lengths, 8)
+    found = step.run(made.query, made.buffer, cut, 0.1, sinks=sinks, table=made.table, logs=logs)
+    assert (logs[:2] == float("-inf")).all()
+    assert torch.isfinite(logs[2:]).all()
+    assert not found[:2].any()
+
+
 def test_what_does_not_fit_is_refused():
     made = Chunk(([(32, 16)], 2, [5, 4], [0, 3], 16, 0, False), torch.float16, 3)
     step = made.step()

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
@@ -452,6 +452,33 @@ def test_what_cannot_run_is_refused():
         step(layout).run(query.to(wrong), layout.empty(DEVICE), schedule, 1.0)
 
 
+@few
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 0, 33])), min_size=1, max_size=9),
+    st.integers(1, 9),
+)
+@example([(0, 0), (70, 0), (0, 0), (0, 33), (0, 0)], 5)
+def test_rows_without_tokens_have_no_items(rows, pieces):
+    """Whichever they are, the last too: all others are cut as without them."""
+    lengths = list(map(list, zip(*rows, strict=True)))
+    segments = (
+        one([(32, 48), (64, 16)], 4, 4, batch=len(rows)),
+        one([(32, 48), (64, 16)], None, None, batch=len(rows)),
+    )
+    layout = SegmentsLayout(segments, DTYPES[0])
+    prepared = step(layout, pieces=pieces, tile=1024)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    device, parts, _ = prepared.cut(on_device).scheduled
+    items, wanted = equal_shares(layout, lengths, 2 * pieces, prepared.tuning)
+    assert list(map(Item._make, device.tolist()))[: len(items)] == items
+    assert (device[len(items) :, column(Item, "segment")] == -1).all()
+    found = list(map(Part._make, parts.tolist()))
+    assert [own.items for own in found] == [own.items for own in wanted]
+    assert [own.first for own in found if own.items] == [own.first for own in wanted if own.items]
+    # Where all items end the kernel reads of the last.
+    assert found[-1].first + found[-1].items == len(items)
+
+
 def seen_beside(query, buffer, layout: SegmentsLayout, lengths, scaling: float) -> Attended:
     """Return what queries see of a layout's last segment, in float64; NaN where they see none."""
     segment, wide = len(layout.segments) - 1, layout.widest
@@ -476,9 +503,11 @@ def seen_beside(query, buffer, layout: SegmentsLayout, lengths, scaling: float) 
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=4),
     st.sampled_from([4, 8]),
     st.sampled_from([0.09, 3.0]),
+    st.booleans(),
     st.integers(0, 99),
 )
-def test_what_is_seen_beside_is_merged(rows, bits, scaling, seed):
+@example([(0, 5), (7, 0), (0, 0), (9, 3)], 4, 0.09, True, 0)
+def test_what_is_seen_beside_is_merged(rows, bits, scaling, sunk, seed):
     """As if it lay in a segment of its own; rows may see nothing in one of them, or in both."""
     widths, lengths = ((32, 48), (64, 16)), list(map(list, zip(*rows, strict=True)))
     segments = one(widths, bits, bits, batch=len(rows)), one(widths, None, None, batch=len(rows))
@@ -489,8 +518,9 @@ def test_what_is_seen_beside_is_merged(rows, bits, scaling, seed):
     _, own = random_states(first, seed)
     prepared = step(first)
     schedule = prepared.cut(torch.tensor(lengths[:1], dtype=torch.int32, device=DEVICE))
-    found = prepared.run(query, own, schedule, scaling, beside=beside)
-    wanted = reference_segments(query, buffer, layout, lengths, scaling)
+    sinks = torch.randn(2, 2).to(DEVICE) if sunk else None
+    found = prepared.run(query, own, schedule, scaling, sinks=sinks, beside=beside)
+    wanted = reference_segments(query, buffer, layout, lengths, scaling, sinks=sinks)
     assert torch.isfinite(found).all()
     # What comes from beside was rounded to the run's dtype.
     assert float((found.double() - wanted).norm()) <= 2 * limit(first, True) * float(wanted.norm())
