@@ -265,6 +265,18 @@ def test_quantised_pages_serve_what_the_prompt_says(
     assert wave != wanted
 
 
+def test_quantised_pages_serve_the_same_in_the_form_that_graphs_hold(
+    model: Path, plan: Path, tmp_path: Path
+) -> None:
+    """Prompts begin, and go on in chunks of 64 behind what is quantised."""
+    own = tmp_path / "tiny-8bit.plan"
+    save_plan(quantised(load_plan(plan), "per-token", 8), own)
+    how = {**ENGINE, "block_size": 64, "max_num_batched_tokens": 64}
+    eager = _served(model, own, **how)
+    fixed = _served(model, own, fixed=True, distributed_executor_backend="uni", **how)
+    assert fixed["waves"] == eager["waves"]
+
+
 def _kvprof(*words: str, **more: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         module_command("kvprof", *words),
