@@ -21,7 +21,6 @@ from kvprof.records.events import (
 from kvprof.records.load_names import baseline_of
 from kvprof.records.load_served import ATTAINED, LOSSY, largest
 from kvprof.records.load_statistics import (
-    LEAST,
     Fit,
     Window,
     break_even,
@@ -434,15 +433,13 @@ def undisturbed(rates: Sequence[LoadRateFinished]) -> list[LoadRateFinished]:
     """Return those rates of a method whose stretches tell what its steps cost.
 
     Of a request that is preempted the wait counts as a time between tokens, and nobody outside
-    sees when its tokens are computed again. So rates at which none was are taken alone, where they
-    have stretches enough for a line.
+    sees when its tokens are computed again. So they are those at which none was.
 
     Parameters
     ----------
     rates : sequence of LoadRateFinished
     """
-    found = [one for one in rates if not one.engine.get("preemptions")]
-    return found if sum(len(one.spans) for one in found) >= LEAST else list(rates)
+    return [one for one in rates if not one.engine.get("preemptions")]
 
 
 def _spans(cases: Sequence[LoadCase]) -> list[dict[str, float]]:

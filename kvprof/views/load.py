@@ -573,7 +573,10 @@ def _missing(data: Mapping[str, Any]) -> Iterator[str]:
                 "engine, or too few steps were run"
             )
         if rows and method["fit"] is None:
-            yield f"{method['method']}: what a token's time grows with; too few tokens came"
+            why = "too few tokens came"
+            if any(row["preemptions"] for row in rows):
+                why += " at rates at which no request was preempted"
+            yield f"{method['method']}: what a token's time grows with; {why}"
         if untold := [
             f"{row['rate']:g}" for row in rows if row["complete"] and row["grows"] is None
         ]:

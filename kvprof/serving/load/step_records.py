@@ -14,6 +14,7 @@ from kvprof.records.files import RESULT_NAME, read_result
 from kvprof.records.journal import find_events, read_events
 from kvprof.records.load import undisturbed
 from kvprof.records.load_names import baseline_of, read_label, tps_of
+from kvprof.records.load_statistics import LEAST
 from kvprof.serving.load.step_times import StepSample, StepTimes, fit_step_times, pairs_of
 
 __all__ = [
@@ -31,6 +32,10 @@ METHOD_COLUMNS = ("decode", "context", "prefill", "pairs", "seconds", "source")
 #: Share of a device's memory that an engine takes, as vLLM does. Activations are not counted.
 UTILISATION = 0.92
 _SHIPPED = "h200.json"
+_PREEMPTED = (
+    "its steps are from rates at which requests were preempted, whose waits count as times between "
+    "tokens: they are too long"
+)
 _HOW = "name a result of bench --jct --composed, or the folder of a bench --load that really served"
 
 
@@ -336,7 +341,14 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
     for one in finished:
         by_method.setdefault(method_of[one.case], []).append(one)
     samples: dict[str, list[StepSample]] = {}
-    for one in (one for own in by_method.values() for one in undisturbed(own)):
+    notes: dict[str, tuple[str, ...]] = {}
+    for label, rates in by_method.items():
+        calm = undisturbed(rates)
+        if len(calm) == len(rates) or sum(len(one.spans) for one in calm) >= LEAST:
+            by_method[label] = calm
+        else:
+            notes[label] = (_PREEMPTED,)
+    for one in (one for rates in by_method.values() for one in rates):
         known = prompts.get(one.case, [])
         # A prompt's token attends to half of its prompt on average, long prompts have more tokens.
         each = sum(pairs_of(0, p) for p in known) / max(1, sum(known))
@@ -364,7 +376,7 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
             asked = read_label(label, tps)
             first.setdefault(asked.tp, servers[label])
             methods.setdefault(asked.tp, {})[asked.name] = MethodSteps(
-                asked.name, rate, per_token, tuple(own)
+                asked.name, rate, per_token, tuple(own), notes.get(label, ())
             )
     if not methods:
         raise UsageError(
