@@ -30,6 +30,8 @@ class _Numbers:
 
     Attributes
     ----------
+    token : Tensor
+        ``[tokens]`` int32, their numbers.
     lengths : Tensor
         ``[decodes]`` int32, tokens of sequences that decode, 0 for others.
     starts : Tensor
@@ -38,6 +40,7 @@ class _Numbers:
         ``[tokens, 1]`` bool, whose tokens these are.
     """
 
+    token: Tensor
     lengths: Tensor
     starts: Tensor
     others: Tensor
@@ -105,7 +108,7 @@ class FixedStep(EngineStep):
         first = row.masked_fill(decoding, self.rows).amin()
         lengths = self.lengths[: self.decodes].masked_fill(row[: self.decodes] >= first, 0)
         others = (token >= first) & (token < starts[-1])
-        return _Numbers(lengths, torch.maximum(starts, first), others[:, None])
+        return _Numbers(token, lengths, torch.maximum(starts, first), others[:, None])
 
     @property
     def singly(self) -> bool:
@@ -128,8 +131,7 @@ class FixedStep(EngineStep):
         """Return each token's sequence, int64; padding may have any."""
 
         def made() -> Tensor:
-            token = torch.arange(len(self.slots), dtype=torch.int32, device=self.starts.device)
-            found = torch.searchsorted(self.starts[1:], token, right=True)
+            found = torch.searchsorted(self.starts[1:], self._numbers.token, right=True)
             return found.clamp(max=self.rows - 1)
 
         return self.once("sequences", made)
@@ -141,8 +143,7 @@ class FixedStep(EngineStep):
         """
         numbers, sequences = self._numbers, self._sequences()
         before = self.lengths - (numbers.starts[1:] - numbers.starts[:-1])
-        token = torch.arange(len(self.slots), dtype=torch.int32, device=self.starts.device)
-        return before[sequences].masked_fill(token >= self.starts[-1], 0)
+        return before[sequences].masked_fill(numbers.token >= self.starts[-1], 0)
 
     def own(self, pages: int) -> OwnPages:
         """Return where the step's tokens lie in its own pool, and what they see of the engine's.
@@ -158,11 +159,10 @@ class FixedStep(EngineStep):
         assert pages >= most_own_pages(len(self.slots), self.rows)
 
         def made() -> OwnPages:
-            numbers, sequences, tokens = self._numbers, self._sequences(), len(self.slots)
+            numbers, sequences, token = self._numbers, self._sequences(), self._numbers.token
             lengths = numbers.starts[1:] - numbers.starts[:-1]
             filling = (lengths + (PAGE_TOKENS - 1)) // PAGE_TOKENS
-            page = filling.cumsum(0) - filling + -(-tokens // PAGE_TOKENS)
-            token = torch.arange(tokens, device=self.starts.device)
+            page = filling.cumsum(0) - filling + -(-len(token) // PAGE_TOKENS)
             within = token - numbers.starts[:-1][sequences]
             slots = torch.where(numbers.others[:, 0], page[sequences] * PAGE_TOKENS + within, token)
             columns = torch.arange(own_columns(pages), device=self.starts.device)

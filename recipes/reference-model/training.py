@@ -185,7 +185,7 @@ def main() -> None:
         steps = args.steps or state["steps"]
     loss_module: nn.Module = WeightedLoss(model)
     if not args.no_compile:
-        loss_module = torch.compile(loss_module, dynamic=False)  # type: ignore[assignment]
+        loss_module = torch.compile(loss_module, dynamic=False)  # type: ignore[assignment]  # a callable to mypy
     task_rows = round(args.rows * args.task_share)
     tasks = TaskStream(args.work, args.seed * 104_729 + start, args.workers, task_rows)
     text = TextStream(find_tokens(args.work), device, args.seed)

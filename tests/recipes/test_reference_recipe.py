@@ -16,6 +16,7 @@ import kvprof
 RECIPE = Path(kvprof.__file__).parents[1] / "recipes" / "reference-model"
 sys.path.insert(0, str(RECIPE))
 
+# The recipe's own modules, behind the line that says where they lie.
 import batches  # noqa: E402
 import build_tokenizer  # noqa: E402
 import clean  # noqa: E402
