@@ -1,6 +1,7 @@
 """What the runtime asks of tensors and their device, whichever layer asks."""
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -9,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Pool", "capturing", "index_of", "inverse_of", "is_capturing", "on", "unflatten"]
+from kvprof.runtime.clock import is_timing
+
+__all__ = [
+    "Pool",
+    "aside",
+    "capturing",
+    "index_of",
+    "inverse_of",
+    "is_capturing",
+    "on",
+    "unflatten",
+]
 
 #: Memory that graphs share, as `torch.cuda.graph_pool_handle` names it.
 Pool = Any
@@ -51,8 +63,36 @@ def on(device: torch.device | None) -> AbstractContextManager[Any]:
 
 
 @lru_cache(maxsize=64)
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, name: str = "capture") -> torch.cuda.Stream:
+    """Return the stream of that name on a device."""
     return torch.cuda.Stream(device)
+
+
+#: The branch of the graph that a thread captures (`aside`); no attribute where it captures none.
+_branches = threading.local()
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Run what nothing else in a captured step waits for beside what follows.
+
+    In a graph that `capturing` captures it becomes a branch, which begins after what was queued so
+    far and ends with the graph, so that the device need not wait for it; elsewhere, and where parts
+    are timed (`kvprof.runtime.clock`), it is queued as it comes.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where the body runs.
+    """
+    branch: torch.cuda.Stream | None = getattr(_branches, "stream", None)
+    if branch is None or is_timing() or branch.device != device or not is_capturing(device):
+        yield
+        return
+    branch.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(branch):
+        yield
+    _branches.begun = True
 
 
 @contextmanager
@@ -80,7 +120,12 @@ def capturing(
     gc.disable()
     try:
         with on(device), torch.cuda.graph(graph, pool=pool, **options):
+            stream = torch.cuda.current_stream(device)
+            _branches.stream, _branches.begun = _stream(stream.device, "aside"), False
             yield
+            if _branches.begun:
+                stream.wait_stream(_branches.stream)
     finally:
+        _branches.stream = None
         if before:
             gc.enable()

@@ -24,6 +24,7 @@ from tests.kernels.cases.project_cases import (
     Case,
     Pass,
     Rope,
+    check_first_block,
     check_one_by_one,
     check_step,
     few,
@@ -39,6 +40,12 @@ DTYPES = [torch.float16, torch.float32, torch.bfloat16]
 def test_any_pass(case, dtype, seed):
     check_step(case, dtype, CPU, seed)
     check_one_by_one(case, dtype, CPU, seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("folded", [True, False])
+def test_the_first_block_of_a_segment(dtype, folded):
+    check_first_block([(112, 48), (144, 16), (16, 128)], 3, 20, folded, dtype, CPU, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,6 +122,8 @@ def test_operators_say_what_they_write():
             None,
             *place,
             *rope,
+            1,
+            512,
         ),
     }
     for operator, arguments in checks.items():

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvprof.kernels.planes import chunks, in_rows
+from kvprof.kernels.planes import in_rows
 from kvprof.kernels.project.work import Destination, Rotary, Stream, Work
 
 __all__ = ["project_cpu"]
@@ -20,11 +20,9 @@ def project_cpu(work: Work) -> Tensor | None:
     if work.destination is not None:
         destination = work.destination
         kept, slots = _slots(destination, work.states.shape[1])
-        begins = [0]
-        for pair in zip(destination.key_widths, destination.value_widths, strict=True):
-            begins += [begins[-1] + pair[0], begins[-1] + sum(pair)]  # two entries: K, then V
+        begins = destination.begins
         if work.keys is not None:
-            _store(work.keys, work.rotary, destination, begins[0:-1:2], kept, slots)
+            _store(work.keys, work.rotary, destination, begins[0::2], kept, slots)
         if work.values is not None:
             _store(work.values, None, destination, begins[1::2], kept, slots)
     return output
@@ -122,7 +120,7 @@ def _store(
     stream: Stream,
     rotary: Rotary | None,
     destination: Destination,
-    begins: list[int],
+    begins: tuple[int, ...],
     kept: Tensor,
     slots: Tensor,
 ) -> None:
@@ -147,7 +145,7 @@ def _store(
             ]
         for head, latents in made:
             at, before = begins[head] * capacity, 0
-            for chunk in chunks(stream.widths[head]):
-                plane = cache[:, at : at + capacity * chunk].unflatten(1, (capacity, chunk))
-                plane[targets // capacity, targets % capacity] = latents[:, before : before + chunk]
-                at, before = at + capacity * chunk, before + chunk
+            for width in destination.planes(stream.widths[head]):
+                plane = cache[:, at : at + capacity * width].unflatten(1, (capacity, width))
+                plane[targets // capacity, targets % capacity] = latents[:, before : before + width]
+                at, before = at + capacity * width, before + width

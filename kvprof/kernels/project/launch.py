@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.dispatch import check_interpreter, launching
-from kvprof.kernels.planes import STEP, chunks, row_stride
+from kvprof.kernels.planes import LARGEST_WIDTH, STEP, row_stride
 from kvprof.kernels.project.kernel import project_rows
-from kvprof.kernels.project.work import KEYS, QUERY, VALUES, Case, Rotary, Stream, Unit, Work
+from kvprof.kernels.project.work import (
+    KEYS,
+    QUERY,
+    VALUES,
+    Case,
+    Rotary,
+    Stream,
+    Unit,
+    Work,
+    planes_of,
+)
 from kvprof.kernels.tables import joined_rows
 
 __all__ = [
@@ -41,7 +51,8 @@ def units(
     query: tuple[tuple[int, ...], int, int] | None,
     keys: tuple[tuple[int, ...], int] | None,
     values: tuple[tuple[int, ...], int, int] | None,
-    planes: tuple[tuple[int, ...], tuple[int, ...]],
+    begins: tuple[int, ...],
+    widest_plane: int,
     widest: int,
     device: torch.device,
 ) -> Units:
@@ -54,10 +65,10 @@ def units(
     keys, values : tuple or None
         Widths per KV head, and d (0 where latents are only stored); of values also from which
         column on a row of latents has each head's, or 0 where they lie side by side.
-    planes : tuple
-        Key and value widths of the layout.
-    widest : int
-        Most columns of a unit.
+    begins : tuple of int
+        `Destination.begins`.
+    widest_plane, widest : int
+        Most columns of a plane, and of a unit.
     device : torch.device
     """
     rows: list[Unit] = []
@@ -72,7 +83,8 @@ def units(
     streams = {QUERY: query, KEYS: keys, VALUES: values}
     for stream, part in streams.items():
         if part is not None:
-            sizes = {size for width in part[0] for *_, size in _blocks(width, widest)}
+            plane = LARGEST_WIDTH if stream == QUERY else widest_plane
+            sizes = {size for width in part[0] for *_, size in _blocks(width, plane, widest)}
             for size in _known_sizes(sizes):
                 number_of(stream, size)
 
@@ -81,7 +93,7 @@ def units(
         length, first = group * sum(widths), 0
         for head, (width, basis) in enumerate(zip(widths, _sums(widths), strict=True)):
             for member in range(group):
-                for at, _, _, size in _blocks(width, widest):
+                for at, _, _, size in _blocks(width, LARGEST_WIDTH, widest):
                     rows.append(
                         Unit(
                             case=number_of(QUERY, size),
@@ -94,24 +106,22 @@ def units(
                         )
                     )
                 first += width
-    both = [width for pair in zip(*planes, strict=True) for width in pair]
-    begins = _sums(tuple(both))
     for stream, given in ((KEYS, keys), (VALUES, values)):
         if given is None:
             continue
         widths, depth, *steps = given
         step = steps[0] if steps else 0
         for head, (width, basis) in enumerate(zip(widths, _sums(widths), strict=True)):
-            plane = begins[2 * head + stream - KEYS]
-            for at, before, chunk, size in _blocks(width, widest):
+            begin = begins[2 * head + stream - KEYS]
+            for at, before, plane, size in _blocks(width, widest_plane, widest):
                 rows.append(
                     Unit(
                         case=number_of(stream, size),
                         head=head if depth else (head * step if step else basis) + at,
                         basis=depth * basis + at,
                         length=width,
-                        plane=plane + before,
-                        stride=chunk,
+                        plane=begin + before,
+                        stride=plane,
                         column=at - before,
                     )
                 )
@@ -134,14 +144,14 @@ def _sums(widths: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *accumulate(widths))[:-1]
 
 
-def _blocks(width: int, widest: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a head's columns: first column, columns before its chunk, the chunk, the block's size."""
+def _blocks(width: int, widest_plane: int, widest: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a head's columns: first column, columns before its plane, the plane, the block's size."""
     before = 0
-    for chunk in chunks(width):
-        size = min(chunk, widest)
-        for at in range(0, chunk, size):
-            yield before + at, before, chunk, size
-        before += chunk
+    for plane in planes_of(width, widest_plane):
+        size = min(plane, widest)
+        for at in range(0, plane, size):
+            yield before + at, before, plane, size
+        before += plane
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ def cut(work: Work, widest: int) -> Units:
         query,
         None if work.keys is None else given(work.keys),
         None if work.values is None else (*given(work.values), _latent_step(work.values)),
-        ((), ()) if destination is None else (destination.key_widths, destination.value_widths),
+        *(((), LARGEST_WIDTH) if destination is None else (destination.begins, destination.widest)),
         widest,
         work.states.device,
     )

@@ -31,7 +31,7 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_cache, check_device, check_numbers
 from kvprof.kernels.operators import direct
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.planes import LARGEST_WIDTH, RaggedLayout
 from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.project.cpu import project_cpu
 from kvprof.kernels.project.work import Destination, Rotary, Stream, Work
@@ -182,6 +182,8 @@ def step_operator(
     cos: Tensor | None,
     sin: Tensor | None,
     rotation: Sequence[int],
+    blocks: int,
+    widest: int,
 ) -> Tensor:
     """Project queries, store keys and values in one launch; see `project_step`."""
     widths = (tuple(key_widths), tuple(value_widths))
@@ -191,7 +193,9 @@ def step_operator(
             keys=Stream(keys, key_bases, widths[0]),
             values=Stream(values, value_bases, widths[1]),
             rotary=_rotary(cos, sin, rotation),
-            destination=Destination(buffer, *widths, pool, capacity, start, valid, slots),
+            destination=Destination(
+                buffer, *widths, pool, capacity, start, valid, slots, blocks, widest
+            ),
         )
     )
     assert output is not None
@@ -263,9 +267,10 @@ def check_destination(
     start: Tensor | None,
     valid: Tensor | None,
     slots: Tensor | None,
+    blocks: int = 1,
 ) -> None:
     """Refuse a cache, starts or slots that do not fit the states."""
-    check_cache(buffer, layout.batch, layout.row, states.dtype)
+    check_cache(buffer, layout.batch, blocks * layout.row, states.dtype)
     batch, tokens = states.shape[:2]
     if slots is not None:
         _check_slots(slots, batch * tokens, layout, states.device)
@@ -509,6 +514,8 @@ def project_step(
     interleaved: bool = False,
     valid: Tensor | None = None,
     slots: Tensor | None = None,
+    blocks: int = 1,
+    widest: int = LARGEST_WIDTH,
 ) -> Tensor:
     """Project Q, K and V of one pass in one launch; return Q, ``[batch, tokens, Σ_g G·dk_g]``.
 
@@ -523,6 +530,11 @@ def project_step(
     query_bases, value_bases : BasisSet, optional
     layout, buffer, start, cos, sin, rotary_dim, offset, interleaved, valid, slots
         As `project_keys` takes them.
+    blocks : int
+        Of a head, where these lie one after another in a row, each with planes for the layout's
+        capacity (`kvprof.kernels.segments.layout`); tokens go into the first.
+    widest : int
+        Columns of a plane at most.
 
     Raises
     ------
@@ -539,7 +551,7 @@ def project_step(
     else:
         check_states("values", values, value_bases, layout.heads)
         check_widths("value", value_bases, layout.value_widths)
-    check_destination(keys, layout, buffer, start, valid, slots)
+    check_destination(keys, layout, buffer, start, valid, slots, blocks)
     for name, states in (("queries", query), ("values", values)):
         if states.shape[:2] != keys.shape[:2] or states.dtype != keys.dtype:
             raise UsageError(
@@ -564,6 +576,8 @@ def project_step(
         cos,
         sin,
         rotation,
+        blocks,
+        widest,
     )
     return made
 

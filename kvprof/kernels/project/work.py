@@ -1,11 +1,25 @@
 """What one pass of projection is given, for the Triton launch and for the CPU path alike."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["KEYS", "QUERY", "VALUES", "Case", "Destination", "Rotary", "Stream", "Unit", "Work"]
+from kvprof.kernels.planes import LARGEST_WIDTH, chunks
+
+__all__ = [
+    "KEYS",
+    "QUERY",
+    "VALUES",
+    "Case",
+    "Destination",
+    "Rotary",
+    "Stream",
+    "Unit",
+    "Work",
+    "planes_of",
+]
 
 #: The streams, as the kernel counts them.
 QUERY, KEYS, VALUES = 0, 1, 2
@@ -112,6 +126,10 @@ class Destination:
         ``[batch]`` int32.
     slots : Tensor or None
         A whole number for each token of the pass, in place of the other two.
+    blocks : int
+        Of a head, each with planes of its own for `capacity` tokens; tokens go into the first.
+    widest : int
+        Columns of a plane at most.
     """
 
     buffer: Tensor
@@ -122,6 +140,28 @@ class Destination:
     start: Tensor | None
     valid: Tensor | None
     slots: Tensor | None
+    blocks: int = 1
+    widest: int = LARGEST_WIDTH
+
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """Where each head's first planes of K and of V begin in a row, per token of a plane."""
+        steps = []
+        for key, value in zip(self.key_widths, self.value_widths, strict=True):
+            steps += [key, value + (self.blocks - 1) * (key + value)]
+        return (0, *accumulate(steps))[:-1]
+
+    def planes(self, width: int) -> tuple[int, ...]:
+        """Return the columns of each plane of a head's side."""
+        return planes_of(width, self.widest)
+
+
+def planes_of(width: int, widest: int) -> tuple[int, ...]:
+    """Return the chunks of a width, those above `widest` columns in planes of as many."""
+    found: list[int] = []
+    for chunk in chunks(width):
+        found += [min(chunk, widest)] * -(-chunk // widest)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -413,7 +413,12 @@ class ColumnSide(Side):
         return before + at if at else 0
 
     def moved(
-        self, start: int, size: int, came: Sequence[tuple[int, int, int]], lowest: int, free: int
+        self,
+        start: int,
+        size: int,
+        came: Sequence[tuple[int, int, int, int]],
+        lowest: int,
+        free: int,
     ) -> tuple[list[Stretch], list[MovedColumn]]:
         """Return how one launch stores a token: a single stretch; as `Side`."""
         codes = {

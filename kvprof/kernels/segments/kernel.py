@@ -297,7 +297,20 @@ def segment_pieces(
                     )
 
 
-@triton.jit(do_not_specialize=["source_capacity", "source_height", "source_row", "pool", "stride"])
+@triton.jit(
+    do_not_specialize=[
+        "source_capacity",
+        "source_height",
+        "source_first",
+        "source_blocks",
+        "source_row",
+        "source_page",
+        "pool",
+        "first",
+        "blocks",
+        "stride",
+    ]
+)
 def move_token(
     source,
     octets,
@@ -310,20 +323,25 @@ def move_token(
     low,
     source_capacity,
     source_height,
+    source_first,
+    source_blocks,
     source_row,
+    source_page,
     capacity,
     pool,
+    first,
+    blocks,
     stride,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     LOW: tl.constexpr,
-    PAGED: tl.constexpr,
+    POOLED: tl.constexpr,
 ):
     """Move one token of each row; a program per stretch of columns and row.
 
-    Only one token of a row is written by a launch, so that nobody else writes into its bytes.
+    No two tokens of a launch share a byte: those of a row share no place of a block.
 
     Parameters
     ----------
@@ -335,14 +353,18 @@ def move_token(
         Rows of `kvprof.kernels.segments.tables.Stretch` and `MovedColumn`, int64.
     origins, targets
         ``[rows]`` integers: each row's slot in the source, clamped to what there is, and in the
-        segment (PAGED: in the pool); one that is not there leaves everything as it is.
+        segment; one that is not there leaves everything as it is. POOLED: targets of as many tokens
+        as come, which count on from row to row (or page to page) of the segment.
     low
         ``[rows]`` bool, read with LOW: the token loses what the lowest level has lost.
-    source_capacity, source_height, source_row
-        Slots of a row in the source, tokens of a block of it, and values from row to row.
-    capacity, pool, stride
-        Slots of a row (PAGED: a page) in the segment, how many such rows there are, and bytes from
-        one to the next.
+    source_capacity, source_height
+        Slots of the source that an origin counts, and tokens of a block of it.
+    source_first, source_blocks, source_row, source_page
+        Values of a row before the source, and blocks of a head in it (of planes, its tokens);
+        values from row to row, and from page to page where origins count on from page to page.
+    capacity, pool, first, blocks, stride
+        Slots of a row (or page) in the segment, how many such rows there are, bytes of one before
+        the segment, blocks of a head in it, and bytes from one to the next.
     KEY_BITS, VALUE_BITS
         8, 4, 3 or 2, `FP8`, `COLUMNS` or `FULL`.
     SLOTS
@@ -354,11 +376,11 @@ def move_token(
     target = tl.load(targets + row).to(tl.int64)
     own = row
     room = tl.full([], capacity, tl.int64)
-    if PAGED:
+    if POOLED:
         room *= pool
         own = target // capacity
     if (target >= 0) & (target < room):
-        if PAGED:
+        if POOLED:
             target = target % capacity
         stretch = stretches + tl.program_id(0) * _STRETCH
         number = tl.arange(0, WIDTH)
@@ -369,14 +391,27 @@ def move_token(
         lost = origin * 0
         if LOW:
             lost = tl.load(low + row).to(tl.int64)
-        states = states_of(source, row, origin, column, there, lost, source_height, source_row, LOW)
-        far = own * stride
+        source += source_first
+        states = states_of(
+            source,
+            row,
+            origin,
+            column,
+            there,
+            lost,
+            source_height,
+            source_blocks,
+            source_row,
+            source_page,
+            LOW,
+        )
+        far = own * stride + first
         octets += far
         full += far // (full.dtype.element_ty.primitive_bitwidth // 8)
         halfs += far // 2
         block = target // (_BLOCK * SLOTS)
         token = target % (_BLOCK * SLOTS)
-        first = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
+        own_columns = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
         for SIDE in tl.static_range(2):
             if tl.load(stretch + _SIDE) == SIDE:
                 if (VALUE_BITS if SIDE == 1 else KEY_BITS) == _BY_COLUMN:
@@ -386,15 +421,18 @@ def move_token(
                         states,
                         row,
                         origin,
-                        first,
+                        own_columns,
                         number,
                         there,
                         stretch,
                         block,
+                        blocks,
                         token,
                         lost,
                         source_height,
+                        source_blocks,
                         source_row,
+                        source_page,
                         LOW,
                     )
                 else:
@@ -407,6 +445,7 @@ def move_token(
                         column,
                         stretch,
                         block,
+                        blocks,
                         token,
                         VALUE_BITS if SIDE == 1 else KEY_BITS,
                         SIDE == 1,

@@ -23,12 +23,15 @@ __all__ = ["put_columns", "put_rows", "states_of"]
 _COLUMNS = tl.constexpr(column(Stretch, "columns"))
 _SCALE_FIRST = tl.constexpr(column(Stretch, "scale_first"))
 _SCALE_BLOCK = tl.constexpr(column(Stretch, "scale_block"))
+_SCALE_HEAD = tl.constexpr(column(Stretch, "scale_head"))
 _TO_NEXT = tl.constexpr(column(Stretch, "to_next"))
 _COLUMN = tl.constexpr(len(MovedColumn._fields))
 _SOURCE_FIRST = tl.constexpr(column(MovedColumn, "source_first"))
+_SOURCE_HEAD = tl.constexpr(column(MovedColumn, "source_head"))
 _SOURCE_BLOCK = tl.constexpr(column(MovedColumn, "source_block"))
 _SOURCE_PLACE = tl.constexpr(column(MovedColumn, "source_place"))
 _FIRST = tl.constexpr(column(MovedColumn, "first"))
+_HEAD = tl.constexpr(column(MovedColumn, "head"))
 _BLOCK = tl.constexpr(column(MovedColumn, "block"))
 _PART = tl.constexpr(column(MovedColumn, "part"))
 _PLACE = tl.constexpr(column(MovedColumn, "place"))
@@ -77,6 +80,21 @@ def _e4m3(numbers):
 
 
 @triton.jit
+def _block_at(column, there, block, blocks):
+    """Return where columns begin in a block of their head, one of `blocks`."""
+    at = tl.load(column + _FIRST, mask=there, other=0)
+    at += tl.load(column + _HEAD, mask=there, other=0) * blocks
+    return at + block * tl.load(column + _BLOCK, mask=there, other=0)
+
+
+@triton.jit
+def _scale_at(stretch, block, blocks):
+    """Return where the scales of a block begin."""
+    at = tl.load(stretch + _SCALE_FIRST) + tl.load(stretch + _SCALE_HEAD) * blocks
+    return at + block * tl.load(stretch + _SCALE_BLOCK)
+
+
+@triton.jit
 def put_rows(
     octets,
     full,
@@ -86,14 +104,14 @@ def put_rows(
     column,
     stretch,
     block,
+    blocks,
     token,
     BITS: tl.constexpr,
     VALUES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Store one token's columns of a stretch."""
-    at = tl.load(column + _FIRST, mask=there, other=0)
-    at += block * tl.load(column + _BLOCK, mask=there, other=0)
+    at = _block_at(column, there, block, blocks)
     step = tl.load(column + _PLACE, mask=there, other=0)
     if BITS == _FULL:
         tl.store(full + at + token * step, states, mask=there)
@@ -114,7 +132,7 @@ def put_rows(
             high = tl.max(tl.where(there, wide, float("-inf")), 0)
             scale = tl.div_rn(high - low, (2 * HALF - 1) * 1.0).to(tl.float16)
             middle = (low + HALF * scale.to(tl.float32)).to(tl.float16)
-            stored = tl.load(stretch + _SCALE_FIRST) + block * tl.load(stretch + _SCALE_BLOCK)
+            stored = _scale_at(stretch, block, blocks)
             tl.store(halfs + stored + token, scale)
             beside = slot * _PLACES + place if VALUES else token
             tl.store(halfs + stored + tl.load(stretch + _TO_NEXT) + beside, middle)
@@ -131,11 +149,25 @@ def put_rows(
 
 
 @triton.jit
-def states_of(source, row, origin, column, there, lost, height, source_row, LOW: tl.constexpr):
+def states_of(
+    source,
+    row,
+    origin,
+    column,
+    there,
+    lost,
+    height,
+    source_blocks,
+    source_row,
+    source_page,
+    LOW: tl.constexpr,
+):
     """Load one token's columns of a stretch, or those of them that rows of the table name."""
     at = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
+    at += tl.load(column + _SOURCE_HEAD, mask=there, other=0) * source_blocks
     at += row * source_row
-    at += origin // height * tl.load(column + _SOURCE_BLOCK, mask=there, other=0)
+    block = tl.load(column + _SOURCE_BLOCK, mask=there, other=0) + source_page
+    at += origin // height * block
     at += origin % height * tl.load(column + _SOURCE_PLACE, mask=there, other=0)
     found = tl.load(source + at, mask=there, other=0.0)
     if LOW:
@@ -166,10 +198,9 @@ def _column_codes(states, scale, column, there, slot):
 
 
 @triton.jit
-def _column_bytes(octets, column, there, block, place, slot):
+def _column_bytes(octets, column, there, block, blocks, place, slot):
     """Return the addresses of a piece's bytes."""
-    at = tl.load(column + _FIRST, mask=there, other=0)
-    at += block * tl.load(column + _BLOCK, mask=there, other=0)
+    at = _block_at(column, there, block, blocks)
     apart = tl.load(column + _APART, mask=there, other=8)
     at += slot // (8 // apart) * tl.load(column + _PART, mask=there, other=0)
     at += place * tl.load(column + _PLACE, mask=there, other=0)
@@ -188,10 +219,13 @@ def put_columns(
     there,
     stretch,
     block,
+    blocks,
     token,
     lost,
     height,
+    source_blocks,
     source_row,
+    source_page,
     LOW: tl.constexpr,
 ):
     """Store one token's columns with bits of their own, and their scale."""
@@ -202,22 +236,46 @@ def put_columns(
     size = tl.div_rn(tl.sum(tl.where(there, wide * wide, 0.0), 0), count.to(tl.float32))
     # From the smallest that is not denormal to the largest.
     word = _e4m3(tl.maximum(tl.sqrt_rn(size), _TINY))
-    at = tl.load(stretch + _SCALE_FIRST) + block * tl.load(stretch + _SCALE_BLOCK) + token
+    at = _scale_at(stretch, block, blocks) + token
     tl.store(octets + at, word.to(tl.uint8))
     scale = (word << 20).to(tl.float32, bitcast=True) * _LACK
     column = columns + number * _COLUMN
     codes, mask = _column_codes(wide, scale, column, there, slot)
-    to = _column_bytes(octets, column, there, block, place, slot)
+    to = _column_bytes(octets, column, there, block, blocks, place, slot)
     old = tl.load(to, mask=there, other=0).to(tl.int32)
     tl.store(to, ((old & ~mask) | codes).to(tl.uint8), mask=there)
     # Both that share a byte write the whole of it, whoever comes first.
     there = number < tl.load(stretch + _TOPS)
     column = columns + (count + number) * _COLUMN
     mate = column + tl.load(column + _MATE, mask=there, other=0) * _COLUMN
-    own = states_of(source, row, origin, column, there, lost, height, source_row, LOW)
-    other = states_of(source, row, origin, mate, there, lost, height, source_row, LOW)
+    own = states_of(
+        source,
+        row,
+        origin,
+        column,
+        there,
+        lost,
+        height,
+        source_blocks,
+        source_row,
+        source_page,
+        LOW,
+    )
+    other = states_of(
+        source,
+        row,
+        origin,
+        mate,
+        there,
+        lost,
+        height,
+        source_blocks,
+        source_row,
+        source_page,
+        LOW,
+    )
     codes, mask = _column_codes(own, scale, column, there, slot)
     more, beside = _column_codes(other, scale, mate, there, slot)
-    to = _column_bytes(octets, column, there, block, place, slot)
+    to = _column_bytes(octets, column, there, block, blocks, place, slot)
     old = tl.load(to, mask=there, other=0).to(tl.int32)
     tl.store(to, ((old & ~(mask | beside)) | codes | more).to(tl.uint8), mask=there)

@@ -1,7 +1,7 @@
 """Launches what moves a step's token into the bytes of a segment."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -15,7 +15,7 @@ from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.segments.geometries import format_of
 from kvprof.kernels.segments.kernel import move_token
 from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.side import PLACES, Placed
+from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
 
 #: Columns of a program where no scale says how many.
 _FREE = 64
+#: Tokens of a launch: CUDA counts no more programs in a grid's second direction.
+_MOST = 65_535
 
 
 def full_precision(layout: SegmentsLayout, segment: int) -> bool:
@@ -37,7 +39,7 @@ def full_precision(layout: SegmentsLayout, segment: int) -> bool:
 
 
 def constants(layout: SegmentsLayout, segment: int) -> dict[str, int]:
-    """Return the compile-time numbers of `move_token` for a segment, but for LOW."""
+    """Return the compile-time numbers of `move_token` for a segment, but for LOW and POOLED."""
     own = layout.segments[segment]
     sides = [side for head in range(layout.heads) for side in layout.sides(segment, head)]
     # A program has the whole of a scale, and at least a warp's lanes have a column.
@@ -48,7 +50,6 @@ def constants(layout: SegmentsLayout, segment: int) -> dict[str, int]:
         "VALUE_BITS": format_of(own.value_bits).number,
         "SLOTS": own.slots,
         "WIDTH": width,
-        "PAGED": int(own.paged),
     }
 
 
@@ -77,26 +78,29 @@ def move_operator(
         The kernel's other arguments, and its compile-time ones, in their order.
     """
     full = buffer.view(dtype)
-    key_bits, value_bits, slots, width, paged = fixed
-    launching(move_token, (len(stretches), len(targets)))(
-        full if source is None else source,
-        buffer,
-        full,
-        buffer.view(torch.float16),
-        stretches,
-        columns,
-        origins,
-        targets,
-        targets if low is None else low,
-        *numbers,
-        KEY_BITS=key_bits,
-        VALUE_BITS=value_bits,
-        SLOTS=slots,
-        WIDTH=width,
-        LOW=low is not None,
-        PAGED=bool(paged),
-        num_warps=1,
-    )
+    key_bits, value_bits, slots, width, pooled = fixed
+    for begin in range(0, len(targets), _MOST):
+        part = slice(begin, begin + _MOST)
+        some = targets[part]
+        launching(move_token, (len(stretches), len(some)))(
+            full if source is None else source,
+            buffer,
+            full,
+            buffer.view(torch.float16),
+            stretches,
+            columns,
+            origins[part],
+            some,
+            some if low is None else low[part],
+            *numbers,
+            KEY_BITS=key_bits,
+            VALUE_BITS=value_bits,
+            SLOTS=slots,
+            WIDTH=width,
+            LOW=low is not None,
+            POOLED=bool(pooled),
+            num_warps=1,
+        )
 
 
 @move_operator.register_fake
@@ -117,7 +121,7 @@ class TokenMove:
     stretches, columns : Tensor
         Rows of `Stretch` and `MovedColumn`, int64.
     fixed : tuple of int
-        As `move_operator` takes them.
+        `constants`, in their order.
     """
 
     layout: SegmentsLayout
@@ -139,8 +143,6 @@ class TokenMove:
     ) -> None:
         """Store the tokens; nothing waits for the device, and a CUDA graph may hold it.
 
-        No two of them may share a byte: one of each sequence has bytes of its own.
-
         Parameters
         ----------
         buffer : Tensor
@@ -148,39 +150,36 @@ class TokenMove:
         source : Tensor or None
             Planes that the tokens come from; None where they come from a segment of the buffer.
         origins, targets : Tensor
-            ``[batch]`` integers, each row's slot where it comes from, and in the segment; of a pool
-            of pages ``page · C + place``, for as many rows as come. A slot that there is not, below
-            0 or behind the capacity, is left out.
+            ``[batch]`` integers, each row's slot where it comes from, and in the segment. A slot
+            that there is not, below 0 or behind the capacity, is left out.
         low : Tensor, optional
             ``[batch]`` bool: these lose the columns that the last segment has not.
         pooled : bool
-            Whether rows of the planes are pages without gaps, of which an origin is ``page · C +
-            place`` too.
+            Slots of planes and segment count on from row to row (or page to page), ``row · C +
+            slot``, and as many tokens may come as do, no two of a row of the segment in one place
+            of a block. Of a pool of pages targets always do.
 
         Raises
         ------
         UsageError
-            When bf16 is to be interpreted, or there are gaps.
+            When bf16 is to be interpreted.
         """
         check_interpreter(self.layout.dtype)
         layout = self.layout
-        own = layout.segments[self.segment].layout.capacity
+        own = layout.segments[self.segment]
         stride = row_stride(buffer, layout.batch)
+        page = 0
         if isinstance(self.source, int):
-            origin = layout.segments[self.source]
-            height = PLACES * origin.slots
-            came = (origin.layout.capacity, height, stride // layout.dtype.itemsize)
+            origin, unit = layout.segments[self.source], layout.dtype.itemsize
+            capacity, height = origin.layout.capacity, PLACES * origin.slots
+            blocks, row = origin.blocks, stride // unit
+            before = layout.offsets[self.source][0] // unit
         else:
             assert source is not None
-            rows, height = self.source.batch, self.source.capacity
-            came = (height, height, row_stride(source, rows))
+            capacity = height = blocks = self.source.capacity
+            row, before = row_stride(source, self.source.batch), 0
             if pooled:
-                if came[2] != self.source.row:
-                    raise UsageError(
-                        f"pages of {self.source.row} values that begin {came[2]} apart have gaps, "
-                        "and tokens are moved out of a pool without any"
-                    )
-                came = (rows * height, height, 0)
+                capacity, row, page = self.source.batch * height, 0, row
         direct(move_operator)(
             buffer,
             source,
@@ -189,13 +188,16 @@ class TokenMove:
             origins,
             targets,
             low,
-            self.layout.dtype,
-            (*came, own, layout.batch, stride),
-            self.fixed,
+            layout.dtype,
+            (
+                *(capacity, height, before, blocks, row, page),
+                *(own.layout.capacity, layout.batch, layout.offsets[self.segment][0]),
+                *(own.blocks, stride),
+            ),
+            (*self.fixed, int(pooled or own.paged)),
         )
 
 
-# For every layer of a model: made anew, the tables would be copied to the device.
 @lru_cache(maxsize=4096)
 def token_move(
     layout: SegmentsLayout, segment: int, source: RaggedLayout | int, device: torch.device
@@ -216,19 +218,39 @@ def token_move(
     UsageError
         When the source is quantised, or has fewer columns.
     """
-    if isinstance(source, int):
-        if not full_precision(layout, source):
-            raise UsageError(f"segment {source} is quantised, and moves begin at full precision")
-        planes = layout.segments[source].layout
-    else:
-        planes = source
+    if isinstance(source, int) and not full_precision(layout, source):
+        raise UsageError(f"segment {source} is quantised, and moves begin at full precision")
+    planes = source if isinstance(source, int) else replace(source, batch=1, capacity=1)
+    tables = _tables(_roomless(layout), segment, planes, device)
+    return TokenMove(layout, segment, source, *tables)
+
+
+def _roomless(layout: SegmentsLayout) -> SegmentsLayout:
+    """Return a layout of one row that has as little room as can be, whatever room there is."""
+    segments = (
+        replace(own, layout=replace(own.layout, batch=1, capacity=PLACES * own.slots))
+        for own in layout.segments
+    )
+    return SegmentsLayout(tuple(segments), layout.dtype)
+
+
+# For every layer of a model and every room that its caches have: made anew, they would be copied to
+# the device.
+@lru_cache(maxsize=4096)
+def _tables(
+    layout: SegmentsLayout, segment: int, source: RaggedLayout | int, device: torch.device
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return what `TokenMove` has of a layout without room: tables, and compile-time numbers."""
+    planes = layout.segments[source].layout if isinstance(source, int) else source
     fixed = constants(layout, segment)
     stretches: list[Stretch] = []
     columns: list[MovedColumn] = []
     last = layout.segments[-1].layout
+    before = 0
     for head in range(layout.heads):
-        for values in (0, 1):
-            side, start, size = layout.placed(segment, head, bool(values))
+        size = layout.block_bytes(segment, head)
+        start = 0
+        for values, side in enumerate(layout.sides(segment, head)):
             wide = (planes.value_widths if values else planes.key_widths)[head]
             if side.width > wide:
                 raise UsageError(
@@ -237,38 +259,53 @@ def token_move(
                 )
             lowest = (last.value_widths if values else last.key_widths)[head]
             if isinstance(source, int):
-                came = _segment_places(layout.placed(source, head, bool(values)))
+                came = _segment_places(layout, source, head, values)
             else:
                 came = _plane_places(source, head, values)
             begun = len(columns)
             own, rows = side.moved(start, size, came, lowest, fixed["WIDTH"])
-            stretches += [each._replace(side=values, first=begun + each.first) for each in own]
-            columns += rows
+            stretches += [
+                each._replace(
+                    side=values,
+                    first=begun + each.first,
+                    # Counted as a block is: in values, bytes or float16.
+                    scale_head=before * each.scale_block // size,
+                )
+                for each in own
+            ]
+            columns += [each._replace(head=before * each.block // size) for each in rows]
+            start += side.nbytes
+        before += size
     # Not as inference tensors: they outlive the mode they were made in.
     with torch.inference_mode(False):
         tables = [
             torch.tensor(rows, dtype=torch.int64, device=device) for rows in (stretches, columns)
         ]
-    return TokenMove(layout, segment, source, tables[0], tables[1], tuple(fixed.values()))
+    return tables[0], tables[1], tuple(fixed.values())
 
 
-def _segment_places(placed: Placed) -> list[tuple[int, int, int]]:
+def _segment_places(
+    layout: SegmentsLayout, segment: int, head: int, values: int
+) -> list[tuple[int, int, int, int]]:
     """Return where every column of a side at full precision lies, as `MovedColumn` has it."""
-    side, start, size = placed
-    unit = side.dtype.itemsize
+    sides, unit = layout.sides(segment, head), layout.dtype.itemsize
+    side, start = sides[values], sides[0].nbytes * values
+    before = sum(layout.block_bytes(segment, other) for other in range(head)) // unit
+    size = layout.block_bytes(segment, head) // unit
     return [
-        ((start + side.plane_at(plane)) // unit + column, size // unit, plane.width)
+        ((start + side.plane_at(plane)) // unit + column, before, size, plane.width)
         for plane in side.planes
         for column in range(plane.width)
     ]
 
 
-def _plane_places(layout: RaggedLayout, head: int, values: int) -> list[tuple[int, int, int]]:
+def _plane_places(layout: RaggedLayout, head: int, values: int) -> list[tuple[int, int, int, int]]:
     """Return where every column of a head's planes lies, as `MovedColumn` has it."""
+    assert layout.capacity == 1
     begin = layout.offsets[head][values]
     found = []
     for chunk in chunks((layout.value_widths if values else layout.key_widths)[head]):
-        # Blocks are rows, and matter in a pool alone.
-        found += [(begin + number, layout.row, chunk) for number in range(chunk)]
-        begin += layout.capacity * chunk
+        # Blocks are rows, and matter in a pool alone, whose pages are as far apart as they are.
+        found += [(number, begin, 0, chunk) for number in range(chunk)]
+        begin += chunk
     return found

@@ -209,7 +209,12 @@ class RowSide(Side):
         ]
 
     def moved(
-        self, start: int, size: int, came: Sequence[tuple[int, int, int]], lowest: int, free: int
+        self,
+        start: int,
+        size: int,
+        came: Sequence[tuple[int, int, int, int]],
+        lowest: int,
+        free: int,
     ) -> tuple[list[Stretch], list[MovedColumn]]:
         """Return how one launch stores a token: a stretch for every scale; as `Side`."""
         scales = self.scale_places(start, size)

@@ -275,16 +275,23 @@ class Side(ABC):
 
     @abstractmethod
     def moved(
-        self, start: int, size: int, came: Sequence[tuple[int, int, int]], lowest: int, free: int
+        self,
+        start: int,
+        size: int,
+        came: Sequence[tuple[int, int, int, int]],
+        lowest: int,
+        free: int,
     ) -> tuple[list[Stretch], list[MovedColumn]]:
-        """Return how one launch stores a token, but for the side, and from row 0 of the table.
+        """Return how one launch stores a token, but for the side and head, and from row 0 on.
 
         Parameters
         ----------
-        start, size : int
-            As `Placed` has them.
-        came : sequence of (int, int, int)
-            Where each column comes from: the first three fields of `MovedColumn`.
+        start : int
+            Byte of a block at which the side begins.
+        size : int
+            Bytes from block to block.
+        came : sequence of (int, int, int, int)
+            Where each column comes from: the first four fields of `MovedColumn`.
         lowest : int
             Columns that the lowest level keeps.
         free : int

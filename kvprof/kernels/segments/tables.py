@@ -196,6 +196,8 @@ class Stretch(NamedTuple):
         geometry counts; 0 where there is no scale.
     tops : int
         Rows of that table behind those of the columns: the highest of 3 bits.
+    scale_head : int
+        For each block of a head, of all heads before.
     """
 
     side: int
@@ -205,18 +207,21 @@ class Stretch(NamedTuple):
     scale_block: int
     to_next: int
     tops: int = 0
+    scale_head: int = 0
 
 
 class MovedColumn(NamedTuple):
-    """Where a column comes from and goes to.
+    """Where a column comes from and goes to, whatever room there is.
 
     Attributes
     ----------
-    source_first, source_block, source_place : int
-        At full precision, in values: ``first + block·n + place·t`` in a row, for block n and its
-        token t.
+    source_first, source_head, source_block, source_place : int
+        At full precision, in values behind the segment's first: ``first + head·b + block·n +
+        place·t`` in a row, for heads of b blocks, block n and its token t; of planes b is the
+        tokens of a row.
     first, block, part, place : int
-        Where it goes: ``first + block·n + part·p + place·q`` for block n, part p and place q.
+        Where it goes: ``first + head·b + block·n + part·p + place·q`` behind the segment's first,
+        for heads of b blocks, block n, part p and place q.
     behind : int
         1 where the lowest level has lost it.
     bits, below, shift, apart : int
@@ -226,9 +231,12 @@ class MovedColumn(NamedTuple):
         All bits of its code.
     mate : int
         Of a highest bit: rows from its own to that of the one with which it shares a byte.
+    head : int
+        For each block of a head, of all heads before.
     """
 
     source_first: int
+    source_head: int
     source_block: int
     source_place: int
     first: int
@@ -242,3 +250,4 @@ class MovedColumn(NamedTuple):
     apart: int = 0
     code: int = 0
     mate: int = 0
+    head: int = 0

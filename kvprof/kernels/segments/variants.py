@@ -77,12 +77,17 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
         "low": "*i1",
         "source_capacity": "i32",
         "source_height": "i32",
+        "source_first": "i32",
+        "source_blocks": "i32",
         "source_row": "i32",
+        "source_page": "i32",
         "capacity": "i32",
         "pool": "i32",
+        "first": "i32",
+        "blocks": "i32",
         "stride": "i32",
     }
-    fixed = move_constants(SegmentsLayout((segment,)), 0) | {"LOW": True}
+    fixed = move_constants(SegmentsLayout((segment,)), 0) | {"LOW": True, "POOLED": False}
     return Variant(f"segments move {name} bf16", move_token, signature, fixed, 1)
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "KernelLayer",
     "LayerSpec",
     "ages",
+    "by_latent",
     "cut",
     "prefilled",
     "refused_width",
@@ -366,7 +367,7 @@ class KernelLayer(ABC):
         if matrices is None:
             matrices = self._prepared(query.device, query.dtype)
         with part(self._storing):
-            values = _by_latent(value, layout.heads)
+            values = by_latent(value, layout.heads)
             projected: Tensor = project_step(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
@@ -394,9 +395,9 @@ class KernelLayer(ABC):
         matrices = self._prepared(key.device, key.dtype)
         with part(self._storing):
             where = (layout, buffer, start)
-            keys = _by_latent(key, layout.heads)[..., : matrices.keys.depth]
+            keys = by_latent(key, layout.heads)[..., : matrices.keys.depth]
             project_keys(keys, matrices.keys, *where, valid=passing.hidden)
-            values = _by_latent(value, layout.heads)
+            values = by_latent(value, layout.heads)
             if matrices.values is None:
                 store_values(values, *where, valid=passing.hidden)
             else:
@@ -452,7 +453,7 @@ class KernelLayer(ABC):
         return self._matrices[key]
 
 
-def _by_latent(states: Tensor, latents: int) -> Tensor:
+def by_latent(states: Tensor, latents: int) -> Tensor:
     """Lay the heads that share a latent side by side: ``[batch, t, latents, n * d]``."""
     states = states.transpose(1, 2)
     return states if states.shape[2] == latents else unflatten(states.flatten(2), -1, (latents, -1))

@@ -1,6 +1,7 @@
 """What a layer stores where tokens are cut or quantised: segments of one buffer, for all rows."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -288,6 +289,8 @@ def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:
     return found
 
 
+#: Gives what the first layer that asks makes under a key.
+Once = Callable[[Hashable, Callable[[], Any]], Any]
 # Tokens of all rows whose addresses are held at once: 8 bytes for every value.
 _AT_ONCE = 8192
 
@@ -484,6 +487,82 @@ class SegmentStore(KernelStore):
         old, new : list of int
             Tokens of each row before and after.
         """
+        self.move_on(old, new)
+        layout = self.layout
+        assert layout is not None
+        count = keys.shape[1]
+        starts = torch.tensor(old, device=self.buffer.device)[:, None]
+        for begin in range(0, count, self._at_once):
+            part = slice(begin, min(count, begin + self._at_once))
+            numbers = torch.arange(first + part.start, first + part.stop, device=starts.device)
+            for number, slots in enumerate(self.at(first + part.start, first + part.stop, new)):
+                if slots is None:
+                    continue
+                places = addresses_of(layout, number, slots.where(numbers >= starts, NOWHERE))
+                self.put(places, keys[:, part], values[:, part], number)
+
+    def take_from(
+        self, planes: RaggedLayout, buffer: Tensor, old: list[int], new: list[int], once: Once
+    ) -> None:
+        """Store tokens that lie in planes by their number, in a few launches; as `take`.
+
+        Parameters
+        ----------
+        planes : RaggedLayout
+            Of as many rows, at the top level's widths.
+        buffer : Tensor
+            What they hold.
+        old, new : list of int
+            Tokens of each row before and after.
+        once : callable
+            Gives what the first of the layers makes under a key, as `KernelPass.once` does.
+        """
+        from kvprof.kernels.segments.moving import token_move  # Triton is for Linux only
+
+        self.move_on(old, new)
+        layout, device = self.layout, self.buffer.device
+        assert layout is not None
+        launches: list[tuple[int, Tensor, Tensor]] = once(
+            ("taken", self.stages, self.capacity, planes.capacity),
+            lambda: self._launches(layout, planes, old, new, device),
+        )
+        for segment, origins, targets in launches:
+            move = token_move(layout, segment, planes, device)
+            move.run(self.buffer, buffer, origins, targets, pooled=True)
+
+    def _launches(
+        self,
+        layout: SegmentsLayout,
+        planes: RaggedLayout,
+        old: list[int],
+        new: list[int],
+        device: torch.device,
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Return into which segments which slots of planes go, and to which of its slots."""
+        rooms = np.array([own.layout.capacity for own in layout.segments])
+        found: list[list[np.ndarray]] = [[], [], [], []]
+        for row, (begin, total) in enumerate(zip(old, new, strict=True)):
+            segments, slots = self.stages.slots_of(begin, total, total)
+            origins = row * planes.capacity + np.arange(begin, total)
+            for each, own in zip(
+                found, (segments, slots, origins, row * rooms[segments] + slots), strict=True
+            ):
+                each.append(own)
+        segments, slots, origins, targets = (np.concatenate(each) for each in found)
+        launches: list[tuple[int, Tensor, Tensor]] = []
+        for segment, own in enumerate(layout.segments):
+            # No two tokens of a launch may share a byte.
+            for slot in range(own.slots):
+                chosen = (segments == segment) & (slots % own.slots == slot)
+                if chosen.any():
+                    came, goes = (
+                        torch.from_numpy(each[chosen]).to(device) for each in (origins, targets)
+                    )
+                    launches.append((segment, came, goes))
+        return launches
+
+    def move_on(self, old: list[int], new: list[int]) -> None:
+        """Move tokens that have grown old since there were `old` of each row to where they last."""
         layout = self.layout
         assert layout is not None
         oldest = min(self._lasting(total) for total in old)
@@ -501,16 +580,6 @@ class SegmentStore(KernelStore):
                     source = addresses_of(layout, number, slots.where(moving, NOWHERE))
                     target = addresses_of(layout, len(before) - 1, after.where(moving, NOWHERE))
                     self.move(source, target, number, len(before) - 1)
-        count = keys.shape[1]
-        starts = torch.tensor(old, device=self.buffer.device)[:, None]
-        for begin in range(0, count, self._at_once):
-            part = slice(begin, min(count, begin + self._at_once))
-            numbers = torch.arange(first + part.start, first + part.stop, device=starts.device)
-            for number, slots in enumerate(self.at(first + part.start, first + part.stop, new)):
-                if slots is None:
-                    continue
-                places = addresses_of(layout, number, slots.where(numbers >= starts, NOWHERE))
-                self.put(places, keys[:, part], values[:, part], number)
 
     def _lasting(self, total: int) -> int:
         """Return from which token of a row on tokens may still move."""

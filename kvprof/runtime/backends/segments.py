@@ -11,14 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.kernels.planes import STEP, RaggedLayout
+from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
+from kvprof.kernels.project.step import project_step
 from kvprof.kernels.segments.append import Addresses, addresses_of, write
 from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout
+from kvprof.kernels.segments.side import PLACES, WIDEST_PLANE
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
-from kvprof.runtime.backends.layer import KernelLayer, LayerSpec, ages, prefilled, refused_width
+from kvprof.runtime.backends.layer import (
+    KernelLayer,
+    LayerSpec,
+    ages,
+    by_latent,
+    prefilled,
+    refused_width,
+)
 from kvprof.runtime.backends.matrices import Matrices, exact_matrices
 from kvprof.runtime.backends.ragged import rows_alike
 from kvprof.runtime.backends.segment_store import (
@@ -38,7 +47,7 @@ from kvprof.runtime.backends.state import KernelState, KernelStore
 from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN, Codec, RowRms, codec_for
 from kvprof.runtime.rows import Part, RowGroup, plain_part
-from kvprof.runtime.tensors import is_capturing
+from kvprof.runtime.tensors import aside, is_capturing
 
 __all__ = ["SegmentKernelLayer"]
 
@@ -72,8 +81,9 @@ class _Doing:
     Attributes
     ----------
     step : Step
-    newest : Addresses or TokenMove
-        Where the step's own token goes, or what takes it there in one launch.
+    newest : Addresses or TokenMove or None
+        Where the step's own token goes, or what takes it there in one launch; None where the
+        projection stores it there by itself.
     moves : list of _Addressed or TokenMove
         The same of each of the step's moves.
     """
@@ -164,10 +174,40 @@ class SegmentKernelLayer(KernelLayer):
         layout = store.layout
         assert layout is not None
         doing = passing.once((layout, self.stages), lambda: self._doing(store, layout, passing))
-        own = self._dense(layout.batch, 1)
-        buffer = states[0].new_empty(own.elements)
+        if doing.newest is None:
+            queries = self._projected_into(store.buffer, layout, doing.step.newest, *states)
+        else:
+            queries = self._projected_apart(store, passing, doing, *states)
+        device = store.buffer.device
+        step = state.segments_step(layout, device)
+        if is_capturing(device):
+            state.held.append((doing, step))  # a replay reads what they hold
+        schedule = state.cut(passing, step, lambda: doing.step.lengths, store.capacity)
+        output: Tensor = step.run(queries[:, 0], store.buffer, schedule, **scoring)
+        with part(self._moving), aside(device):
+            for (before, source, after, target), move in zip(
+                doing.step.moves, doing.moves, strict=True
+            ):
+                if isinstance(move, _Addressed):
+                    store.move(move.source, move.target, before, after)
+                else:
+                    move.run(store.buffer, None, source, target)
+        return output.unsqueeze(1)
+
+    def _projected_apart(
+        self,
+        store: SegmentStore,
+        passing: KernelPass,
+        doing: _Doing,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """Project the step's token to planes of its own and store it from there."""
+        own = self._dense(len(passing.start), 1)
+        buffer = query.new_empty(own.elements)
         first = passing.once("nowhere yet", lambda: torch.zeros_like(passing.start))
-        queries = self._projected(own, buffer, first, passing, *states)
+        queries = self._projected(own, buffer, first, passing, query, key, value)
         low = doing.step.low
         with part(self._storing):
             if isinstance(doing.newest, Addresses):
@@ -180,20 +220,38 @@ class SegmentKernelLayer(KernelLayer):
                 write(store.buffer, doing.newest, keys, values)
             else:
                 doing.newest.run(store.buffer, buffer, first, doing.step.newest, low)
-        step = state.segments_step(layout, buffer.device)
-        if is_capturing(buffer.device):
-            state.held.append((doing, step))  # a replay reads what they hold
-        schedule = state.cut(passing, step, lambda: doing.step.lengths, store.capacity)
-        output: Tensor = step.run(queries[:, 0], store.buffer, schedule, **scoring)
-        with part(self._moving):
-            for (before, source, after, target), move in zip(
-                doing.step.moves, doing.moves, strict=True
-            ):
-                if isinstance(move, _Addressed):
-                    store.move(move.source, move.target, before, after)
-                else:
-                    move.run(store.buffer, None, source, target)
-        return output.unsqueeze(1)
+        return queries
+
+    def _projected_into(
+        self,
+        buffer: Tensor,
+        layout: SegmentsLayout,
+        newest: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """Project the step's token to its slots of segment 0, of which the first block holds all.
+
+        A launch less in every layer.
+        """
+        matrices = self._prepared(query.device, query.dtype)
+        exact = layout.segments[0]
+        with part(self._storing):
+            projected: Tensor = project_step(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                by_latent(value, layout.heads),
+                matrices.keys,
+                self._dense(layout.batch, PLACES * exact.slots),
+                in_rows(buffer, layout.batch).view(layout.dtype),
+                newest,
+                query_bases=matrices.queries,
+                value_bases=matrices.values,
+                blocks=exact.blocks,
+                widest=WIDEST_PLANE,
+            )
+        return projected
 
     def _doing(self, store: SegmentStore, layout: SegmentsLayout, passing: KernelPass) -> _Doing:
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
@@ -217,6 +275,9 @@ class SegmentKernelLayer(KernelLayer):
                 else _Addressed(at(before, source), at(after, target))
                 for before, source, after, target in step.moves
             ]
+            exact = layout.segments[0]
+            if fused and step.low is None and exact.layout.capacity <= PLACES * exact.slots:
+                return _Doing(step, None, moves)
             if fused:
                 planes = self._dense(layout.batch, 1)
                 return _Doing(step, token_move(layout, 0, planes, device), moves)
@@ -246,6 +307,8 @@ class SegmentKernelLayer(KernelLayer):
         scoring: dict[str, Any],
     ) -> Tensor:
         """Attend to what is stored and to the pass's own tokens, then store these."""
+        from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
+
         old, new = state.seen(state.past), state.seen(state.past + passing.tokens)
         past, total = max(old), max(1, *new)
         layout = self._dense(len(old), total)
@@ -269,9 +332,12 @@ class SegmentKernelLayer(KernelLayer):
                 self._cut_old(store, layout, buffer, passing, old, new)
         output = prefilled(projected, space, heads, passing.after, new, scoring)
         with part(self._moving):
-            first = min(old)
-            rows = rows_of(layout, buffer, first, max(new))
-            store.take(*rows, first, old, new)
+            if uses_triton(buffer.device):
+                store.take_from(layout, buffer, old, new, passing.once)
+            else:
+                first = min(old)
+                rows = rows_of(layout, buffer, first, max(new))
+                store.take(*rows, first, old, new)
         return output
 
     def _cut_old(

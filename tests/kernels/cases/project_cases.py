@@ -19,6 +19,9 @@ from kvprof.kernels.project.step import (
     project_values,
     store_values,
 )
+from kvprof.kernels.segments.append import append
+from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.segments.side import PLACES, WIDEST_PLANE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * (DEVICE.type == "cuda")
@@ -371,3 +374,67 @@ def test_a_captured_step_follows_its_starts():
     torch.cuda.synchronize()
     given.check_queries(found, given.bases)
     given.check_buffer()
+
+
+def check_first_block(
+    widths: list[tuple[int, int]], batch: int, room: int, folded: bool, dtype, device, seed: int
+) -> None:
+    """A segment's first block gets what `append` stores of the same projection."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = [tuple(own[side] for own in widths) for side in (0, 1)]
+    heads, depth, group = len(widths), 32, 2
+    layout = SegmentsLayout(
+        (
+            Segment(RaggedLayout(*sides, group, batch, room)),
+            Segment(RaggedLayout(*sides, group, batch, 70), 4, 4),
+        ),
+        dtype,
+    )
+    # Another row's bytes, and other tokens', stay what they are.
+    numbers = torch.randn(layout.nbytes // dtype.itemsize, generator=generator).to(dtype)
+    buffer = numbers.view(torch.uint8).clone().to(device)
+    start = torch.randint(-1, room, (batch,), generator=generator, dtype=torch.int32).to(device)
+
+    def states(*shape: int) -> Tensor:
+        return torch.randn(batch, 1, *shape, generator=generator).to(device, dtype)
+
+    def bases(side: int) -> BasisSet:
+        own = [torch.randn(depth, width, generator=generator) for width in sides[side]]
+        return basis_set(own, dtype=dtype, device=device)
+
+    keys, value_bases = bases(0), None if folded else bases(1)
+    value = states(sum(sides[1])) if folded else states(heads, depth)
+    given = states(heads * group, depth), states(heads, depth), value, keys
+    planes = RaggedLayout(*sides, group, batch, 1)
+    apart = torch.zeros(planes.elements, dtype=dtype, device=device)
+    wanted = buffer.clone()
+    queries = project_step(
+        *given, planes, apart, torch.zeros_like(start).int(), value_bases=value_bases
+    )
+    pairs = [planes.head(apart, head) for head in range(heads)]
+    append(wanted, layout, 0, *zip(*pairs, strict=True), start)
+    exact = layout.segments[0]
+    found = project_step(
+        *given,
+        RaggedLayout(*sides, group, batch, PLACES * exact.slots),
+        buffer.view(batch, -1).view(dtype),
+        start,
+        value_bases=value_bases,
+        blocks=exact.blocks,
+        widest=WIDEST_PLANE,
+    )
+    assert torch.equal(found, queries)
+    assert torch.equal(buffer, wanted)
+
+
+@few
+@given(
+    st.lists(st.tuples(*[st.integers(1, 9).map(lambda n: 16 * n)] * 2), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, PLACES),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.integers(0, 10**6),
+)
+def test_the_first_block_of_a_segment(widths, batch, room, folded, dtype, seed):
+    check_first_block(widths, batch, room, folded, dtype, DEVICE, seed)

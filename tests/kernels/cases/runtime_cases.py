@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvprof.kernels.segments import moving
 from kvprof.kernels.segments.moving import TokenMove, token_move
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.runtime.backends import segments
@@ -91,6 +92,7 @@ def test_steps_move_tokens_by_launches_whose_tables_live_as_long_as_the_cache(mo
         tables = weakref.ref(doing.newest.columns), weakref.ref(doing.moves[2].columns)
         del doing
         token_move.cache_clear()
+        moving._tables.cache_clear()
         gc.collect()
         assert all(ref() is not None for ref in tables)
 
