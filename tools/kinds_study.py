@@ -4,13 +4,22 @@ One sample, plans of one calibration at the same rates, with 4, 8, 16 kinds and 
 limit that changes no rank is told and not measured again. Text is scored in a single pass through
 the cache, which shows all of an unquantised plan. Writes a file of results and prints the table::
 
-    python tools/kinds_study.py docs/findings/kinds-reference.json
-    python tools/kinds_study.py docs/findings/kinds-smollm2.json --model smollm2 --sequences 2 \
+    python tools/kinds_study.py docs/findings/kinds/reference.json
+    python tools/kinds_study.py docs/findings/kinds/smollm2.json --model smollm2 --sequences 2 \
         --seq-len 256 --tokens 2048
+    python tools/kinds_study.py docs/findings/kinds/kernels.json --kernels
+
+With ``--kernels`` the decode kernels of as many kinds are compiled for an H100 instead, which needs
+no GPU: each alone, in a process of its own and into an empty cache.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +45,46 @@ _FIGURES = (
     "kl",
 )
 
+#: Heads of the ragged layer that docs/benchmarks times: K's and V's width.
+_WIDTHS = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
+_ARCHITECTURE = 90
+
+
+def _compiled(kinds: int, bits: int | None) -> dict[str, Any]:
+    """Compile a decode kernel for so many kinds of head, from an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        import torch
+
+        from kvprof.kernels.compile import compile_variant
+        from kvprof.kernels.decode.variants import decode_form
+        from kvprof.kernels.segments.variants import segments_form
+
+        widths = _WIDTHS[:kinds]
+        if bits is None:
+            form = decode_form("kinds", "bf16", widths)
+        else:
+            form = segments_form("kinds", torch.bfloat16, 4, ((widths, bits, bits),))
+        begun = time.perf_counter()
+        found = compile_variant(form, _ARCHITECTURE)
+        seconds = time.perf_counter() - begun
+        (binary,) = Path(folder).rglob("*.cubin")
+        return {"seconds": seconds, "cubin_bytes": binary.stat().st_size, **found}
+
+
+def kernel_rows() -> list[dict[str, Any]]:
+    """Return what the decode kernels of 1 to 8 kinds take to compile, and how large they are."""
+    rows = []
+    context = multiprocessing.get_context("spawn")
+    for bits in (None, 4):
+        for kinds in (1, 2, 4, 8):
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                pool.submit(_compiled, 1, None).result()  # what a process pays once
+                found = pool.submit(_compiled, kinds, bits).result()
+            rows.append({"bits": bits, "kinds": kinds, **found})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
 
 def main() -> None:
     """Measure and write."""
@@ -47,7 +96,16 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=384)
     parser.add_argument("--tokens", type=int, default=8192, help="of the calibration text")
+    parser.add_argument("--kernels", action="store_true", help="what kinds cost the compilers")
     given = parser.parse_args()
+    common = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": collect_environment(),
+    }
+    if given.kernels:
+        result = {**common, "architecture": f"sm_{_ARCHITECTURE}", "rows": kernel_rows()}
+        given.file.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        return
 
     loaded = load_model(given.model, device="cpu")
     sources = tuple(parse_source(name) for name in ("prose", "code"))
@@ -83,12 +141,11 @@ def main() -> None:
                     )
                     print(json.dumps(rows[-1]), flush=True)
     result = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **common,
         "model": given.model,
         "sequences": 2 * given.sequences,
         "seq_len": given.seq_len,
         "calibration": f"calibration, {given.tokens} tokens",
-        "environment": collect_environment(),
         "rows": rows,
     }
     given.file.write_text(json.dumps(result, indent=1) + "\n", "utf-8")

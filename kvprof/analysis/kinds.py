@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 
 from kvprof.errors import UsageError
 
-__all__ = ["KindChooser", "Lattice", "left_sums", "spread_ranks"]
+__all__ = ["KINDS", "KindChooser", "Lattice", "left_sums", "spread_ranks"]
+
+#: Kinds of head that a plan has at most unless it is told otherwise. Ranks in steps of 16 have no
+#: more by themselves on the models that were measured (docs/findings.md).
+KINDS = 8
 
 #: A loss that no assignment takes: a rank that a head does not have.
 _NEVER = 1e30

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from kvprof.analysis.kinds import KINDS
 from kvprof.benchmark.plans import Widths, layer_words, of_shape
 from kvprof.benchmark.ranks import ranks_from, resampled_layers
 from kvprof.benchmark.shapes import Rope, Shape, layout_of
@@ -308,7 +309,7 @@ def _recorded(
 ) -> list[Widths]:
     if ranks is not None:
         return [ranks_from(ranks, shape)] * layers
-    kinds = dict(asked.options).get("kinds", 0)
+    kinds = dict(asked.options).get("kinds", KINDS)
     return resampled_layers(shape, layers, rate, asked.base, kinds=kinds)
 
 

@@ -1,5 +1,6 @@
 """``fdc``: joint bases of Q and K and of V and W_O, one removal rate for all (FDC §5)."""
 
+from kvprof.analysis.kinds import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Count, KeyBasis, Positive, ValueBasis
@@ -15,7 +16,7 @@ def fdc(
     allocation: Allocation = "removal",
     grid: Positive = 16,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
 ) -> PlanFamily:
     """Return FDC's plans: Q and K projected online after RoPE, V folded (FDC §5.1, §5.2, eq. 1).
 

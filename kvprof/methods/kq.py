@@ -1,5 +1,6 @@
 """``kq``: the optimal pairs of bases for ``Q Kᵀ`` and for ``V W_O`` (KQ-SVD, arXiv 2512.05916)."""
 
+from kvprof.analysis.kinds import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Count, KeyBasis, Positive, ValueBasis
@@ -15,7 +16,7 @@ def kq(
     allocation: Allocation = "removal",
     grid: Positive = 16,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
 ) -> PlanFamily:
     """Return plans of the optimal pair, at run time as cheap as ``fdc``.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvprof.analysis.kinds import KINDS
 from kvprof.analysis.rank_allocation import Grid
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import (
@@ -30,7 +31,7 @@ def palu(
     hadamard: bool = False,
     grid: Positive = 32,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
 ) -> PlanFamily:
     """Return Palu's plans: whitened decomposition of W_K and W_V over groups of heads.
 

@@ -1,5 +1,6 @@
 """``svd-k``, ``svd-v`` and ``svd-kv``: bases of K or V alone, the plain choice (ZACK §3.1)."""
 
+from kvprof.analysis.kinds import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Count, Positive
@@ -13,7 +14,7 @@ def svd_kv(
     allocation: Allocation = "removal",
     grid: Positive = 16,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
 ) -> PlanFamily:
     """Return plans with the SVD of K alone and of V alone (EigenAttention, Loki)."""
     return projected(
@@ -34,7 +35,7 @@ def svd_k(
     allocation: Allocation = "removal",
     grid: Positive = 16,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
 ) -> PlanFamily:
     """Return plans that compress K alone, by its own SVD; V stays as it is."""
     return projected(
@@ -55,7 +56,7 @@ def svd_v(
     allocation: Allocation = "removal",
     grid: Positive = 16,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
 ) -> PlanFamily:
     """Return plans that compress V alone, by its own SVD; K stays as it is."""
     return projected(

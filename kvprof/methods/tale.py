@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated
 
+from kvprof.analysis.kinds import KINDS
 from kvprof.analysis.rank_allocation import Grid
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
@@ -51,7 +52,7 @@ def tale(
     allocation: Allocation = "uniform",
     grid: Positive = 16,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
 ) -> PlanFamily:
     """Return TALE's plans without its quantiser; the knob is what the middle level loses (r_0).
 
@@ -97,7 +98,7 @@ def tale_kivi(
     allocation: Allocation = "uniform",
     grid: Positive = 16,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
     bits: Annotated[tuple[int, int], Among(8, 4, 3, 2)] = PUBLISHED_BITS,
     window: Count = 128,
 ) -> PlanFamily:

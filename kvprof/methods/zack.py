@@ -1,5 +1,6 @@
 """``zack``: as ``fdc``, and Q and K folded too where the model has no RoPE (ZACK §4, §5)."""
 
+from kvprof.analysis.kinds import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Count, KeyBasis, Positive, ValueBasis
@@ -15,7 +16,7 @@ def zack(
     allocation: Allocation = "removal",
     grid: Positive = 16,
     minimum: Positive = 16,
-    kinds: Count = 0,
+    kinds: Count = KINDS,
 ) -> PlanFamily:
     """Return ZACK's plans (ZACK §4.1, §4.3, eq. 6).
 

@@ -242,7 +242,7 @@ def read_result(path: Path) -> dict[str, Any]:
     _check_schema_name(path, result["schema"])
     if isinstance(result.get("kind"), str) and result["kind"] not in kinds():
         raise FailedError(
-            f"{path}: kind {result['kind']!r} is unknown to this kvprof, which knows "
+            f"{path}: kind {result['kind'][:40]!r} is unknown to this kvprof, which knows "
             f"{', '.join(kinds())}; upgrade kvprof to read it"
         )
     try:

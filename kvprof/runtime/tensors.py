@@ -68,8 +68,27 @@ def _stream(device: torch.device, name: str = "capture") -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-#: The branch of the graph that a thread captures (`aside`); no attribute where it captures none.
-_branches = threading.local()
+class _Capture(threading.local):
+    """What a thread captures.
+
+    Attributes
+    ----------
+    under_way : bool
+        Whether `capturing` captures anything.
+    branch : torch.cuda.Stream or None
+        Of the graph, once it has one (`aside`).
+    """
+
+    under_way = False
+    branch: torch.cuda.Stream | None = None
+
+    def join(self, device: torch.device | None) -> None:
+        """Let what is queued now wait for the branch: a graph has to end in one stream."""
+        if self.branch is not None:
+            torch.cuda.current_stream(device).wait_stream(self.branch)
+
+
+_capture = _Capture()
 
 
 @contextmanager
@@ -85,14 +104,13 @@ def aside(device: torch.device) -> Iterator[None]:
     device : torch.device
         Where the body runs.
     """
-    branch: torch.cuda.Stream | None = getattr(_branches, "stream", None)
-    if branch is None or is_timing() or branch.device != device or not is_capturing(device):
+    if not _capture.under_way or is_timing() or not is_capturing(device):
         yield
         return
+    branch = _capture.branch = _stream(device, "aside")
     branch.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(branch):
         yield
-    _branches.begun = True
 
 
 @contextmanager
@@ -120,12 +138,10 @@ def capturing(
     gc.disable()
     try:
         with on(device), torch.cuda.graph(graph, pool=pool, **options):
-            stream = torch.cuda.current_stream(device)
-            _branches.stream, _branches.begun = _stream(stream.device, "aside"), False
+            _capture.under_way, _capture.branch = True, None
             yield
-            if _branches.begun:
-                stream.wait_stream(_branches.stream)
+            _capture.join(device)
     finally:
-        _branches.stream = None
+        _capture.under_way = False
         if before:
             gc.enable()

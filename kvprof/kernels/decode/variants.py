@@ -7,10 +7,10 @@ from kvprof.kernels.parts import merge_pieces
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import Variant
 
-__all__ = ["VARIANTS"]
+__all__ = ["VARIANTS", "decode_form"]
 
 
-def _decode(
+def decode_form(
     name: str,
     dtype: str,
     widths: tuple[tuple[int, int], ...],
@@ -20,6 +20,7 @@ def _decode(
     capped: bool = False,
     schedule: str = "equal",
 ) -> Variant:
+    """Return the kernel over planes for heads of these widths, each a kind."""
     keys, values = zip(*widths, strict=True)
     layout = RaggedLayout(keys, values, group, 1, 1)
     size = 4 if dtype == "fp32" else 2
@@ -110,15 +111,15 @@ _RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64
 
 #: Full width, a ragged layer, the odd widths at both ends, pages, and what options and groups add.
 VARIANTS = (
-    _decode("full", "bf16", ((128, 128),)),
-    _decode("ragged", "bf16", _RAGGED),
-    _decode("ends", "bf16", ((16, 256), (240, 16))),
-    _decode("ragged, pages of 64", "bf16", _RAGGED, page=64),
-    _decode("small pages, capped", "fp16", _RAGGED[:3], page=16, capped=True),
-    _decode("latents", "bf16", ((512, 480), (128, 512)), group=16),
-    _decode("latents, large group", "bf16", ((256, 256), (240, 128)), group=32),
-    _decode("longest first", "bf16", _RAGGED, schedule="lpt"),
-    _decode("ragged", "fp32", _RAGGED[:3]),
+    decode_form("full", "bf16", ((128, 128),)),
+    decode_form("ragged", "bf16", _RAGGED),
+    decode_form("ends", "bf16", ((16, 256), (240, 16))),
+    decode_form("ragged, pages of 64", "bf16", _RAGGED, page=64),
+    decode_form("small pages, capped", "fp16", _RAGGED[:3], page=16, capped=True),
+    decode_form("latents", "bf16", ((512, 480), (128, 512)), group=16),
+    decode_form("latents, large group", "bf16", ((256, 256), (240, 128)), group=32),
+    decode_form("longest first", "bf16", _RAGGED, schedule="lpt"),
+    decode_form("ragged", "fp32", _RAGGED[:3]),
     _merge(32, 256, beside=False),
     _merge(128, 16, beside=True),
     _cut(),

@@ -13,12 +13,12 @@ from kvprof.kernels.segments.moving import constants as move_constants
 from kvprof.kernels.segments.side import Side, SideKind
 from kvprof.kernels.variants import Variant
 
-__all__ = ["VARIANTS"]
+__all__ = ["VARIANTS", "segments_form"]
 
 _Spec = tuple[tuple[tuple[SideKind, SideKind], ...], Bits, Bits]
 
 
-def _segments(
+def segments_form(
     name: str,
     dtype: torch.dtype,
     group: int,
@@ -27,6 +27,7 @@ def _segments(
     *,
     page: int = 0,
 ) -> Variant:
+    """Return the kernel over segments, each with its heads, each a kind, and its formats."""
     segments = tuple(
         segment_of(pairs, group, 1, page or 64, key_bits, value_bits, columns, paged=page > 0)
         for pairs, key_bits, value_bits in specs
@@ -105,8 +106,8 @@ def _own(geometry: type[Side]) -> list[Variant]:
     bits = next(iter(geometry.forms))
     own, name = (geometry.compiled, bits, bits), geometry.words
     return [
-        _segments(name, torch.bfloat16, 4, ((_FULL, None, None), own), None),
-        _segments(f"{name}, pages of 128", torch.float16, 4, (own,), None, page=128),
+        segments_form(name, torch.bfloat16, 4, ((_FULL, None, None), own), None),
+        segments_form(f"{name}, pages of 128", torch.float16, 4, (own,), None, page=128),
     ]
 
 
@@ -114,14 +115,14 @@ def _own(geometry: type[Side]) -> list[Variant]:
 #: TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with every way to
 #: round it.
 VARIANTS = (
-    _segments("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
-    _segments("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
-    *(_segments(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
+    segments_form("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
+    segments_form("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
+    *(segments_form(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
     *(form for geometry in GEOMETRIES for form in _own(geometry)),
-    _segments(
+    segments_form(
         "tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))
     ),
-    _segments("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
+    segments_form("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
     Variant(
         "segments cut",
         cut_units,
