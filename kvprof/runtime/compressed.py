@@ -169,9 +169,11 @@ def compressed(
         kind, a model in training mode, contexts that nest, rolling back what cannot be.
     """
     loaded = model if isinstance(model, LoadedModel) else wrap_model(model)
-    check_fits(plan, loaded.layout, loaded.fingerprint)
+    # Whether the weights are still what they were costs a pass over all of them.
+    fingerprint = loaded.fingerprint
+    check_fits(plan, loaded.layout, fingerprint)
     session = Compression(loaded, plan, kernels)
-    check_runs(loaded)
+    check_runs(loaded, fingerprint)
     with _running(session), _faster(session, graphs, fused):
         yield session
 
@@ -180,8 +182,14 @@ def compressed(
 _found: WeakKeyDictionary[PreTrainedModel, tuple[str, str | None]] = WeakKeyDictionary()
 
 
-def check_runs(loaded: LoadedModel) -> None:
+def check_runs(loaded: LoadedModel, fingerprint: str | None = None) -> None:
     """Make sure that a model can run with a compressed cache, before anything is measured for one.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    fingerprint : str, optional
+        What `LoadedModel.fingerprint` has just returned; asked again by default.
 
     Raises
     ------
@@ -189,23 +197,24 @@ def check_runs(loaded: LoadedModel) -> None:
         When it cannot.
     """
     refuse_latent_attention(loaded.layout)
-    if (reason := refusal(loaded)) is not None:
+    if (reason := refusal(loaded, fingerprint)) is not None:
         raise UsageError(
             f"{loaded.layout.architecture} cannot run with a compressed cache: {reason} (spectrum "
             "and stability take it)"
         )
 
 
-def refusal(loaded: LoadedModel) -> str | None:
+def refusal(loaded: LoadedModel, fingerprint: str | None = None) -> str | None:
     """Return why a model cannot run with a compressed cache; None where it can.
 
     It is found out by a pass of a few tokens through a cache of full rank, whose logits have to be
-    the model's own; once for a model, as long as it stays as it is.
+    the model's own; once for a model, as long as it stays as it is, which `fingerprint` tells
+    (`check_runs`).
     """
     if loaded.layout.layers[0].mla:
         return "multi-head latent attention"
     known = _found.get(loaded.model)
-    fingerprint = loaded.fingerprint
+    fingerprint = fingerprint or loaded.fingerprint
     if known is None or known[0] != fingerprint:
         known = fingerprint, loaded.layout.unstorable or _tried(loaded)
         _found[loaded.model] = known

@@ -125,12 +125,15 @@ def _bias(module: nn.Module) -> Tensor | None:
 
 def _linear(matrix: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
     """Make ``y = x @ matrix + bias`` a module in the dtype of `like`."""
-    rows, columns = matrix.shape
-    linear = nn.Linear(rows, columns, bias=bias is not None, device="meta")
+    # Its own constructor draws weights first, on the meta device too, where that is slow.
+    linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(linear)
+    linear.in_features, linear.out_features = matrix.shape
     weight = matrix.T.contiguous().to(like.dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        linear.bias = nn.Parameter(bias.to(like.device, like.dtype), requires_grad=False)
+        bias = nn.Parameter(bias.to(like.device, like.dtype), requires_grad=False)
+    linear.register_parameter("bias", bias)
     return linear.eval()
 
 
