@@ -3,6 +3,7 @@
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from kvprof.errors import FailedError
@@ -42,8 +43,7 @@ def event_from(line: Mapping[str, Any]) -> Event:
     kind = _TYPES.get(str(line.get("event")))
     if kind is None:
         raise ValueError(f"{line.get('event')!r} is no event")
-    names = [entry.name for entry in fields(kind)]
-    known = {name: line[name] for name in names if name in line}
+    known = {name: line[name] for name in _names(kind) if name in line}
     for name in ("command", "cases", "throttled"):
         if isinstance(known.get(name), list):
             known[name] = tuple(known[name])
@@ -51,6 +51,11 @@ def event_from(line: Mapping[str, Any]) -> Event:
         return kind(**known)
     except TypeError as wrong:
         raise ValueError(f"a {kind.type} event: {wrong}") from wrong
+
+
+@cache
+def _names(kind: type[Event]) -> tuple[str, ...]:
+    return tuple(entry.name for entry in fields(kind))
 
 
 class DamagedLineError(Exception):
@@ -156,9 +161,9 @@ def _check_limits(event: Event) -> None:
     """Refuse what fits its type and can be no measurement: it would cost hours, or overflow."""
     if isinstance(event, RunStarted | RunFinished):
         return  # what they carry for the result, the result's schema looks at
-    for entry in fields(event):
-        if not _plausible(getattr(event, entry.name)):
-            raise ValueError(f"holds a {event.type} event whose {entry.name} nothing can have")
+    for name in _names(type(event)):
+        if not _plausible(getattr(event, name)):
+            raise ValueError(f"holds a {event.type} event whose {name} nothing can have")
     phase = getattr(event, "phase", None)
     if phase not in (None, *PHASES):
         known = " or ".join(PHASES)
@@ -175,44 +180,49 @@ def _check_limits(event: Event) -> None:
 
 def _plausible(value: Any) -> bool:
     """Tell whether no number in a value is far off, and no count below zero."""
-    if isinstance(value, bool | str):
+    if isinstance(value, float):
+        return abs(value) < _LARGEST
+    if value is None or isinstance(value, (bool, str)):
         return True
     if isinstance(value, int):
         return 0 <= value < _LARGEST
-    if isinstance(value, float):
-        return abs(value) < _LARGEST
     if isinstance(value, dict):
         return all(map(_plausible, value.values()))
-    return not isinstance(value, list | tuple) or all(map(_plausible, value))
+    return not isinstance(value, (list, tuple)) or all(map(_plausible, value))
 
 
 _Check = Callable[[Any], bool]
 
 
-_CHECKS: dict[str, list[tuple[str, _Check]]] = {}
-
-
+@cache
 def _checks(kind: type[Event]) -> list[tuple[str, _Check]]:
-    if kind.type not in _CHECKS:
-        hints = get_type_hints(kind)
-        _CHECKS[kind.type] = [(entry.name, _check(hints[entry.name])) for entry in fields(kind)]
-    return _CHECKS[kind.type]
+    hints = get_type_hints(kind)
+    return [(name, _check(hints[name])) for name in _names(kind)]
+
+
+# bool is an int to Python, and no number to a reader; JSON writes 1.0 s as 1 where it may.
+_ACCEPTED: dict[Any, tuple[type, ...]] = {
+    float: (float, int),
+    **{one: (one,) for one in (bool, int, str, type(None))},
+}
 
 
 def _check(hint: Any) -> _Check:
     """Return what tells whether a value read from JSON is of an annotated type."""
     origin, of = get_origin(hint), get_args(hint)
+    options = of if origin in (Union, types.UnionType) else (hint,)
+    if all(one in _ACCEPTED for one in options):
+        accepted = frozenset(kind for one in options for kind in _ACCEPTED[one])
+        return lambda value: type(value) in accepted
     if hint is Any:
         return lambda value: True
     if origin in (Union, types.UnionType):
-        options = [_check(one) for one in of]
-        return lambda value: any(fits(value) for fits in options)
+        checks = [_check(one) for one in of]
+        return lambda value: any(fits(value) for fits in checks)
     if origin in (list, tuple):
         entry = _check(of[0])
         return lambda value: isinstance(value, origin) and all(map(entry, value))
     if origin is dict:
         entry = _check(of[1])
         return lambda value: isinstance(value, dict) and all(map(entry, value.values()))
-    # bool is an int to Python, and no number to a reader; JSON writes 1.0 s as 1 where it may.
-    accepted = {float: (float, int), bool: (bool,)}.get(hint, (hint,))
-    return lambda value: type(value) in accepted
+    raise TypeError(f"no event has a field of {hint}")

@@ -318,13 +318,11 @@ def parse_json(content: bytes | str) -> Any:
     if _too_deep(content):
         raise ValueError("is nested too deeply to be a file of kvprof's")
     try:
-        value = json.loads(
-            content, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer
-        )
+        value = _DECODER.decode(content)
     except json.JSONDecodeError as problem:
         where = f"line {problem.lineno}, column {problem.colno}"
         raise ValueError(f"is damaged or cut off: {problem.msg} at {where}") from None
-    if _HALF.search(content) is not None:
+    if "\\u" in content and _HALF.search(content) is not None:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
@@ -395,6 +393,10 @@ def _integer(digits: str) -> int:
         shown = digits if len(digits) <= 40 else f"a number of {len(digits):,} digits"
         raise ValueError(f"holds {shown}, which is too large for any count")
     return value
+
+
+# Made once: a journal is read line by line.
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, parse_int=_integer)
 
 
 def _render(value: Any, indent: str) -> str:

@@ -16,7 +16,21 @@ from kvprof.records.result import build_result
 COUNTS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
-def stability_result(
+_MADE: dict[str, dict[str, Any]] = {}
+
+
+def stability_result(**shape: Any) -> dict[str, Any]:
+    """Return the result of a shape, worked out once, to be changed at will.
+
+    Heads and widths are per layer; `apart` is how far each dataset is from random tokens.
+    """
+    key = repr(sorted(shape.items()))
+    if key not in _MADE:
+        _MADE[key] = _stability_result(**shape)
+    return copy.deepcopy(_MADE[key])
+
+
+def _stability_result(
     *,
     source: str = "random",
     targets: Sequence[str] = ("prose", "code", "tasks"),
@@ -34,7 +48,6 @@ def stability_result(
     warnings: Sequence[str] = (),
     model: str | None = "reference",
 ) -> dict[str, Any]:
-    """Heads and widths per layer; `apart` is how far each dataset is from random tokens."""
     widths = tuple(widths or (32,) * len(heads))
     shape = tuple(zip(heads, widths, strict=True))
     ranks = list(ranks or (max(1, max(widths) // 4), max(1, max(widths) // 2)))
@@ -143,14 +156,11 @@ SHAPES = {
     "one dimension": {**SMALL, "heads": (1,), "widths": (1,), "seeds": 2},
     "loud": {**SMALL, "complete": False, "warnings": ("interrupted", "[bold]literal[/bold]")},
 }
-_CACHE: dict[str, dict[str, Any]] = {}
 
 
 def made(name: str = "plain") -> dict[str, Any]:
     """Return one of `SHAPES`, to be changed at will."""
-    if name not in _CACHE:
-        _CACHE[name] = stability_result(**SHAPES[name])
-    return copy.deepcopy(_CACHE[name])
+    return stability_result(**SHAPES[name])
 
 
 def averages(result: dict[str, Any], **keys: Any) -> list[dict[str, Any]]:
