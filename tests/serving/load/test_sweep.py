@@ -264,7 +264,7 @@ def quick(server, **options):
     return ServedTarget(Served("served", [parse_address(server.url)]), **options)
 
 
-SHORT = SweepOptions(load_lengths("in=50,out=8"), rates=(20.0, 40.0), requests=40)
+SHORT = SweepOptions(load_lengths("in=50,out=8"), rates=(40.0, 80.0), requests=40)
 
 
 def test_a_server_is_measured_from_outside_and_by_its_marks():
@@ -362,7 +362,7 @@ def test_a_server_that_is_killed_in_the_middle_is_told(here):
 def test_a_server_that_dies_of_a_rates_last_request_is_no_rate_that_fails(here):
     """One request lost of 40 looks like any failure; the rate must not be judged by it."""
     process = ServerProcess("full", child('{"dies_after": 41, "lingers": 1}'))  # 2 before the rate
-    complete, problems, events = sweep([ServedTarget(process)], replace(SHORT, rates=(20.0,)))
+    complete, problems, events = sweep([ServedTarget(process)], replace(SHORT, rates=(40.0,)))
     assert not complete
     assert str(problems[0]) == "full: its server was killed (signal 9)"
     (row,) = result_of(events)["data"]["rates"]
@@ -371,7 +371,7 @@ def test_a_server_that_dies_of_a_rates_last_request_is_no_rate_that_fails(here):
 
 def test_an_address_that_loses_a_rates_last_request_is_asked_whether_it_is_there():
     with FakeServer(Behaviour(fails={42: "cut"})) as server:
-        complete, problems, _ = sweep([quick(server)], replace(SHORT, rates=(20.0,)))
+        complete, problems, _ = sweep([quick(server)], replace(SHORT, rates=(40.0,)))
     assert (complete, problems) == (True, [])
 
 
