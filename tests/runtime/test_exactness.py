@@ -4,6 +4,7 @@
 the methods' own, calibrated.
 """
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,6 +67,7 @@ _LOSSY = (
 _TOKENS = 4
 
 
+@cache
 def full_rank(name: str, arch: str) -> Plan:
     method, options = METHODS_AT_FULL_RANK[name]
     plan = plan_at(plan_family(method, inputs(arch), **options), 0.0)

@@ -1,6 +1,7 @@
 """Tests that need a GPU get as far as their first session on a CPU: so their plans can be built."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.runtime import test_kernel_gpu as gpu
 from tests.runtime import test_kernel_rebuilt_gpu as rebuilt
 
 MODULES = (gpu, rebuilt)
+#: Their models, which stay here: each is examined once. On a GPU their own tests make others.
+_MODELS = {module: cache(module.model_of) for module in MODULES}
 
 
 class _Begun(Exception):
@@ -50,6 +53,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     monkeypatch.setattr(torch.nn.Module, "to", moved)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     monkeypatch.setattr(gpu, "compressed", compressed)
+    for module, model_of in _MODELS.items():
+        monkeypatch.setattr(module, "model_of", model_of)
     return found
 
 

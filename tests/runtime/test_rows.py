@@ -61,9 +61,13 @@ def decoded(session: Compression, cache: CompressedCache, order: list[int]) -> T
     return torch.cat(found, dim=1)
 
 
+# Of more layers each stores as these do.
+_LAYERS = 2
+
+
 @cache
 def wide() -> LoadedModel:
-    return wrap_model(tiny("Llama").double())
+    return wrap_model(tiny("Llama", num_hidden_layers=_LAYERS).double())
 
 
 @pytest.mark.parametrize("name", [*PLANS, "keyformer_under_rebuilt_keys"])
@@ -97,7 +101,7 @@ def test_rows_take_everything_with_them(name: str, static: bool) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_remembered_is_what_is_stored(name: str) -> None:
-    model = loaded("Llama")
+    model = loaded("Llama", num_hidden_layers=_LAYERS)
     plan = make_plan(model, **PLANS[name])
     ids = token_ids(2, 44)
 
