@@ -2,6 +2,7 @@ import copy
 import io
 import math
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,9 +15,19 @@ from kvprof.views.stability import NOISE_FLOOR, cost_rank, curves_of, head_costs
 from .synthetic_stability import SHAPES, SMALL, averages, made, stability_result
 
 
+@cache
+def shown(name="plain", width=80):
+    """Return the report of a shape, drawn once."""
+    return render_text(report(made(name)), width)
+
+
+def in_one_line(text):
+    """Return a report as one line, for sentences that may wrap anywhere."""
+    return re.sub(r"\s+", " ", text)
+
+
 def joined(result, width=100):
-    """Return the report as one line, for sentences that may wrap anywhere."""
-    return re.sub(r"\s+", " ", render_text(report(result), width))
+    return in_one_line(render_text(report(result), width))
 
 
 @pytest.fixture(params=SHAPES)
@@ -24,9 +35,10 @@ def result(request):
     return made(request.param)
 
 
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_widths_are_respected(result, width):
-    assert max(map(len, render_text(report(result), width).splitlines())) <= width
+def test_widths_are_respected(name, width):
+    assert max(map(len, shown(name, width).splitlines())) <= width
 
 
 def test_no_escape_code_without_colour(result):
@@ -46,12 +58,14 @@ def test_ascii_terminal(result):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_no_figure_is_python(result):
-    assert not re.search(r"\b(nan|None|inf)\b|%%", render_text(report(result), 120))
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_figure_is_python(name):
+    assert not re.search(r"\b(nan|None|inf)\b|%%", shown(name, 120))
 
 
-def test_every_target_and_every_claim_appears(result):
-    text = joined(result, 120)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_target_and_every_claim_appears(name):
+    result, text = made(name), in_one_line(shown(name, 120))
     for row in averages(result):
         assert f"{row['pair']}: {row['source']} against {row['target']}" in text
     for claim in result["data"]["claims"]:
@@ -126,7 +140,7 @@ def test_clusters_are_counted_in_columns():
 
 
 def test_without_seeds_to_compare_there_are_no_clusters():
-    text = render_text(report(made("moments")), 80)
+    text = shown("moments")
     assert "No clusters were aligned" in text
     assert "share of columns" not in text
 
@@ -168,8 +182,8 @@ def test_heat_map_is_the_mean_over_seeds_of_the_worst_target():
 
 
 def test_plots_need_a_sweep():
-    assert "by number of tokens" not in render_text(report(made("one count")), 80)
-    text = render_text(report(made()), 80)
+    assert "by number of tokens" not in shown("one count")
+    text = shown()
     assert text.count("by number of tokens") == 6
 
 
@@ -184,7 +198,7 @@ def test_lengths_are_told_apart():
     expected = [512, 100 * row["cost_same_length"], 2048, 100 * row["cost"]]
     assert figures(line) == pytest.approx(expected, rel=0.006)
     assert "sequences of 512" in joined(result)
-    assert "Length of the sequences" not in render_text(report(made()), 80)
+    assert "Length of the sequences" not in shown()
 
 
 def test_a_claim_that_cannot_be_judged():
@@ -210,11 +224,11 @@ def test_figures_that_are_null_are_not_shown_as_zero():
 
 
 def test_an_incomplete_run_is_loud():
-    text = render_text(report(made("loud")), 80)
+    text = shown("loud")
     assert text.startswith("INCOMPLETE:")
     assert text.count("INCOMPLETE:") == 2
     assert "- [bold]literal[/bold]" in text
-    assert "INCOMPLETE" not in render_text(report(made()), 80)
+    assert "INCOMPLETE" not in shown()
 
 
 def test_nothing_compared_at_all():
