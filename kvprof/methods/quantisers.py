@@ -130,7 +130,10 @@ def _normal(bits: int) -> tuple[tuple[float, ...], float]:
 
     for _ in range(_NORMAL_ROUNDS):
         shares, density = cells()
-        levels = -density.diff() / shares
+        moved = -density.diff() / shares
+        if torch.equal(moved, levels):
+            break
+        levels = moved
     shares, density = cells()
     # E (x - c)² = 1 - 2 Σ c ∫ x + Σ c² ∫ 1 over the cells.
     error = 1 + (levels.square() * shares + 2 * levels * density.diff()).sum()
