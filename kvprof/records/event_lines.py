@@ -3,7 +3,6 @@
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from kvprof.errors import FailedError
@@ -28,6 +27,8 @@ _LARGEST = 2.0**63  # of bytes, tokens, seconds, operations per second
 _MOST_LAYERS = 10_000
 _MOST_SERVERS = 100_000
 _TYPES: dict[str, type[Event]] = {kind.type: kind for kind in Event.__subclasses__()}
+# The names of each one's fields.
+_NAMES = {name: tuple(entry.name for entry in fields(kind)) for name, kind in _TYPES.items()}
 
 
 def event_from(line: Mapping[str, Any]) -> Event:
@@ -43,7 +44,7 @@ def event_from(line: Mapping[str, Any]) -> Event:
     kind = _TYPES.get(str(line.get("event")))
     if kind is None:
         raise ValueError(f"{line.get('event')!r} is no event")
-    known = {name: line[name] for name in _names(kind) if name in line}
+    known = {name: line[name] for name in _NAMES[kind.type] if name in line}
     for name in ("command", "cases", "throttled"):
         if isinstance(known.get(name), list):
             known[name] = tuple(known[name])
@@ -51,11 +52,6 @@ def event_from(line: Mapping[str, Any]) -> Event:
         return kind(**known)
     except TypeError as wrong:
         raise ValueError(f"a {kind.type} event: {wrong}") from wrong
-
-
-@cache
-def _names(kind: type[Event]) -> tuple[str, ...]:
-    return tuple(entry.name for entry in fields(kind))
 
 
 class DamagedLineError(Exception):
@@ -161,7 +157,7 @@ def _check_limits(event: Event) -> None:
     """Refuse what fits its type and can be no measurement: it would cost hours, or overflow."""
     if isinstance(event, RunStarted | RunFinished):
         return  # what they carry for the result, the result's schema looks at
-    for name in _names(type(event)):
+    for name in _NAMES[event.type]:
         if not _plausible(getattr(event, name)):
             raise ValueError(f"holds a {event.type} event whose {name} nothing can have")
     phase = getattr(event, "phase", None)
@@ -194,10 +190,14 @@ def _plausible(value: Any) -> bool:
 _Check = Callable[[Any], bool]
 
 
-@cache
+_CHECKS: dict[str, list[tuple[str, _Check]]] = {}
+
+
 def _checks(kind: type[Event]) -> list[tuple[str, _Check]]:
-    hints = get_type_hints(kind)
-    return [(name, _check(hints[name])) for name in _names(kind)]
+    if kind.type not in _CHECKS:
+        hints = get_type_hints(kind)
+        _CHECKS[kind.type] = [(name, _check(hints[name])) for name in _NAMES[kind.type]]
+    return _CHECKS[kind.type]
 
 
 # bool is an int to Python, and no number to a reader; JSON writes 1.0 s as 1 where it may.
