@@ -54,7 +54,8 @@ class PaperSetting:
         return [sentence for option, sentence in self.differs if option not in given]
 
 
-_FINE = {"grid": 1, "minimum": 1}
+# No paper limits the kinds of head, which are what kernels are compiled for.
+_FINE = {"grid": 1, "minimum": 1, "kinds": 0}
 
 PAPERS: dict[str, PaperSetting] = {
     "fdc:paper": PaperSetting(
@@ -92,7 +93,7 @@ PAPERS: dict[str, PaperSetting] = {
     ),
     "palu:paper": PaperSetting(
         "palu",
-        {"hadamard": True},
+        {"hadamard": True, "kinds": 0},
         "calibration",
         _SVD_LLM,
         fisher_tokens=2048 * 1024,

@@ -3,7 +3,7 @@
 import gc
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -95,9 +95,9 @@ _capture = _Capture()
 def aside(device: torch.device) -> Iterator[None]:
     """Run what nothing else in a captured step waits for beside what follows.
 
-    In a graph that `capturing` captures it becomes a branch, which begins after what was queued so
-    far and ends with the graph, so that the device need not wait for it; elsewhere, and where parts
-    are timed (`kvprof.runtime.clock`), it is queued as it comes.
+    In a graph that `capturing` captures, of a single step, it becomes a branch, which begins after
+    what was queued so far and ends with the graph, so that the device need not wait for it;
+    elsewhere, and where parts are timed (`kvprof.runtime.clock`), it is queued as it comes.
 
     Parameters
     ----------
@@ -138,10 +138,16 @@ def capturing(
     gc.disable()
     try:
         with on(device), torch.cuda.graph(graph, pool=pool, **options):
-            _capture.under_way, _capture.branch = True, None
-            yield
+            _capture.under_way = True
+            try:
+                yield
+            except BaseException:
+                # Else the end of the capture fails in its place.
+                with suppress(RuntimeError):
+                    _capture.join(device)
+                raise
             _capture.join(device)
     finally:
-        _capture.under_way = False
+        _capture.under_way, _capture.branch = False, None
         if before:
             gc.enable()

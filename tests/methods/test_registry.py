@@ -15,7 +15,7 @@ from kvprof.methods.named import (
     check_names,
     method_names,
 )
-from kvprof.methods.papers import papers_named
+from kvprof.methods.papers import PAPERS, papers_named
 from kvprof.methods.plan_report import compare_plans, describe, ranks_of
 from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family
@@ -308,3 +308,10 @@ def test_an_unknown_name_is_told_the_nearest(wrong: str, near: str) -> None:
 def test_what_only_kvpress_has_is_told_with_why_it_is_not_here(name: str) -> None:
     with pytest.raises(UsageError, match=r"kvpress.* asks for a transformers before 5\.3"):
         check_names([name])
+
+
+def test_no_papers_own_setting_limits_the_kinds_of_head() -> None:
+    assert {setting.method for setting in PAPERS.values()} > {"fdc", "zack", "palu", "tale"}
+    for name, setting in PAPERS.items():
+        made = family(setting.method, **setting.options).build(0.0).made
+        assert made["options"].get("kinds", 0) == 0, name

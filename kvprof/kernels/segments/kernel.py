@@ -339,7 +339,7 @@ def move_token(
     LOW: tl.constexpr,
     POOLED: tl.constexpr,
 ):
-    """Move one token of each row; a program per stretch of columns and row.
+    """Move a token of each row, or several (POOLED); a program per stretch of columns and token.
 
     No two tokens of a launch share a byte: those of a row share no place of a block.
 

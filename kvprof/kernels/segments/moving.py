@@ -1,4 +1,4 @@
-"""Launches what moves a step's token into the bytes of a segment."""
+"""Launches what moves single tokens into the bytes of a segment: a step's, or a prompt's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -110,7 +110,7 @@ def _(buffer: Tensor, *rest: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TokenMove:
-    """How a decoding step's token of each row gets into a segment.
+    """How single tokens get into a segment: one of each row, or as many as share no byte.
 
     Attributes
     ----------

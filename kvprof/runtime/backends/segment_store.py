@@ -520,15 +520,32 @@ class SegmentStore(KernelStore):
         from kvprof.kernels.segments.moving import token_move  # Triton is for Linux only
 
         self.move_on(old, new)
+        assert self.layout is not None
+        for segment, origins, targets in self.launches(planes, old, new, once):
+            move = token_move(self.layout, segment, planes, self.buffer.device)
+            move.run(self.buffer, buffer, origins, targets, pooled=True)
+
+    def launches(
+        self, planes: RaggedLayout, old: list[int], new: list[int], once: Once
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Return into which segments which slots of planes go, and to which of its slots.
+
+        Slots count on from row to row. No two tokens of one launch share a place of a block.
+
+        Parameters
+        ----------
+        planes, old, new, once
+            As `take_from` takes them.
+        """
         layout, device = self.layout, self.buffer.device
         assert layout is not None
-        launches: list[tuple[int, Tensor, Tensor]] = once(
-            ("taken", self.stages, self.capacity, planes.capacity),
+        # Layers may have as much room and unlike bits, so that other tokens share their bytes.
+        slots = tuple(own.slots for own in layout.segments)
+        found: list[tuple[int, Tensor, Tensor]] = once(
+            ("taken", self.stages, self.capacity, planes.capacity, slots),
             lambda: self._launches(layout, planes, old, new, device),
         )
-        for segment, origins, targets in launches:
-            move = token_move(layout, segment, planes, device)
-            move.run(self.buffer, buffer, origins, targets, pooled=True)
+        return found
 
     def _launches(
         self,
@@ -538,7 +555,7 @@ class SegmentStore(KernelStore):
         new: list[int],
         device: torch.device,
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Return into which segments which slots of planes go, and to which of its slots."""
+        """Return what `launches` says."""
         rooms = np.array([own.layout.capacity for own in layout.segments])
         found: list[list[np.ndarray]] = [[], [], [], []]
         for row, (begin, total) in enumerate(zip(old, new, strict=True)):
@@ -551,7 +568,7 @@ class SegmentStore(KernelStore):
         segments, slots, origins, targets = (np.concatenate(each) for each in found)
         launches: list[tuple[int, Tensor, Tensor]] = []
         for segment, own in enumerate(layout.segments):
-            # No two tokens of a launch may share a byte.
+            # Tokens of one place share bytes.
             for slot in range(own.slots):
                 chosen = (segments == segment) & (slots % own.slots == slot)
                 if chosen.any():

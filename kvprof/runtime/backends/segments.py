@@ -233,7 +233,8 @@ class SegmentKernelLayer(KernelLayer):
     ) -> Tensor:
         """Project the step's token to its slots of segment 0, of which the first block holds all.
 
-        A launch less in every layer.
+        A launch less in every layer. With a long window, or where a step's token may lose columns
+        at once (two levels), it goes by way of planes (`_projected_apart`).
         """
         matrices = self._prepared(query.device, query.dtype)
         exact = layout.segments[0]

@@ -97,6 +97,19 @@ def test_steps_move_tokens_by_launches_whose_tables_live_as_long_as_the_cache(mo
         assert all(ref() is not None for ref in tables)
 
 
+def test_a_step_of_one_level_is_projected_to_where_it_is_read(monkeypatch) -> None:
+    model = model_of("Llama", DTYPES[1], layers=1)
+    with (
+        compressed(model, make_plan(model, **QUANTISED["8-bit"]), "on") as session,
+        torch.no_grad(),
+    ):
+        cache = session.new_cache(40)
+        model.model(token_ids(1, 13).to(DEVICE), past_key_values=cache)
+        monkeypatch.setattr(segments, "is_capturing", lambda device: True)
+        model.model(token_ids(1, 1).to(DEVICE), past_key_values=cache)
+        assert cache.kernels.held[0][0].newest is None
+
+
 def test_rows_whose_prompt_has_not_begun_are_nothing() -> None:
     model = model_of("Llama", torch.float32)
     plan = make_plan(model, **PLANS["ragged"])
