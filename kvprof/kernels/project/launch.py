@@ -21,6 +21,7 @@ from kvprof.kernels.project.work import (
     Stream,
     Unit,
     Work,
+    begins_of,
     planes_of,
 )
 from kvprof.kernels.tables import joined_rows
@@ -51,8 +52,7 @@ def units(
     query: tuple[tuple[int, ...], int, int] | None,
     keys: tuple[tuple[int, ...], int] | None,
     values: tuple[tuple[int, ...], int, int] | None,
-    begins: tuple[int, ...],
-    widest_plane: int,
+    planes: tuple[tuple[int, ...], tuple[int, ...], int, int],
     widest: int,
     device: torch.device,
 ) -> Units:
@@ -65,12 +65,14 @@ def units(
     keys, values : tuple or None
         Widths per KV head, and d (0 where latents are only stored); of values also from which
         column on a row of latents has each head's, or 0 where they lie side by side.
-    begins : tuple of int
-        `Destination.begins`.
-    widest_plane, widest : int
-        Most columns of a plane, and of a unit.
+    planes : tuple
+        Key and value widths, blocks and widest plane of the `Destination`.
+    widest : int
+        Most columns of a unit.
     device : torch.device
     """
+    key_widths, value_widths, blocks, widest_plane = planes
+    begins = begins_of(key_widths, value_widths, blocks)
     rows: list[Unit] = []
     cases: list[Case] = []
 
@@ -213,7 +215,14 @@ def cut(work: Work, widest: int) -> Units:
         query,
         None if work.keys is None else given(work.keys),
         None if work.values is None else (*given(work.values), _latent_step(work.values)),
-        *(((), LARGEST_WIDTH) if destination is None else (destination.begins, destination.widest)),
+        ((), (), 1, LARGEST_WIDTH)
+        if destination is None
+        else (
+            destination.key_widths,
+            destination.value_widths,
+            destination.blocks,
+            destination.widest,
+        ),
         widest,
         work.states.device,
     )

@@ -18,6 +18,7 @@ __all__ = [
     "Stream",
     "Unit",
     "Work",
+    "begins_of",
     "planes_of",
 ]
 
@@ -145,15 +146,22 @@ class Destination:
 
     @property
     def begins(self) -> tuple[int, ...]:
-        """Where each head's first planes of K and of V begin in a row, per token of a plane."""
-        steps = []
-        for key, value in zip(self.key_widths, self.value_widths, strict=True):
-            steps += [key, value + (self.blocks - 1) * (key + value)]
-        return (0, *accumulate(steps))[:-1]
+        """From `begins_of`."""
+        return begins_of(self.key_widths, self.value_widths, self.blocks)
 
     def planes(self, width: int) -> tuple[int, ...]:
         """Return the columns of each plane of a head's side."""
         return planes_of(width, self.widest)
+
+
+def begins_of(
+    key_widths: tuple[int, ...], value_widths: tuple[int, ...], blocks: int
+) -> tuple[int, ...]:
+    """Return where each head's first planes of K and of V begin in a row, per token of a plane."""
+    steps = []
+    for key, value in zip(key_widths, value_widths, strict=True):
+        steps += [key, value + (blocks - 1) * (key + value)]
+    return (0, *accumulate(steps))[:-1]
 
 
 def planes_of(width: int, widest: int) -> tuple[int, ...]:

@@ -391,20 +391,10 @@ def move_token(
         lost = origin * 0
         if LOW:
             lost = tl.load(low + row).to(tl.int64)
-        source += source_first
-        states = states_of(
-            source,
-            row,
-            origin,
-            column,
-            there,
-            lost,
-            source_height,
-            source_blocks,
-            source_row,
-            source_page,
-            LOW,
-        )
+        came = origin // source_height
+        came_place = origin % source_height
+        source += source_first + row * source_row + came * source_page
+        states = states_of(source, came, came_place, source_blocks, column, there, lost, LOW)
         far = own * stride + first
         octets += far
         full += far // (full.dtype.element_ty.primitive_bitwidth // 8)
@@ -419,8 +409,9 @@ def move_token(
                         octets,
                         source,
                         states,
-                        row,
-                        origin,
+                        came,
+                        came_place,
+                        source_blocks,
                         own_columns,
                         number,
                         there,
@@ -429,10 +420,6 @@ def move_token(
                         blocks,
                         token,
                         lost,
-                        source_height,
-                        source_blocks,
-                        source_row,
-                        source_page,
                         LOW,
                     )
                 else:

@@ -151,24 +151,22 @@ def put_rows(
 @triton.jit
 def states_of(
     source,
-    row,
-    origin,
+    came,
+    came_place,
+    came_blocks,
     column,
     there,
     lost,
-    height,
-    source_blocks,
-    source_row,
-    source_page,
     LOW: tl.constexpr,
 ):
-    """Load one token's columns of a stretch, or those of them that rows of the table name."""
+    """Load one token's columns of a stretch, or those of them that rows of the table name.
+
+    The token lies at a place of block `came` of `came_blocks` of a head, in the row at `source`.
+    """
     at = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
-    at += tl.load(column + _SOURCE_HEAD, mask=there, other=0) * source_blocks
-    at += row * source_row
-    block = tl.load(column + _SOURCE_BLOCK, mask=there, other=0) + source_page
-    at += origin // height * block
-    at += origin % height * tl.load(column + _SOURCE_PLACE, mask=there, other=0)
+    at += tl.load(column + _SOURCE_HEAD, mask=there, other=0) * came_blocks
+    at += came * tl.load(column + _SOURCE_BLOCK, mask=there, other=0)
+    at += came_place * tl.load(column + _SOURCE_PLACE, mask=there, other=0)
     found = tl.load(source + at, mask=there, other=0.0)
     if LOW:
         behind = tl.load(column + _BEHIND, mask=there, other=0) * lost
@@ -212,8 +210,9 @@ def put_columns(
     octets,
     source,
     states,
-    row,
-    origin,
+    came,
+    came_place,
+    came_blocks,
     columns,
     number,
     there,
@@ -222,10 +221,6 @@ def put_columns(
     blocks,
     token,
     lost,
-    height,
-    source_blocks,
-    source_row,
-    source_page,
     LOW: tl.constexpr,
 ):
     """Store one token's columns with bits of their own, and their scale."""
@@ -248,32 +243,8 @@ def put_columns(
     there = number < tl.load(stretch + _TOPS)
     column = columns + (count + number) * _COLUMN
     mate = column + tl.load(column + _MATE, mask=there, other=0) * _COLUMN
-    own = states_of(
-        source,
-        row,
-        origin,
-        column,
-        there,
-        lost,
-        height,
-        source_blocks,
-        source_row,
-        source_page,
-        LOW,
-    )
-    other = states_of(
-        source,
-        row,
-        origin,
-        mate,
-        there,
-        lost,
-        height,
-        source_blocks,
-        source_row,
-        source_page,
-        LOW,
-    )
+    own = states_of(source, came, came_place, came_blocks, column, there, lost, LOW)
+    other = states_of(source, came, came_place, came_blocks, mate, there, lost, LOW)
     codes, mask = _column_codes(own, scale, column, there, slot)
     more, beside = _column_codes(other, scale, mate, there, slot)
     to = _column_bytes(octets, column, there, block, blocks, place, slot)
