@@ -11,18 +11,20 @@ With ``x = scale · step · (code - half)``, the step of a run of columns and ha
 - scores: ``scale · (Σ code · q' - Σ half · Σq')`` with ``q' = step · q``, the last once per
   program;
 - values, per run: ``step · (Σ w · code - half · Σ w)`` with ``w = p · scale``, in fifteen bits of
-  the largest of a tile.
+  what the largest p and the largest scale of a tile make together.
+
+Operations on whole numbers are what takes the time, so a code stays where it lies in its byte where
+it can, and the sums are moved instead.
 """
 
 import triton
 import triton.language as tl
 
 from kvprof.kernels.parts import empty, store_columns
-from kvprof.kernels.segments.codes import E4M3_LACK
 from kvprof.kernels.segments.columns import COLUMN_SLOTS
 from kvprof.kernels.segments.digits import (
+    LOG_MOST,
     MOST,
-    TINY,
     ZERO,
     biased,
     by_place,
@@ -51,7 +53,17 @@ _BELOW = tl.constexpr(column(PlaneColumns, "shift"))
 _STEP = tl.constexpr(column(PlaneColumns, "step"))
 _BLOCK = tl.constexpr(PLACES)
 _SLOTS = tl.constexpr(COLUMN_SLOTS)
-_LACK = tl.constexpr(E4M3_LACK)
+#: By what a number in e4m3 less its sign, as the upper bits of a float16, is less than it was.
+_LACK = tl.constexpr(2.0**8)
+#: No scale over that is smaller.
+_LEAST = tl.constexpr(2.0**-14)
+#: Four such numbers of a word, as float32.
+_SCALES = tl.constexpr(
+    "{ .reg .b32 x, y; .reg .b16 a, b; "
+    "and.b32 x, $4, 0x007F007F; shl.b32 x, x, 7; and.b32 y, $4, 0x7F007F00; shr.b32 y, y, 1; "
+    "mov.b32 {a, b}, x; cvt.f32.f16 $0, a; cvt.f32.f16 $2, b; "
+    "mov.b32 {a, b}, y; cvt.f32.f16 $1, a; cvt.f32.f16 $3, b; }"
+)
 #: Where a slot's code of 2, 4 and 8 bits lies in an operand: where it lies in a byte, but below the
 #: sign, and of 2 bits below the highest of 3.
 _TO = {2: (0, 2, 4, 4), 4: (0, 2, 0, 2), 8: (0, 0, 0, 0)}
@@ -73,6 +85,24 @@ def _worth(bits, slot):
 def _rise(before, bits, slot):
     """Return what one run's products are shifted by before those of the next are added."""
     return _TO[max(2, bits)][slot] - _TO[max(2, before)][slot]
+
+
+@triton.constexpr_function
+def _value_to(bits, below, slot):
+    """Return behind how many bits of an operand of V a slot's code lies."""
+    return below + _TO[2][slot] if bits < 3 else 0
+
+
+@triton.constexpr_function
+def _farther(bits, slot):
+    """Return how much farther a slot's code lies than the one's before in an operand of V."""
+    return _TO[2][slot] - _TO[2][max(0, slot - 1)] if bits < 3 else 0
+
+
+@triton.constexpr_function
+def _value_worth(bits, below):
+    """Return what 1 of a plane's sums of V is worth in codes."""
+    return 2.0 ** -(below + _TO[2][-1]) if bits < 3 else 1.0
 
 
 @triton.constexpr_function
@@ -163,26 +193,32 @@ def _value_products(
         pointer = tile_at + (line[:, None] * _BLOCK + lane[None, :])
         octets = tl.load(pointer + (AT + part * (_BLOCK * WIDTH)))
         for number in tl.static_range(8 // APART):
-            raw = _codes(octets, BELOW + APART * number, BITS, 0, FAST)
+            raw = _codes(octets, BELOW + APART * number, BITS, _value_to(BITS, BELOW, number), FAST)
             weight = weights[part * (8 // APART) + number]
             if (part == 0) and (number == 0):
                 sums = tl.dot(raw, weight, out_dtype=tl.int32)
             else:
+                if _farther(BITS, number) > 0:
+                    sums = sums << _farther(BITS, number)
                 sums = tl.dot(raw, weight, sums, out_dtype=tl.int32)
     return joined(sums)
 
 
 @triton.jit
-def _row_scales(pointer, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr):
-    """Load the scales of four tokens of some places; a tuple of float32 vectors."""
+def _row_scales(pointer, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, FAST: tl.constexpr):
+    """Load the scales of four tokens of some places, over `_LACK`; a tuple of float32 vectors."""
     words = pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
     at = words + (places // _BLOCK * (BLOCK_BYTES // 4) + places % _BLOCK)
     word = tl.load(at + AT // 4)
-    found = ()
-    for slot in tl.static_range(_SLOTS):
-        # e4m3 less its sign, with its exponent.
-        own = ((word >> (8 * slot)) & 0x7F) << 20
-        found += (own.to(tl.float32, bitcast=True) * _LACK,)
+    if FAST:
+        found = tl.inline_asm_elementwise(
+            _SCALES, "=f,=f,=f,=f,r", [word], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+        )
+    else:
+        found = ()
+        for slot in tl.static_range(_SLOTS):
+            own = ((word >> (8 * slot)) & 0x7F) << 7
+            found += (own.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32),)
     return found
 
 
@@ -265,7 +301,7 @@ def _column_tile(
                 else:
                     found += (own + scores[slot],)
             scores = found
-    scales = _row_scales(octets, places, K_SCALES, BLOCK_BYTES)
+    scales = _row_scales(octets, places, K_SCALES, BLOCK_BYTES, FAST)
     found = ()
     for slot in tl.static_range(_SLOTS):
         score = scores[slot] * scales[slot][:, None]
@@ -279,27 +315,37 @@ def _column_tile(
     highest = scores[0]
     for slot in tl.static_range(1, _SLOTS):
         highest = tl.maximum(highest, scores[slot])
-    higher = tl.maximum(top, tl.max(highest, 0))
+    peak = tl.max(highest, 0)
+    higher = tl.maximum(top, peak)
     fade = tl.exp2(top - higher)[None, :]
-    scales = _row_scales(octets, places, V_SCALES, BLOCK_BYTES)
-    mass = mass * fade
-    weights = ()
-    most = tl.zeros([PLACES, higher.shape[0]], tl.float32)
-    for slot in tl.static_range(_SLOTS):
-        weight = tl.exp2(scores[slot] - higher[None, :])
-        mass += weight
-        weight = weight * scales[slot][:, None]
-        most = tl.maximum(most, weight)
-        weights += (weight,)
-    most = tl.maximum(tl.max(most, 0), TINY)[None, :]
-    unit = most * (1.0 / MOST)
-    up = MOST / most
+    scales = _row_scales(octets, places, V_SCALES, BLOCK_BYTES, FAST)
+    if CHECK:
+        found = ()
+        for slot in tl.static_range(_SLOTS):
+            found += (tl.where(left > slot, scales[slot], 0.0),)
+        scales = found
+    most = scales[0]
+    for slot in tl.static_range(1, _SLOTS):
+        most = tl.maximum(most, scales[slot])
+    # Weights such that none times a scale is more than two digits hold: the largest scale is less
+    # than the power of two behind its own.
+    most = tl.maximum(tl.max(most, 0), _LEAST)
+    behind = (most.to(tl.int32, bitcast=True) >> 23) - 126
+    up = LOG_MOST - behind.to(tl.float32)
+    unit = tl.exp2(peak - higher - up)[None, :]
+    base = (peak - up)[None, :]
     numbers = ()
     count = tl.full([PLACES, higher.shape[0]], -_SLOTS * ZERO & 0x7FFFFFFF, tl.int32)
     for slot in tl.static_range(_SLOTS):
-        number = weights[slot] * up
+        weight = tl.exp2(scores[slot] - base)
+        if slot == 0:
+            own = weight
+        else:
+            own += weight
+        number = weight * scales[slot][:, None]
         count += biased(number)
         numbers += (by_place(digits(number, FAST)),)
+    mass = mass * fade + own * unit
     whole = whole * fade + (count & 0x7FFFFFFF).to(tl.float32) * unit
     found = ()
     for number in tl.static_range(V_PLANES):
@@ -315,7 +361,10 @@ def _column_tile(
             KINDS[VALUES + number * _PLANE + _DEPTH],
             FAST,
         )
-        found += (sums[number] * fade + own * unit,)
+        worth = unit * _value_worth(
+            KINDS[VALUES + number * _PLANE + _BITS], KINDS[VALUES + number * _PLANE + _BELOW]
+        )
+        found += (sums[number] * fade + own * worth,)
     return found, whole, mass, higher
 
 
@@ -368,7 +417,7 @@ def column_piece(
             else 0.5 * ((1 << KINDS[KEYS + number * _PLANE + _BITS]) - 1)
         ) * (4.0 if KINDS[KEYS + number * _PLANE + _BITS] == 1 else 1.0)
         total += planes[number] * half
-    rate = scale / MOST * largest
+    rate = scale / MOST * _LACK * largest
     total = single(total * rate)[None, :]
     rate = single(rate)[None, :]
     sums = ()
@@ -417,7 +466,7 @@ def column_piece(
             )
     weight = tl.sum(mass, 0)
     weighed = tl.sum(whole, 0)
-    share = 1.0 / weight
+    share = _LACK / weight
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
     for number in tl.static_range(V_PLANES):
         if KINDS[VALUES + number * _PLANE + _BITS] > 1:

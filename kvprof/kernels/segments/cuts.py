@@ -119,10 +119,12 @@ def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> i
 # --- A step over segments is cut into pieces that cost the same on the device, so that a CUDA graph
 # may hold it.
 #
-# Exactly so many pieces, but for units that are smaller than a piece or have fewer tiles: all are
-# on the GPU at once, and one that is not would run when the others are done. By head, then row, so
-# that neighbours are of one kind: what a multiprocessor runs has to fit its instruction cache
-# (`kvprof.kernels.segments.kernel`). A test states the same on the host in plain Python.
+# Exactly so many pieces, but for units that have fewer tiles than their share: all are on the GPU
+# at once, and one that is not would run when the others are done, which on an H200 takes 1.2 times
+# as long. So a unit that is smaller than a piece, as exact tokens at an end are, is one of them,
+# and the others share what is left. By head, then row, so that neighbours are of one kind: what a
+# multiprocessor runs has to fit its instruction cache (`kvprof.kernels.segments.kernel`). A test
+# states the same on the host in plain Python.
 
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -168,8 +170,14 @@ def _unit(
 
 
 @triton.jit
+def _larger(cost, pieces, total):
+    """Return the costs of units that are a piece or more, 0 for others."""
+    return tl.where(cost * pieces >= total, cost, 0)
+
+
+@triton.jit
 def _share(before, cost, tiles, pieces, total):
-    """Return how many items a unit becomes: those that end in its stretch of the whole cost."""
+    """Return how many items a unit becomes: those that end in its stretch of the shared cost."""
     share = (before + cost) * pieces // total - before * pieces // total
     return tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
 
@@ -248,6 +256,17 @@ def cut_units(
         total += tl.sum(costs, 0)
         all_tiles += tl.sum(tiles, 0)
     total = tl.maximum(total, 1)
+    shared = tl.zeros([], tl.int64)
+    left = tl.zeros([], tl.int32) + pieces
+    for at in range(0, count, BLOCK):
+        length, tiles, costs, height = _unit(
+            at + lane, lengths, units, count, batch, HEADS, SEGMENTS
+        )
+        larger = _larger(costs, pieces, total)
+        shared += tl.sum(larger, 0)
+        left -= tl.sum(((larger == 0) & (tiles > 0)).to(tl.int32), 0)
+    shared = tl.maximum(shared, 1)
+    left = tl.maximum(left, 1)
     first = tl.zeros([], tl.int32)
     last = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int64)
@@ -255,7 +274,8 @@ def cut_units(
     for at in range(0, count, BLOCK):
         number = at + lane
         length, tiles, costs, height = _unit(number, lengths, units, count, batch, HEADS, SEGMENTS)
-        shares = _share(ended + tl.cumsum(costs, 0) - costs, costs, tiles, pieces, total)
+        costs = _larger(costs, pieces, total)
+        shares = _share(ended + tl.cumsum(costs, 0) - costs, costs, tiles, left, shared)
         earlier = number < task * SEGMENTS
         first += tl.sum(tl.where(earlier, shares, 0), 0)
         before += tl.sum(tl.where(earlier, costs, 0), 0)
@@ -266,7 +286,8 @@ def cut_units(
         length, tiles, cost, height = _unit(
             task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS
         )
-        share = _share(before, cost, tiles, pieces, total)
+        cost = _larger(cost, pieces, total)
+        share = _share(before, cost, tiles, left, shared)
         for at in range(0, share, BLOCK):
             part = at + lane
             item = items + (begin + part) * _ITEM

@@ -249,7 +249,10 @@ def _copy_token(side, source, target, row: int, token: int) -> None:
 def equal_shares(
     layout: SegmentsLayout, lengths: list[list[int]], pieces: int, tuning: Tuning
 ) -> tuple[list[Item], list[Part]]:
-    """All units in `pieces` pieces of equal cost: items by head and row, parts by row."""
+    """All units in `pieces` pieces of equal cost: items by head and row, parts by row.
+
+    What costs less than a piece is one, and the others share those that are left.
+    """
     count = len(layout.segments)
     units = [
         (row, head, segment)
@@ -262,17 +265,20 @@ def equal_shares(
         for row, head, segment in units
     ]
     total = max(1, sum(costs))
+    larger = [cost if cost * pieces >= total else 0 for cost in costs]
+    left = pieces - sum(cost > 0 and not own for cost, own in zip(costs, larger, strict=True))
+    left, total = max(1, left), max(1, sum(larger))
     items: list[Item] = []
     parts = {}
     before = 0
-    for (row, head, segment), cost in zip(units, costs, strict=True):
+    for (row, head, segment), cost in zip(units, larger, strict=True):
         if segment == 0:
             first = len(items)
         length = lengths[segment][row]
         slots = layout.segments[segment].slots
         height = slots * tile_places(layout, segment, head, tuning.tile)
         tiles = -(-length // height)
-        share = (before + cost) * pieces // total - before * pieces // total
+        share = (before + cost) * left // total - before * left // total
         share = min(tiles, max(1, share))
         before += cost
         bounds = [min(length, tiles * part // max(1, share) * height) for part in range(share + 1)]
@@ -302,6 +308,21 @@ def test_the_device_cuts_as_the_host_states(found, pieces, tile):
     )
     shared = int(tiles >= 16 * 2 * pieces)
     assert counters.tolist() == [shared, 0] + [0] * prepared.multiprocessors
+
+
+def test_exact_tokens_beside_many_are_among_the_pieces():
+    """One piece more than there is room for would run when all others are done."""
+    exact = one([(32, 32)] * 2, None, None, batch=3, capacity=36)
+    layout = SegmentsLayout((exact, one([(32, 32)] * 2, 4, 4, batch=3, capacity=9000)), DTYPES[0])
+    prepared = step(layout, pieces=20)
+    lengths = torch.tensor([[36] * 3, [9000] * 3], dtype=torch.int32, device=DEVICE)
+    items = prepared.cut(lengths).scheduled[0]
+    segments = items[:, column(Item, "segment")]
+    assert int((segments >= 0).sum()) == 40
+    assert int((segments == 0).sum()) == 6
+    tokens = (items[:, column(Item, "stop")] - items[:, column(Item, "start")])[segments == 1]
+    # 34 for six of them: five or six each, in whole tiles.
+    assert int(tokens.max()) <= 9000 // 5 + 64
 
 
 # On a GPU each is compiled for a minute or more, of many kinds for seven and longer; side by side
