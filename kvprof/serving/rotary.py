@@ -86,8 +86,10 @@ def _rotates_so(rotary: Any, form: RotaryForm, head_dim: int, longest: int) -> b
     """Whether keys at some positions are rotated as the form says."""
     table = rotary.cos_sin_cache
     positions = torch.tensor([0, 1, longest // 2, longest - 1], device=table.device)
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(len(positions), 2, head_dim, generator=generator, dtype=torch.float32)
+    # An engine that builds its model has made the GPU torch's own device, and the generator is not.
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = len(positions), 2, head_dim
+    keys = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     keys = keys.to(table)
     flat = keys.flatten(1)
     try:

@@ -41,6 +41,15 @@ def parent_of(*children: nn.Module) -> nn.Module:
     return parent
 
 
+def test_a_form_is_found_out_where_another_device_is_torchs_own() -> None:
+    """An engine builds its model so that what names no device lies on the GPU."""
+    rotary = Rotary(False)
+    parent = parent_of(rotary)
+    with torch.device("meta"):
+        keep_keys(parent, DEPTH, POSITIONS)
+    assert parent.rope0.form.width == WIDTH
+
+
 @pytest.mark.parametrize("neighbours", [False, True])
 def test_queries_alone_turn(neighbours: bool) -> None:
     """Queries come out as the model has them, keys as they went in; the form is found out."""
