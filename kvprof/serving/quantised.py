@@ -38,8 +38,11 @@ from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up
 
 __all__ = ["QuantisedSteps", "own_pages", "quantised_steps"]
 
-# Tokens that are dequantised together, and by which planes for a context grow.
+# Tokens by which planes for a context grow.
 _PIECE = 4096
+# Values of a side that are dequantised together: where each lies takes eight bytes meanwhile, and
+# the fewer pieces there are, the fewer operations.
+_TOGETHER = 1 << 23
 
 
 class _Own(NamedTuple):
@@ -246,9 +249,11 @@ class QuantisedSteps:
         past, device = length - (stop - first), query.device
         layout = self.layer.layout(1, -(-length // _PIECE) * _PIECE)
         planes = self.scratch.new_empty(layout.elements)
+        widest = max(sum(layout.key_widths), sum(layout.value_widths))
+        piece = max(PAGE_TOKENS, _TOGETHER // widest)
         with part("quantise"):
-            for begin in range(0, past, _PIECE):
-                self._restore(step, row, begin, min(begin + _PIECE, past), layout, planes)
+            for begin in range(0, past, piece):
+                self._restore(step, row, begin, min(begin + piece, past), layout, planes)
         numbers = step.once("chunks", lambda: _numbers(step))
         start, lengths, starts = numbers[row - step.decodes]
         states = query[first:stop], key[first:stop], value[first:stop]
@@ -279,7 +284,7 @@ class QuantisedSteps:
             tokens = torch.arange(begin, stop, device=cache.device)
             return step.table[row].long()[tokens // page] * page + tokens % page
 
-        slots = step.once(("restored", page, row, begin), made)
+        slots = step.once(("restored", page, row, begin, stop), made)
         addresses = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
         for side, states in enumerate(read(cache, addresses)):
             widths = (layout.key_widths, layout.value_widths)[side]

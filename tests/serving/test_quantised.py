@@ -109,3 +109,18 @@ def test_a_prompt_is_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch((9, 30, 0, 0), (1, 3, 65, 20), 89, 4)
     made.run(made.step(batch), made.states(89))
     assert seen == [89, 3] * len(made.model.layers)
+
+
+def test_what_came_before_a_chunk_is_the_same_in_one_piece_and_in_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = FilledModel(PAGE, COLUMNS, 2, codes=Codes(8, 4, 16), most=200)
+    batch = Batch((150, 129), (7, 20), 30, 2)
+    made.store_past(batch)
+    states, whole = made.states(30), []
+    for together in (1 << 23, 1):
+        monkeypatch.setattr(quantised, "_TOGETHER", together)
+        made.refill()
+        whole.append(made.run(made.step(batch), states))
+    for mine, other in zip(*whole, strict=True):
+        assert torch.equal(mine, other)
