@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -128,11 +129,22 @@ def keys(
     size: tuple[int, int] = (100, 40),
 ) -> dict[str, Any]:
     """Return the app's ``choice``, its ``mode`` and the screen's ``text`` after some keys."""
-    found: dict[str, Any] = {}
+    return in_turn(folder, pressed, events=events, size=size)[0]
+
+
+def in_turn(
+    folder: Path,
+    *turns: Sequence[str],
+    events: Sequence[Event] | Callable[[], Sequence[Event]] = _short,
+    size: tuple[int, int] = (100, 40),
+) -> list[dict[str, Any]]:
+    """Return what `keys` does after each of several turns of keys, all in one view."""
+    found: list[dict[str, Any]] = []
 
     async def steps(app: LiveApp, pilot: "Pilot[int]") -> None:
-        found["text"] = await press(app, pilot, *pressed)
-        found["choice"], found["mode"] = app.choice, app.current_mode
+        for pressed in turns:
+            shown = await press(app, pilot, *pressed)
+            found.append({"text": shown, "choice": copy(app.choice), "mode": app.current_mode})
 
     show(recorded(folder, events), folder, steps, size=size)
     return found

@@ -12,21 +12,22 @@ from kvprof.tui.frame import KEYS, REQUEST_SCREENS, SCREENS
 from kvprof.tui.session import Session
 from kvprof.tui.sources import Replay
 from tests.records.streams import stream, write
-from tests.tui.running import keys, press, recorded, settle, show, text, until
+from tests.tui.running import in_turn, keys, press, recorded, settle, show, text, until
 from tests.tui.test_figures import two_requests
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(REQUEST_SCREENS, 1)))
-def test_numbers_go_to_the_screens(tmp_path, number, name):
-    other = "5" if number == 1 else "1"
-    found = keys(tmp_path, other, str(number))
-    assert found["mode"] == name
-    assert f"[{number} {SCREENS[name]}]" in found["text"]
+def test_numbers_go_to_the_screens(tmp_path):
+    numbers = {str(number): name for number, name in enumerate(REQUEST_SCREENS, 1)}
+    turns = ["5", *numbers]
+    for number, found in zip(turns, in_turn(tmp_path, *turns), strict=True):
+        assert found["mode"] == numbers[number]
+        assert f"[{number} {SCREENS[numbers[number]]}]" in found["text"]
 
 
 def test_m_chooses_the_next_method_on_every_screen(tmp_path):
-    assert keys(tmp_path, "m")["choice"].method == "full"
-    assert "Layers · palu" in keys(tmp_path / "again", "m", "2", "m")["text"]
+    first, second = in_turn(tmp_path, ("m",), ("2", "m"))
+    assert first["choice"].method == "full"
+    assert "Layers · palu" in second["text"]
 
 
 def test_b_holds_the_others_against_the_next_method(tmp_path):
@@ -37,19 +38,20 @@ def test_b_holds_the_others_against_the_next_method(tmp_path):
 
 
 def test_n_goes_to_the_next_request_and_back(tmp_path):
-    first = keys(tmp_path, events=two_requests())["text"]
+    turns = in_turn(tmp_path, (), ("n",), ("N",), events=two_requests())
+    first, following, again = (found["text"] for found in turns)
     assert "4k in" in first
     assert "request 2 of 2" in first
     assert "n request" in first
-    assert "2k in" in keys(tmp_path / "a", "n", events=two_requests())["text"]
-    assert "4k in" in keys(tmp_path / "b", "n", "N", events=two_requests())["text"]
+    assert "2k in" in following
+    assert "4k in" in again
 
 
 def test_s_sorts_what_the_screen_lists(tmp_path):
-    assert keys(tmp_path, "s")["choice"].parts_by_size
-    layers = keys(tmp_path / "a", "2", "s")
+    overview, layers, balance = in_turn(tmp_path, ("s",), ("2", "s"), ("3", "s"))
+    assert overview["choice"].parts_by_size
     assert "ms ▼" in layers["text"]
-    assert "multiprocessors by load" in keys(tmp_path / "b", "3", "s")["text"]
+    assert "multiprocessors by load" in balance["text"]
 
 
 def test_space_holds_the_view_and_nothing_is_lost(tmp_path):
@@ -75,30 +77,21 @@ def test_space_holds_the_view_and_nothing_is_lost(tmp_path):
 
 
 class TestFilter:
-    def shown(self, folder, *pressed):
-        return keys(folder, "2", *pressed)["text"]
-
-    def test_it_applies_while_it_is_written(self, tmp_path):
-        shown = self.shown(tmp_path, "slash", "0", "minus", "1")
-        assert "filter 0-1: 2 of 4" in shown
-        assert "Enter keep the filter" in shown
-
-    def test_enter_keeps_it_and_escape_drops_it(self, tmp_path):
-        kept = self.shown(tmp_path, "slash", "3", "enter")
-        assert "filter 3: 1 of 4" in kept
+    def test_it_applies_while_it_is_written_enter_keeps_it_and_escape_drops_it(self, tmp_path):
+        turns = in_turn(tmp_path, ("2", "slash", "0", "minus", "1"), ("enter",), ("escape",))
+        written, kept, dropped = (found["text"] for found in turns)
+        assert "filter 0-1: 2 of 4" in written
+        assert "Enter keep the filter" in written
+        assert "filter 0-1: 2 of 4" in kept
         assert "q quit" in kept
-        dropped = self.shown(tmp_path / "again", "slash", "3", "enter", "escape")
         assert "filter" not in dropped.splitlines()[3]
 
-    def test_what_is_no_filter_is_said_where_it_is_written(self, tmp_path):
-        shown = self.shown(tmp_path, "slash", "z", "enter")
-        assert "! 'z' is no filter: write layers" in shown
-        assert "q quit" not in shown
-
-    def test_letters_are_text_while_it_is_written(self, tmp_path):
-        found = keys(tmp_path, "2", "slash", "q", "m", "x")
-        assert found["mode"] == "layers"
-        assert found["choice"].method is None
+    def test_letters_are_text_while_it_is_written_and_what_is_no_filter_is_said(self, tmp_path):
+        written, entered = in_turn(tmp_path, ("2", "slash", "q", "m", "x"), ("enter",))
+        assert written["mode"] == "layers"
+        assert written["choice"].method is None
+        assert "! 'qmx' is no filter: write layers" in entered["text"]
+        assert "q quit" not in entered["text"]
 
 
 def test_x_saves_the_screen_and_never_over_another(tmp_path):
@@ -139,19 +132,16 @@ def test_saving_where_nothing_can_be_written_is_said(tmp_path):
     show(recorded(tmp_path), tmp_path / "file", steps)
 
 
-def test_the_help_names_every_key(tmp_path):
-    shown = keys(tmp_path, "question_mark", size=(100, 60))["text"]
+def test_the_help_names_every_key_and_below_it_the_others_do_nothing(tmp_path):
+    turns = (("question_mark",), ("2", "m", "b", "x"), ("escape", "2"))
+    shown, below, closed = in_turn(tmp_path, *turns, size=(100, 60))
     for key in KEYS:
-        assert key.help in shown
-    assert "? or Escape closes this page" in shown
-
-
-def test_below_the_help_the_other_keys_do_nothing(tmp_path):
-    found = keys(tmp_path, "question_mark", "2", "m", "b", "x")
-    assert found["mode"] == "overview"
-    assert found["choice"].method is None
+        assert key.help in shown["text"]
+    assert "? or Escape closes this page" in shown["text"]
+    assert below["mode"] == "overview"
+    assert below["choice"].method is None
     assert list(tmp_path.glob("*.svg")) == []
-    assert keys(tmp_path / "a", "question_mark", "escape", "2")["mode"] == "layers"
+    assert closed["mode"] == "layers"
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c", "ctrl+q"])

@@ -14,7 +14,7 @@ from kvprof.tui.session import Session
 from kvprof.tui.sources import NoEvents
 from kvprof.tui.state import state_of
 from tests.records.streams import stream
-from tests.tui.running import keys, press, recorded, settle, show, text, until, whole_text
+from tests.tui.running import in_turn, keys, press, recorded, settle, show, text, until, whole_text
 
 
 class TestMouse:
@@ -237,31 +237,36 @@ class TestScreens:
 
 
 class TestResizing:
-    @pytest.mark.parametrize("key", ["1", "2", "4"])
     @pytest.mark.parametrize("sizes", [((120, 40), (70, 40)), ((80, 24), (40, 10), (100, 30))])
-    def test_a_paused_screen_is_that_of_its_size(self, tmp_path, key, sizes):
+    def test_a_paused_screen_is_that_of_its_size(self, tmp_path, sizes):
         def shown(folder, sizes):
-            found = []
+            found = {}
 
             async def steps(app, pilot):
-                await press(app, pilot, key, "space")
-                for size in sizes[1:]:
-                    await pilot.resize_terminal(*size)
+                await press(app, pilot, "space")
+                for key in "124":
+                    if app.size != sizes[0]:
+                        await pilot.resize_terminal(*sizes[0])
+                        await settle(app, pilot)
+                    await press(app, pilot, key)
+                    for size in sizes[1:]:
+                        await pilot.resize_terminal(*size)
+                        await settle(app, pilot)
                     await settle(app, pilot)
-                await settle(app, pilot)
-                found.append(text(app))
+                    found[key] = text(app)
 
             show(recorded(folder), folder, steps, size=sizes[0])
-            return found[0]
+            return found
 
         assert shown(tmp_path / "a", sizes) == shown(tmp_path / "b", sizes[-1:])
 
 
 class TestSmallParts:
     def test_they_open_and_fold_by_key(self, tmp_path):
-        assert "▸ " in keys(tmp_path / "a")["text"]
-        opened = keys(tmp_path / "b", "p")["text"]
+        turns = in_turn(tmp_path, (), ("p",), ("p",))
+        folded, opened, again = (found["text"] for found in turns)
+        assert "▸ " in folded
         assert "▸ " not in opened
         assert "embedding" in opened
         assert "p fold parts" in opened
-        assert "▸ " in keys(tmp_path / "c", "p", "p")["text"]
+        assert "▸ " in again
