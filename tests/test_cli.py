@@ -1,11 +1,12 @@
 import errno
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,6 @@ import typer
 from typer.testing import CliRunner
 
 from kvprof import cli
-from kvprof.child import module_command
 from kvprof.cli import COMMANDS
 from kvprof.errors import (
     ClaimNotMetError,
@@ -45,17 +45,43 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def modules_after(*arguments: str) -> set[str]:
-    """Return the names of the modules that a run of the command line has loaded."""
-    done = python(
-        "import atexit, sys\n"
-        "from kvprof.cli import main\n"
-        "atexit.register(lambda: print('\\nLOADED', *sys.modules, file=sys.stderr))\n"
-        f"sys.argv = {['kvprof', *arguments]}\n"
-        "main()\n"
-    )
+# A process for each run, copied from one that has loaded what they share: no second one begins
+# with Python's and Typer's start.
+RUNS = """\
+import atexit, contextlib, json, os, sys, {shared}
+with contextlib.suppress(ImportError):  # what this Typer may read options with
+    import pydantic.type_adapter
+for number, (arguments, environment) in enumerate({runs!r}):
+    if os.fork() == 0:
+        os.environ.update(environment)
+        sys.argv = ["kvprof", *arguments]
+        said = open(f"{folder}/{{number}}.said", "w")
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        atexit.register(
+            lambda: open(f"{folder}/{{number}}.loaded", "w").write(json.dumps([*sys.modules]))
+        )
+        from kvprof.cli import main
+        main()
+        sys.exit()
+    if code := os.waitstatus_to_exitcode(os.wait()[1]):
+        sys.exit(f"{{arguments}} ended with {{code}}")
+"""
+
+
+def forked(
+    folder: Path, *runs: tuple[Sequence[str], Mapping[str, str]], shared: str = "kvprof.cli"
+) -> Iterator[tuple[str, set[str]]]:
+    """Yield what each run of the command line says, and the modules that it has then loaded.
+
+    A run is its arguments and its environment; `shared` are modules that all of them find loaded.
+    """
+    given = [([*arguments], dict(environment)) for arguments, environment in runs]
+    done = python(RUNS.format(shared=shared, runs=given, folder=folder))
     assert done.returncode == 0, done.stderr
-    return set(done.stderr.rpartition("LOADED ")[2].split())
+    for number in range(len(runs)):
+        loaded = json.loads((folder / f"{number}.loaded").read_text())
+        yield (folder / f"{number}.said").read_text(), set(loaded)
 
 
 @pytest.fixture
@@ -82,23 +108,21 @@ def raising(problem: BaseException) -> Callable[[], None]:
 # --- what is loaded -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ()])
-def test_the_top_level_loads_neither_a_command_nor_anything_heavy(
-    arguments: tuple[str, ...],
-) -> None:
-    loaded = modules_after(*arguments)
-    assert "kvprof.cli" in loaded
-    assert not loaded.intersection(HEAVY)
-    assert not [name for name in loaded if name.startswith("kvprof.commands")]
+def test_the_top_level_loads_neither_a_command_nor_anything_heavy(tmp_path: Path) -> None:
+    for _, loaded in forked(tmp_path, (["--help"], {}), (["--version"], {}), ([], {})):
+        assert "kvprof.cli" in loaded
+        assert not loaded.intersection(HEAVY)
+        assert not [name for name in loaded if name.startswith("kvprof.commands")]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in COMMANDS])
-def test_a_commands_help_loads_its_module_alone_and_no_torch(name: str) -> None:
-    loaded = modules_after(name, "--help")
-    assert f"kvprof.commands.{name}" in loaded
-    assert not loaded.intersection(("torch", "transformers", "triton", "textual"))
-    others = {f"kvprof.commands.{entry.name}" for entry in COMMANDS if entry.name != name}
-    assert not loaded & others
+def test_a_commands_help_loads_its_module_alone_and_no_torch(tmp_path: Path) -> None:
+    names = [entry.name for entry in COMMANDS]
+    runs = [([name, "--help"], {}) for name in names]
+    shared = "kvprof.cli, kvprof.commands.options, kvprof.commands.output"
+    for name, (_, loaded) in zip(names, forked(tmp_path, *runs, shared=shared), strict=True):
+        assert f"kvprof.commands.{name}" in loaded
+        assert not loaded.intersection(("torch", "transformers", "triton", "textual")), name
+        assert not loaded & {f"kvprof.commands.{other}" for other in names if other != name}
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in COMMANDS])
@@ -142,21 +166,24 @@ def test_version() -> None:
     assert kvprof("--version").stdout == f"kvprof {__version__}\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_shell_completes_commands_and_their_options(shell: str) -> None:
-    def complete(words: str) -> str:
-        return python(
-            "from kvprof.cli import main; main()",
-            _KVPROF_COMPLETE=f"complete_{shell}",
-            COMP_WORDS=words,
-            COMP_CWORD=str(words.count(" ")),
-            _TYPER_COMPLETE_ARGS=words,
-            _TYPER_COMPLETE_FISH_ACTION="get-args",
-        ).stdout
+def test_the_shell_completes_commands_and_their_options(tmp_path: Path) -> None:
+    shells, asked = ("bash", "zsh", "fish"), ("kvprof do", "kvprof doctor --me")
 
-    assert "doctor" in complete("kvprof do")
-    assert "spectrum" not in complete("kvprof do")
-    assert "--measure" in complete("kvprof doctor --me")
+    def completing(shell: str, words: str) -> dict[str, str]:
+        return {
+            "_KVPROF_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+            "_TYPER_COMPLETE_ARGS": words,
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+
+    runs = [([], completing(shell, words)) for shell in shells for words in asked]
+    said = [said for said, _ in forked(tmp_path, *runs)]
+    for shell, commands, options in zip(shells, said[::2], said[1::2], strict=True):
+        assert "doctor" in commands, shell
+        assert "spectrum" not in commands, shell
+        assert "--measure" in options, shell
 
 
 def test_completion_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,18 +411,13 @@ def test_what_no_command_can_do_anything_with(
     assert len(done.error) < 400
 
 
-@pytest.mark.parametrize("stated", ["²", "9" * 30, "-5", "abc", "0", "", "100000"])
-def test_a_width_that_is_none_is_no_width(stated: str) -> None:
-    done = subprocess.run(
-        [*module_command("kvprof"), "--help"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": stated, "LINES": stated},
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert max(map(len, done.stdout.splitlines())) < 200
+def test_a_width_that_is_none_is_no_width(tmp_path: Path) -> None:
+    widths = ("²", "9" * 30, "-5", "abc", "0", "", "100000")
+    runs = [(["--help"], {"COLUMNS": stated, "LINES": stated}) for stated in widths]
+    # The width is read while kvprof is loaded, too.
+    for stated, (said, _) in zip(widths, forked(tmp_path, *runs, shared="typer"), strict=True):
+        assert "Traceback" not in said, stated
+        assert 0 < max(map(len, said.splitlines())) < 200, stated
 
 
 def test_bench_refuses_a_wrong_name_before_torch_is_loaded() -> None:

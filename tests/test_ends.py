@@ -366,7 +366,9 @@ def test_a_stderr_that_fails_never_matters(how: str) -> None:
     assert (process.returncode, out) == (0, "the report\n")
 
 
-@pytest.mark.parametrize("words", ["--version", "--help", "recipe list", "show demo", "doctor"])
+@pytest.mark.parametrize(
+    "words", ["--version", "--help", "recipe list example-*", "show demo", "doctor"]
+)
 @pytest.mark.parametrize("how", ["full", "closed"])
 def test_a_stdout_that_takes_nothing_is_told(words: str, how: str) -> None:
     options: dict[str, Any] = {"stdout": None, "preexec_fn": lambda: os.close(1)}

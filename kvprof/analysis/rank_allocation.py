@@ -83,7 +83,7 @@ class Grid:
 
     def ranks(self, width: int) -> list[int]:
         """Return every rank that is allowed, ascending."""
-        return sorted({self.up(rank, width) for rank in range(1, width + 1)})
+        return [*range(self.up(1, width), width, self.step), width]
 
 
 def removal_ranks_of(targets: Sequence[RankTarget], rate: float, grid: Grid) -> list[int]:
@@ -208,9 +208,9 @@ def budget_ranks(
     ranks: list[int] = []
     spent = 0.0
     for index, (target, weight) in enumerate(zip(targets, sensitivities, strict=True)):
+        errors = target.errors.tolist()
         points = [
-            (price(target, rank), weight * float(target.errors[rank]), rank)
-            for rank in grid.ranks(target.width)
+            (price(target, rank), weight * errors[rank], rank) for rank in grid.ranks(target.width)
         ]
         hull = _lower_hull(points)
         ranks.append(hull[0][2])

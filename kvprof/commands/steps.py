@@ -26,7 +26,7 @@ from kvprof.evaluation.tasks.registry import (
     select_tasks,
 )
 from kvprof.interrupt import Stop
-from kvprof.methods.family import PlanFamily, plan_at, plan_for_rate
+from kvprof.methods.family import PlanFamily, check_rate, plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import Plan
@@ -450,7 +450,7 @@ def check_reach(
     Raises
     ------
     UsageError
-        As `kvprof.methods.family.plan_for_rate`; for a removal rate of a method that has none, and
+        As `kvprof.methods.family.check_rate`; for a removal rate of a method that has none, and
         for what cannot be planned at all.
     """
     if removal is not None and not has_removal_rate(method, **options):
@@ -459,7 +459,7 @@ def check_reach(
         return
     family = uncalibrated_family(loaded, method, **options)
     if family is not None:  # of others the plan itself tells, once there is one
-        plan_for_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
+        check_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
 
 
 def method_calibrator(

@@ -23,6 +23,7 @@ __all__ = [
     "MethodInputs",
     "PlanFamily",
     "by_head",
+    "check_rate",
     "grid_words",
     "plan_at",
     "plan_for_rate",
@@ -234,12 +235,37 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
     FailedError
         When its rate falls as its knob grows.
     """
-    if not 0 <= wanted < 1:
-        raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 would store nothing)")
+    _check_share(wanted)
     asked = {"rate_asked": wanted, "context": tokens}
     if family.at_rate is not None:
         plan = family.at_rate(wanted, tokens, itemsize)  # its parts are finished already
         return replace(plan, method=family.method, made={**plan.made, **asked})
+    least = _least_rate(family, wanted, tokens, itemsize)
+    value = (family.settings or family.bounds)[0]
+    if wanted > 0 and least < wanted:
+        value = _least_knob(family, wanted, tokens, itemsize)
+    return _finished(family, family.build(value), {**asked, family.knob: value})
+
+
+def check_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: int) -> None:
+    """Refuse a rate that `plan_for_rate` would, without looking for the knob that gives it.
+
+    Parameters and errors are those of `plan_for_rate`.
+    """
+    if family.at_rate is not None:  # only the plan's own parts know
+        plan_for_rate(family, wanted, tokens, itemsize=itemsize)
+        return
+    _check_share(wanted)
+    _least_rate(family, wanted, tokens, itemsize)
+
+
+def _check_share(wanted: float) -> None:
+    if not 0 <= wanted < 1:
+        raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 would store nothing)")
+
+
+def _least_rate(family: PlanFamily, wanted: float, tokens: int, itemsize: int) -> float:
+    """Return the rate of a family's least compression; refuse one that its most does not reach."""
     values = family.settings or family.bounds
     least, most = (
         rate(family.build(value), tokens, itemsize=itemsize) for value in (values[0], values[-1])
@@ -254,10 +280,7 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
             f"{family.method} reaches rates from {max(0.0, least):.3f} to {max(0.0, most):.3f} at "
             f"{tokens:,} tokens, not {wanted:g}{grid_words(family)}"
         )
-    value = values[0]
-    if wanted > 0 and least < wanted:
-        value = _least_knob(family, wanted, tokens, itemsize)
-    return _finished(family, family.build(value), {**asked, family.knob: value})
+    return least
 
 
 def grid_words(family: PlanFamily) -> str:

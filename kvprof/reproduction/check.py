@@ -34,7 +34,6 @@ __all__ = [
     "InvalidRecipeError",
     "Problem",
     "load_recipe",
-    "problems_of",
     "profile_problems",
     "recipe_schema",
     "there_are",
@@ -175,17 +174,16 @@ def load_recipe(path: Path, check_command: CommandCheck | None = None) -> Recipe
         When the file cannot be read, or is no YAML.
     """
     document = read_yaml(path)
-    found = problems_of(document, path, check_command)
-    if found:
-        ordered = sorted(found, key=lambda one: document.line(one.key_path))
-        raise InvalidRecipeError([f"{document.at(one.key_path)}: {one.message}" for one in ordered])
-    return build_recipe(document, path)
+    if not (found := _problems_of_parts(document, path)):
+        recipe = build_recipe(document, path)
+        if not (found := list(profile_problems(recipe, check_command))):
+            return recipe
+    ordered = sorted(found, key=lambda one: document.line(one.key_path))
+    raise InvalidRecipeError([f"{document.at(one.key_path)}: {one.message}" for one in ordered])
 
 
-def problems_of(
-    document: Document, path: Path, check_command: CommandCheck | None = None
-) -> list[Problem]:
-    """Return what is wrong with a file; see `load_recipe`."""
+def _problems_of_parts(document: Document, path: Path) -> list[Problem]:
+    """Return what is wrong with the parts of a file by themselves."""
     errors = sorted(Draft202012Validator(recipe_schema()).iter_errors(document.data), key=str)
     if errors:
         return [problem for error in errors for problem in _problems_of(error)]
@@ -194,10 +192,7 @@ def problems_of(
         found += _measures(document, key_path)
     for key_path in _sections(document, "verdict"):
         found += _lines(document, key_path)
-    if found:
-        return found
-    recipe = build_recipe(document, path)
-    return list(profile_problems(recipe, check_command))
+    return found
 
 
 def _problems_of(error: ValidationError) -> Iterator[Problem]:

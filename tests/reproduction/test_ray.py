@@ -28,6 +28,7 @@ from kvprof.reproduction.cells import CellStore, Pool, Runner, code_version, nam
 from kvprof.reproduction.check import load_recipe
 from kvprof.reproduction.cluster import Cluster, ClusterMachine
 from kvprof.reproduction.cluster_driver import cpus_of_cell
+from kvprof.reproduction.machine import this_machine
 from kvprof.reproduction.recipe import Needs
 from kvprof.reproduction.resolve import Planned
 from kvprof.reproduction.run import Finished, prepare, run_planned
@@ -54,10 +55,13 @@ if not Path(f"{method}.json").exists():
     sys.exit("kvprof: cannot be factorised")
 sys.stdout.write(Path(f"{method}.json").read_text())
 """
-# A command that is soon done.
+# A command of kvprof's own that is soon done: it loads no torch.
 REAL = (
-    TEXT.replace("--method {method} --rate {rate}", "--method full --context {rate} --device cpu")
-    .replace('"0.30"', '"256"')
+    TEXT.replace(
+        "plan reference --method {method} --rate {rate}",
+        "bench --load --simulate --methods full --rates 1 --requests {rate}",
+    )
+    .replace('"0.30"', '"8"')
     .replace("judged: true", "judged: only its cell matters")
     .replace("method: [fdc, kq]", "method: [fdc]")
 )
@@ -154,11 +158,11 @@ def test_a_real_cell_is_what_it_is_locally(machines: Any, tmp_path: Path) -> Non
         done = kvprof("recipe", "run", path, "--out", tmp_path / out, *more)
         assert done.code == 0, done.stderr
         (cell,) = (tmp_path / out / "cells").iterdir()
-        result = read_result(cell)
-        del result["created"], result["environment"]
-        kept[out] = cell.name, result
-    assert re.search(r"^1/1 done on \S+ in .* s: plan reference", done.stderr, re.MULTILINE)
-    # Under the same digest too: what one has measured, the other knows.
+        kept[out] = read_result(cell)
+        del kept[out]["created"], kept[out]["environment"]
+        (method,) = kept[out]["data"]["methods"]
+        del method["ready_seconds"]  # of a clock
+    assert re.search(r"^1/1 done on \S+ in .* s: bench --load", done.stderr, re.MULTILINE)
     assert kept["here"] == kept["there"]
 
 
@@ -168,7 +172,11 @@ def test_ctrl_c_ends_what_runs_and_keeps_what_has_ended(
     (tmp_path / "kq.hold").touch()
     said: list[str] = []
     with Cluster(machines.address, program=fake) as cluster:
-        assert cluster.machine(code_version(), []).gpus == ("a GPU",)
+        machine = cluster.machine(code_version(), [])
+        assert machine.gpus == ("a GPU",)
+        # Under the same digest: what one has measured on its CPU, the other knows.
+        on_cpu = ("plan", "--device", "cpu")
+        assert machine.device(on_cpu) == this_machine().device(on_cpu)
         assert len(cluster.hosts) == 2
         found = run(
             planned(tmp_path, "fdc, kq"),
