@@ -1,6 +1,7 @@
 """What all tests share: few threads, and a tiny model folder with a tokenizer of its own."""
 
 import gc
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -111,7 +112,7 @@ def share_models(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def short_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the first documents of the evaluation splits, and its tasks.
+    """Return a folder with what the first documents of the splits begin with, and their tasks.
 
     What is cut into sequences of a few tokens need not be whole: every command would read all.
     """
@@ -120,8 +121,9 @@ def short_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = Path(kvprof.__file__).parent / "assets" / "splits" / "evaluation"
     short = tmp_path_factory.mktemp("splits")
     for name in ("prose.jsonl", "code.jsonl"):
-        lines = (whole / name).read_text("utf-8").splitlines(keepends=True)
-        (short / name).write_text("".join(lines[:12]), "utf-8")
+        lines = (whole / name).read_text("utf-8").splitlines()[:12]
+        begun = [{**(one := json.loads(line)), "text": one["text"][:2000]} for line in lines]
+        (short / name).write_text("".join(f"{json.dumps(one)}\n" for one in begun), "utf-8")
     (short / "tasks.jsonl").symlink_to(whole / "tasks.jsonl")
     return short
 
