@@ -6,6 +6,7 @@ known: slots / (output tokens × seconds a token).
 
 import heapq
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from kvprof.records.events import (
@@ -20,6 +21,7 @@ from kvprof.records.events import (
     RunStarted,
     Warned,
 )
+from kvprof.records.fold import result_of
 from kvprof.records.load_names import load_case
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving, load_lengths
@@ -184,3 +186,9 @@ def load_stream(
     events.append(Warned(now, "a warning of the run"))
     events.append(RunFinished(now, True))
     return events
+
+
+@cache
+def load_result() -> dict[str, Any]:
+    """Return the result of `load_stream`, made once; who changes it changes a copy."""
+    return result_of(load_stream())

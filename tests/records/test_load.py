@@ -14,11 +14,11 @@ from kvprof.records.load import SHED, LoadFold
 from kvprof.records.load_names import load_case
 from kvprof.records.load_served import is_beyond, is_within
 from kvprof.records.schema import validate_result
-from tests.records.load_stream import METHODS, load_stream
+from tests.records.load_stream import METHODS, load_result, load_stream
 from tests.records.streams import write
 
 EVENTS = load_stream()
-RESULT = result_of(EVENTS)
+RESULT = load_result()
 
 
 def row(case, result=RESULT):

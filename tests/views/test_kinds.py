@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kvprof.views import bench, evaluation, frontier, spectrum, stability
 from kvprof.views.export import Drawing, Heading, Plot, Rows, blocks_of, to_html, to_markdown
 from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text
-from tests.records.load_stream import load_stream
+from tests.records.load_stream import load_result
 from tests.records.sample import ENVIRONMENT, benchmark_result
 from tests.records.streams import stream
 from tests.views.synthetic import spectrum_result
@@ -29,7 +30,7 @@ _MADE = {
     "eval": evaluation_result(),
     "frontier": frontier_result(),
     "jct": result_of(stream(steps=6)),
-    "load": result_of(load_stream()),
+    "load": load_result(),
     "recipe": recipe_result(),
     "sensitivity": sensitivity_result(),
     "spectrum": spectrum_result(),
@@ -41,6 +42,14 @@ RESULTS = {
     | {"environment": ENVIRONMENT | made["environment"]}
     for kind, made in _MADE.items()
 }
+
+
+@cache
+def page_of(kind: str) -> str:
+    """Return a result's page, with its figures drawn once."""
+    return to_html(RESULTS[kind])
+
+
 _VIEWS = {
     "bench": bench,
     "eval": evaluation,
@@ -60,7 +69,7 @@ def test_the_report_is_the_one_of_the_command(kind: str) -> None:
 @pytest.mark.parametrize("kind", RESULTS)
 def test_a_page_needs_nothing_but_itself(kind: str) -> None:
     pytest.importorskip("matplotlib")
-    page = to_html(RESULTS[kind])
+    page = page_of(kind)
     assert f"<h1>kvprof {kind}" in page
     # Addresses may only name namespaces.
     links = set(re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?!#)([^\"'\s)>]+)", page))
@@ -80,7 +89,7 @@ def test_markdown_tables_have_equally_many_cells(kind: str) -> None:
 
 def test_a_page_shows_what_the_report_says() -> None:
     pytest.importorskip("matplotlib")
-    page = to_html(RESULTS["jct"])
+    page = page_of("jct")
     assert page.count("<svg") == 3  # bars, steps, memory
     assert "<th class=w>part (ms)</th>" in page
     assert "Time between tokens against context" in page
@@ -88,7 +97,7 @@ def test_a_page_shows_what_the_report_says() -> None:
 
 def test_an_evaluations_figure_stands_behind_its_first_table() -> None:
     pytest.importorskip("matplotlib")
-    page = to_html(RESULTS["eval"])
+    page = page_of("eval")
     assert page.count("<svg") == 1
     assert page.index("</table>") < page.index("<svg") < page.index("<h2>")
     data = RESULTS["eval"]["data"]
@@ -110,7 +119,7 @@ def test_an_evaluations_figure_stands_behind_its_first_table() -> None:
 @pytest.mark.parametrize("kind", ["eval", "frontier", "jct", "bench"])
 def test_a_page_is_dark_in_a_dark_window_and_light_on_paper(kind: str) -> None:
     pytest.importorskip("matplotlib")
-    style = to_html(RESULTS[kind]).split("<style>")[1].split("</style>")[0]
+    style = page_of(kind).split("<style>")[1].split("</style>")[0]
     screen, paper = style.split("@media print")
     dark = screen.split("@media screen and (prefers-color-scheme: dark)")[1]
     assert "svg { filter: invert(1)" in dark  # figures are drawn on white

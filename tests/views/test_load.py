@@ -5,9 +5,9 @@ import json
 from kvprof.records.fold import result_of
 from kvprof.views.load import report
 from kvprof.views.page import render_text
-from tests.records.load_stream import load_stream
+from tests.records.load_stream import load_result, load_stream
 
-RESULT = result_of(load_stream())
+RESULT = load_result()
 
 
 def text_of(result):
