@@ -48,6 +48,8 @@ def test_ranks_round_up_to_the_grid_with_a_minimum_and_at_most_the_width():
     assert uniform_ranks(targets, 0.75, Grid(1, 7)) == [7]
     assert uniform_ranks(targets, 0.1, Grid(8, 8)) == [20]
     assert Grid(8, 16).ranks(20) == [16, 20]
+    for grid, width in itertools.product((Grid(8, 16), Grid(16, 1), Grid(3, 5), FREE), (1, 16, 20)):
+        assert grid.ranks(width) == sorted({grid.up(rank, width) for rank in range(1, width + 1)})
 
 
 def test_decimal_shares_are_taken_as_written():
