@@ -42,24 +42,31 @@ def _fused(a: int, b: int, c: int, dtype: torch.dtype) -> int:
     return (low & 0xFFFF) | (high & 0xFFFF) << 16
 
 
-def execute(assembly: str, word: int, *further: int) -> tuple[int, int]:
-    """Run straight-line PTX on ``$2``, or ``$1`` where it is given; return ``$0`` and ``$1``.
+def _half(bits: int) -> float:
+    return float(torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.float16))
 
-    With further words on ``$3`` and so on.
-    """
-    registers = {"$1": word, "$2": word}
-    registers |= {f"${number}": own for number, own in enumerate(further, 3)}
 
-    def value(name: str) -> int:
-        return registers[name] if name in registers else int(name, 0)
+def ran(assembly: str, registers: dict[str, int]) -> dict[str, int | float]:
+    """Run straight-line PTX on registers, and return what all of them are then."""
+    found: dict[str, int | float] = dict(registers)
 
-    for line in filter(None, (part.strip(" {}") for part in assembly.split(";"))):
+    def value(name: str) -> int | float:
+        return found[name] if name in found else int(name, 0)
+
+    for line in filter(None, (part.strip() for part in assembly.strip(" {}").split(";"))):
         if line.startswith(".reg"):
             continue
         operation, operands = line.split(" ", 1)
+        if operands.startswith("{"):
+            halves, source = operands[1:].split("}, ")
+            assert operation == "mov.b32"
+            word = int(value(source))
+            for name, own in zip(halves.split(", "), (word & 0xFFFF, word >> 16), strict=True):
+                found[name] = own
+            continue
         target, *names = (name.strip() for name in operands.split(","))
         given = [value(name) for name in names]
-        registers[target] = {
+        found[target] = {
             "mov.b32": lambda a: a,
             "and.b32": lambda a, b: a & b,
             "shr.b32": lambda a, b: a >> b,
@@ -67,10 +74,21 @@ def execute(assembly: str, word: int, *further: int) -> tuple[int, int]:
             "xor.b32": lambda a, b: a ^ b,
             "prmt.b32": _permuted,
             "lop3.b32": _bitwise,
+            "cvt.f32.f16": _half,
             "fma.rn.bf16x2": partial(_fused, dtype=torch.bfloat16),
             "fma.rn.f16x2": partial(_fused, dtype=torch.float16),
         }[operation](*given)
-    return registers["$0"], registers["$1"]
+    return found
+
+
+def execute(assembly: str, word: int, *further: int) -> tuple[int, int]:
+    """Run straight-line PTX on ``$2``, or ``$1`` where it is given; return ``$0`` and ``$1``.
+
+    With further words on ``$3`` and so on.
+    """
+    registers = {"$1": word, "$2": word}
+    found = ran(assembly, registers | {f"${number}": own for number, own in enumerate(further, 3)})
+    return int(found["$0"]), int(found["$1"])
 
 
 def results(name: str, word: int, dtype: torch.dtype) -> torch.Tensor:
@@ -162,3 +180,15 @@ def test_every_assembly_names_what_it_reads():
     for text in texts:
         found = {line.strip(" {}").split(" ")[0] for line in text.split(";")}
         assert found - {"", ".reg"} <= known
+
+
+@pytest.mark.parametrize("first", range(0, 256, 4))
+def test_scales_of_a_word_are_what_e4m3_says(first: int) -> None:
+    """Four of them, less their signs, over a power of two."""
+    octets = torch.arange(first, first + 4, dtype=torch.uint8)
+    word = int.from_bytes(bytes(octets.tolist()), "little")
+    found = ran(column_kernel._SCALES.value, {"$4": word})
+    wanted = (octets & 127).view(torch.float8_e4m3fn).float() / column_kernel._LACK.value
+    for number, own in enumerate(wanted.tolist()):
+        # The largest code is no number, and no scale.
+        assert found[f"${number}"] == own or own != own

@@ -228,10 +228,11 @@ class ColumnSide(Side):
 
     @classmethod
     def tuned(cls, kinds: int) -> Tuning | None:
-        """Return what was fastest on an H200."""
-        # As many programs as have room beside exact tokens' tiles, all of them at once: one that is
-        # not takes 1.2 times as long. Of several kinds, shares pay for pieces of 37 tiles (0.88 of
-        # the time of shorter ones in order), and double it for four.
+        """Return what was fastest on an H100, and on an H200 where it says so."""
+        # As many programs as have room beside exact tokens' tiles, all of them at once: with one
+        # that is not it takes 1.2 times as long on an H200. There shares pay for several kinds in
+        # pieces of 37 tiles (0.88 of the time of shorter ones in order), and double it in pieces of
+        # four.
         return Tuning(12, registers=144, near=16 if kinds > 2 else 0)
 
     @cached_property

@@ -119,10 +119,11 @@ def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> i
 # --- A step over segments is cut into pieces that cost the same on the device, so that a CUDA graph
 # may hold it.
 #
-# Exactly so many pieces, but for units that have fewer tiles than their share: all are on the GPU
-# at once, and one that is not would run when the others are done, which on an H200 takes 1.2 times
-# as long. So a unit that is smaller than a piece, as exact tokens at an end are, is one of them,
-# and the others share what is left. By head, then row, so that neighbours are of one kind: what a
+# About so many pieces: all are on the GPU at once, and one that is not runs when the others are
+# done, which on an H200 takes 1.2 times as long. So a unit that is smaller than a piece, as exact
+# tokens at an end are, is one of them, and the others share what is left; unless that would make
+# theirs longer by more than a seventh, as where a few rows are long and many are short. By head,
+# then row, so that neighbours are of one kind: what a
 # multiprocessor runs has to fit its instruction cache (`kvprof.kernels.segments.kernel`). A test
 # states the same on the host in plain Python.
 
@@ -266,7 +267,8 @@ def cut_units(
         shared += tl.sum(larger, 0)
         left -= tl.sum(((larger == 0) & (tiles > 0)).to(tl.int32), 0)
     shared = tl.maximum(shared, 1)
-    left = tl.maximum(left, 1)
+    fair = tl.maximum(shared * pieces // total, 1)
+    left = tl.where(left * 8 >= fair * 7, left.to(tl.int64), fair)
     first = tl.zeros([], tl.int32)
     last = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int64)

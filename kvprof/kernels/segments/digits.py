@@ -18,7 +18,6 @@ from kvprof.kernels.tables import column
 __all__ = [
     "LOG_MOST",
     "MOST",
-    "TINY",
     "ZERO",
     "biased",
     "by_place",

@@ -14,7 +14,7 @@ from kvprof.kernels.parts import Attended
 from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.cuts import tile_places, token_cost
 from kvprof.kernels.segments.launch import constants
-from kvprof.kernels.segments.layout import SegmentsLayout, of_kinds
+from kvprof.kernels.segments.layout import SegmentsLayout, of_kinds, segment_of
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
 from kvprof.kernels.segments.tables import Item, Unit
@@ -251,7 +251,8 @@ def equal_shares(
 ) -> tuple[list[Item], list[Part]]:
     """All units in `pieces` pieces of equal cost: items by head and row, parts by row.
 
-    What costs less than a piece is one, and the others share those that are left.
+    What costs less than a piece is one, and the others share those that are left, unless theirs
+    were longer by more than a seventh.
     """
     count = len(layout.segments)
     units = [
@@ -267,7 +268,8 @@ def equal_shares(
     total = max(1, sum(costs))
     larger = [cost if cost * pieces >= total else 0 for cost in costs]
     left = pieces - sum(cost > 0 and not own for cost, own in zip(costs, larger, strict=True))
-    left, total = max(1, left), max(1, sum(larger))
+    fair = max(1, max(1, sum(larger)) * pieces // total)
+    left, total = left if left * 8 >= fair * 7 else fair, max(1, sum(larger))
     items: list[Item] = []
     parts = {}
     before = 0
@@ -314,15 +316,44 @@ def test_exact_tokens_beside_many_are_among_the_pieces():
     """One piece more than there is room for would run when all others are done."""
     exact = one([(32, 32)] * 2, None, None, batch=3, capacity=36)
     layout = SegmentsLayout((exact, one([(32, 32)] * 2, 4, 4, batch=3, capacity=9000)), DTYPES[0])
-    prepared = step(layout, pieces=20)
+    prepared = step(layout, pieces=30)
     lengths = torch.tensor([[36] * 3, [9000] * 3], dtype=torch.int32, device=DEVICE)
     items = prepared.cut(lengths).scheduled[0]
     segments = items[:, column(Item, "segment")]
-    assert int((segments >= 0).sum()) == 40
+    assert int((segments >= 0).sum()) == 60
     assert int((segments == 0).sum()) == 6
     tokens = (items[:, column(Item, "stop")] - items[:, column(Item, "start")])[segments == 1]
-    # 34 for six of them: five or six each, in whole tiles.
-    assert int(tokens.max()) <= 9000 // 5 + 64
+    # 54 for six of them: nine each, in whole tiles.
+    assert int(tokens.max()) <= 9000 // 9 + 64
+
+
+def test_a_long_row_beside_many_short_ones_is_cut_all_the_same():
+    layout = SegmentsLayout((one([(32, 32)] * 2, 4, 4, batch=21, capacity=9000),), DTYPES[0])
+    prepared = step(layout, pieces=10)
+    lengths = torch.tensor([[9000] + [11] * 20], dtype=torch.int32, device=DEVICE)
+    items = prepared.cut(lengths).scheduled[0]
+    items = items[items[:, column(Item, "segment")] >= 0]
+    tokens = items[:, column(Item, "stop")] - items[:, column(Item, "start")]
+    # Both heads of it share nearly all of 20 pieces.
+    assert int(tokens.max()) <= 9000 // 9 + 128
+
+
+def test_values_of_unlike_size_are_as_near_as_the_largest_of_them_allows():
+    """A token that nearly all look at may have small values, beside larger ones in its tile."""
+    segment = segment_of(
+        [(((32, 4),), ((16, 4), (16, 2)))], 4, 1, 256, "uniform-rms", "uniform-rms", None
+    )
+    layout = SegmentsLayout((segment,), DTYPES[0])
+    draw = torch.Generator().manual_seed(2)
+    keys, values = (torch.randn(1, 256, 32, generator=draw).to(DEVICE) for _ in range(2))
+    values[:, 70] /= 30
+    buffer = layout.packed([([keys.to(DTYPES[0])], [values.to(DTYPES[0])])])
+    query = (keys[:, 70] * 0.5).repeat(1, 4).to(DTYPES[0])
+    output = run(step(layout), query, buffer, [[256]], 1.0)
+    wanted = reference_segments(query, buffer, layout, [[256]], 1.0)
+    # Weights are rounded to a 2^-15 of what the largest weight and the largest values make.
+    apart = float((output.double() - wanted).abs().max())
+    assert apart < 2e-3 * float(values.abs().max())
 
 
 # On a GPU each is compiled for a minute or more, of many kinds for seven and longer; side by side
