@@ -96,10 +96,18 @@ def removal_ranks_of(targets: Sequence[RankTarget], rate: float, grid: Grid) -> 
         The knob: share of ``Σ s_i`` that may go, 0 to 1.
     grid : Grid
     """
-    return [
-        grid.up(int(removal_ranks(target.values, rate)), target.width) if rate > 0 else target.width
-        for target in targets
-    ]
+    ranks = [target.width for target in targets]
+    if rate <= 0:
+        return ranks
+    of_width: dict[int, list[int]] = {}
+    for index, target in enumerate(targets):
+        of_width.setdefault(target.width, []).append(index)
+    for width, indices in of_width.items():
+        # Together: a search for a knob asks this dozens of times for hundreds of heads.
+        found = removal_ranks(torch.stack([targets[index].values for index in indices]), rate)
+        for index, rank in zip(indices, found.tolist(), strict=True):
+            ranks[index] = grid.up(rank, width)
+    return ranks
 
 
 def uniform_ranks(targets: Sequence[RankTarget], rate: float, grid: Grid) -> list[int]:

@@ -6,7 +6,8 @@ what eviction keeps beside the tokens. Weights that grow are counted apart (`wei
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import add
 
 from kvprof.methods.across import Across, coded_layers, coded_tokens
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
@@ -83,16 +84,14 @@ class CacheBytes:
     @property
     def total(self) -> int:
         """All of it."""
-        return sum(getattr(self, entry.name) for entry in fields(self))
+        return sum(vars(self).values())
 
     def __add__(self, other: "CacheBytes") -> "CacheBytes":
-        return CacheBytes(
-            *(getattr(self, entry.name) + getattr(other, entry.name) for entry in fields(self))
-        )
+        return CacheBytes(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, factor: int) -> "CacheBytes":
         """Return the same for `factor` sequences."""
-        return CacheBytes(*(getattr(self, entry.name) * factor for entry in fields(self)))
+        return CacheBytes(*(count * factor for count in vars(self).values()))
 
 
 @dataclass(frozen=True)

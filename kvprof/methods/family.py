@@ -307,18 +307,21 @@ def grid_words(family: PlanFamily) -> str:
 def _least_knob(family: PlanFamily, wanted: float, tokens: int, itemsize: int) -> float:
     """Return the smallest knob that reaches a rate which the largest does reach."""
 
-    def reaches(value: float) -> bool:
-        return rate(family.build(value), tokens, itemsize=itemsize) >= wanted - 1e-12
+    def reaches(plan: Plan) -> bool:
+        return rate(plan, tokens, itemsize=itemsize) >= wanted - 1e-12
 
     if family.settings:
-        return next(value for value in family.settings if reaches(value))
+        return next(value for value in family.settings if reaches(family.build(value)))
     low, high = family.bounds
+    below = above = None
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if reaches(middle):
-            high = middle
+        plan = family.build(middle)
+        # A family may give the plan again that it gave nearby.
+        if plan is above or (plan is not below and reaches(plan)):
+            high, above = middle, plan
         else:
-            low = middle
+            low, below = middle, plan
     return high
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from kvprof.analysis.bases import walsh_hadamard
@@ -57,6 +57,9 @@ KNOBS = {
     "fisher": "removed_share",
     "budget": "saved_share",
 }
+
+# Plans of a family that are given again: at the ends of its knob, and on both sides of a rate.
+_KEPT = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,8 +411,13 @@ def projected(
         },
     }
 
-    def at_ranks(given: Sequence[int]) -> Plan:
+    # Of nearby knobs, which a search comes to, most have the same ranks.
+    @lru_cache(_KEPT)
+    def planned(given: tuple[int, ...]) -> Plan:
         return Plan(method, inputs.fingerprint, low_rank_layers(inputs, layers, given), made=made)
+
+    def at_ranks(given: Sequence[int]) -> Plan:
+        return planned(tuple(given))
 
     return PlanFamily(
         method,
