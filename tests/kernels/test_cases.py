@@ -10,8 +10,9 @@ import pytest
 import torch
 
 FILES = sorted(Path(__file__).with_name("cases").glob("*_cases.py"))
-# Processes: each loads torch and Triton before it runs a case.
-TOGETHER = [FILES[first::2] for first in range(2)]
+# Processes: each loads torch and Triton before it runs a case, and one transformers too.
+WITH_MODELS = {"rebuilt_cases", "runtime_cases", "serving_cases"}
+TOGETHER = [[x for x in FILES if (x.stem in WITH_MODELS) is models] for models in (False, True)]
 
 
 @pytest.mark.parametrize("cases", TOGETHER, ids=lambda own: "-".join(x.stem[:-6] for x in own))

@@ -64,7 +64,7 @@ _LOSSY = (
     "snapkv",
     "budget",
 )
-_TOKENS = 4
+_TOKENS = 3  # of the prompt, of a step, and of one behind it
 
 
 @cache
