@@ -1,10 +1,12 @@
 """Finding the plan of a byte rate by the method's own knob."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import dim_rate, rate
-from kvprof.methods.family import PlanFamily, plan_at, plan_for_rate
+from kvprof.methods.family import PlanFamily, check_rate, plan_at, plan_for_rate
 from kvprof.methods.registry import plan_family
 from tests.methods.models import FINE, inputs
 from tests.methods.shapes import group, layer, plan
@@ -29,16 +31,25 @@ def test_the_least_compression_that_reaches_the_rate(wanted):
         assert rate(made(rank + 1), 1000, itemsize=2) < wanted
 
 
-def test_what_no_rank_reaches_is_refused_with_the_range():
+@pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
+def test_what_no_rank_reaches_is_refused_with_the_range(ask):
     message = "steps reaches rates from 0.000 to 0.450 at 1,000 tokens, not 0.46"
     with pytest.raises(UsageError, match=message):
-        plan_for_rate(STEPS, 0.46, 1000, itemsize=2)
+        ask(STEPS, 0.46, 1000, itemsize=2)
 
 
+def test_a_rate_is_looked_at_without_a_search():
+    built = []
+    watched = replace(STEPS, build=lambda cut: built.append(cut) or STEPS.build(cut))
+    assert check_rate(watched, 0.333, 1000, itemsize=2) is None
+    assert built == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
 @pytest.mark.parametrize("wanted", [-0.1, 1.0, float("nan")])
-def test_a_rate_is_a_share(wanted):
+def test_a_rate_is_a_share(wanted, ask):
     with pytest.raises(UsageError, match="is not between 0 and 1"):
-        plan_for_rate(STEPS, wanted, 1000, itemsize=2)
+        ask(STEPS, wanted, 1000, itemsize=2)
 
 
 @pytest.mark.parametrize(("wanted", "bits"), [(0.0, 8), (0.3, 8), (0.5, 4), (0.65, 3), (0.7, 2)])

@@ -23,13 +23,13 @@ import triton.language as tl
 from kvprof.kernels.parts import empty, store_columns
 from kvprof.kernels.segments.columns import COLUMN_SLOTS
 from kvprof.kernels.segments.digits import (
-    LOG_MOST,
     MOST,
     ZERO,
     biased,
     by_place,
     by_row,
     digits,
+    headroom,
     joined,
     query_digits,
     single,
@@ -327,11 +327,8 @@ def _column_tile(
     most = scales[0]
     for slot in tl.static_range(1, _SLOTS):
         most = tl.maximum(most, scales[slot])
-    # Weights such that none times a scale is more than two digits hold: the largest scale is less
-    # than the power of two behind its own.
-    most = tl.maximum(tl.max(most, 0), _LEAST)
-    behind = (most.to(tl.int32, bitcast=True) >> 23) - 126
-    up = LOG_MOST - behind.to(tl.float32)
+    # Weights such that none times a scale is more than two digits hold.
+    up = headroom(tl.maximum(tl.max(most, 0), _LEAST))
     unit = tl.exp2(peak - higher - up)[None, :]
     base = (peak - up)[None, :]
     numbers = ()

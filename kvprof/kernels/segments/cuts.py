@@ -123,9 +123,9 @@ def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> i
 # done, which on an H200 takes 1.2 times as long. So a unit that is smaller than a piece, as exact
 # tokens at an end are, is one of them, and the others share what is left; unless that would make
 # theirs longer by more than a seventh, as where a few rows are long and many are short. By head,
-# then row, so that neighbours are of one kind: what a
-# multiprocessor runs has to fit its instruction cache (`kvprof.kernels.segments.kernel`). A test
-# states the same on the host in plain Python.
+# then row, so that neighbours are of one kind: what a multiprocessor runs has to fit its
+# instruction cache (`kvprof.kernels.segments.kernel`). A test states the same on the host in plain
+# Python.
 
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

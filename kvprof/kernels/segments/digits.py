@@ -16,13 +16,13 @@ from kvprof.kernels.segments.tables import PlaneColumns
 from kvprof.kernels.tables import column
 
 __all__ = [
-    "LOG_MOST",
     "MOST",
     "ZERO",
     "biased",
     "by_place",
     "by_row",
     "digits",
+    "headroom",
     "joined",
     "query_digits",
     "single",
@@ -37,7 +37,7 @@ _BLOCK = tl.constexpr(PLACES)
 
 #: Largest whole number of two digits.
 MOST = tl.constexpr(127 * 256.0)
-LOG_MOST = tl.constexpr(math.log2(127 * 256.0))
+_LOG_MOST = tl.constexpr(math.log2(127 * 256.0))
 #: Stands for the largest of numbers that are all 0.
 TINY = tl.constexpr(2.0**-100)
 #: A whole number is the lower bits of itself plus 1.5 · 2^23. With 128 more, its bytes are the
@@ -56,6 +56,16 @@ _ASSEMBLY = tl.constexpr(
 def biased(numbers):
     """Return the nearest whole numbers, `ZERO` more, as int32."""
     return (numbers + _MAGIC).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def headroom(largest):
+    """Return log2 of a factor by which numbers up to `largest` are at most `MOST`.
+
+    A factor of two less than could be, at most: by the power of two behind the number's own.
+    """
+    behind = (largest.to(tl.int32, bitcast=True) >> 23) - 126
+    return _LOG_MOST - behind.to(tl.float32)
 
 
 @triton.jit

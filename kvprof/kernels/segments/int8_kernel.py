@@ -17,11 +17,11 @@ import triton.language as tl
 
 from kvprof.kernels.parts import empty, store_columns
 from kvprof.kernels.segments.digits import (
-    LOG_MOST,
     MOST,
     by_place,
     by_row,
     digits,
+    headroom,
     joined,
     query_digits,
     single,
@@ -328,10 +328,8 @@ def _int8_tile(
         if CHECK:
             scale = tl.where(left > number % SLOTS, scale, 0.0)
         most = tl.maximum(most, scale)
-    # Weights such that none times a scale is more than two digits hold: the largest scale is less
-    # than the power of two behind its own.
-    behind = (tl.max(most, 0).to(tl.int32, bitcast=True) >> 23) - 126
-    up = LOG_MOST - behind.to(tl.float32)
+    # Weights such that none times a scale is more than two digits hold.
+    up = headroom(tl.max(most, 0))
     unit = tl.exp2(peak - higher - up)
     base = peak - up
     weights = ()
