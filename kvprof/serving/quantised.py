@@ -29,7 +29,7 @@ from kvprof.kernels.prefill.rows import RowsCut, RowsStep, rows_step
 from kvprof.kernels.project.step import project_step
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.moving import token_move
+from kvprof.kernels.segments.moving import token_move, token_restore
 from kvprof.kernels.segments.step import SegmentsStep, segments_step
 from kvprof.runtime.clock import part
 from kvprof.serving.fixed import FixedStep, most_own_pages, own_columns
@@ -38,11 +38,9 @@ from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up
 
 __all__ = ["QuantisedSteps", "own_pages", "quantised_steps"]
 
-# Tokens by which planes for a context grow.
+# Tokens by which planes for a context grow, and that torch dequantises at once: where each value
+# lies takes eight bytes meanwhile.
 _PIECE = 4096
-# Values of a side that are dequantised together: where each lies takes eight bytes meanwhile, and
-# the fewer pieces there are, the fewer operations.
-_TOGETHER = 1 << 23
 
 
 class _Own(NamedTuple):
@@ -249,11 +247,8 @@ class QuantisedSteps:
         past, device = length - (stop - first), query.device
         layout = self.layer.layout(1, -(-length // _PIECE) * _PIECE)
         planes = self.scratch.new_empty(layout.elements)
-        widest = max(sum(layout.key_widths), sum(layout.value_widths))
-        piece = max(PAGE_TOKENS, _TOGETHER // widest)
         with part("quantise"):
-            for begin in range(0, past, piece):
-                self._restore(step, row, begin, min(begin + piece, past), layout, planes)
+            self._restore(step, row, past, layout, planes)
         numbers = step.once("chunks", lambda: _numbers(step))
         start, lengths, starts = numbers[row - step.decodes]
         states = query[first:stop], key[first:stop], value[first:stop]
@@ -269,22 +264,25 @@ class QuantisedSteps:
             return attending.run(projected, planes, cut, scale)
 
     def _restore(
-        self,
-        step: EngineStep,
-        row: int,
-        begin: int,
-        stop: int,
-        layout: RaggedLayout,
-        planes: Tensor,
+        self, step: EngineStep, row: int, past: int, layout: RaggedLayout, planes: Tensor
     ) -> None:
-        """Dequantise tokens ``begin … stop - 1`` of a sequence into planes."""
+        """Dequantise a sequence's first `past` tokens into planes."""
         cache, page = self.layer.attention.kv_cache, self.layout.segments[0].capacity
 
         def made() -> Tensor:
-            tokens = torch.arange(begin, stop, device=cache.device)
+            tokens = torch.arange(past, device=cache.device)
             return step.table[row].long()[tokens // page] * page + tokens % page
 
-        slots = step.once(("restored", page, row, begin, stop), made)
+        slots = step.once(("restored", page, row, past), made)
+        if uses_triton(cache.device):
+            token_restore(self.layout, 0, layout, cache.device).run(planes, cache, slots)
+            return
+        for begin, piece in enumerate(slots.split(_PIECE)):
+            self._read(piece, begin * _PIECE, layout, planes)
+
+    def _read(self, slots: Tensor, begin: int, layout: RaggedLayout, planes: Tensor) -> None:
+        """Dequantise tokens by torch, one after another from `begin` on."""
+        cache, stop = self.layer.attention.kv_cache, begin + len(slots)
         addresses = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
         for side, states in enumerate(read(cache, addresses)):
             widths = (layout.key_widths, layout.value_widths)[side]

@@ -118,8 +118,8 @@ def test_what_came_before_a_chunk_is_the_same_in_one_piece_and_in_several(
     batch = Batch((150, 129), (7, 20), 30, 2)
     made.store_past(batch)
     states, whole = made.states(30), []
-    for together in (1 << 23, 1):
-        monkeypatch.setattr(quantised, "_TOGETHER", together)
+    for piece in (4096, 11):
+        monkeypatch.setattr(quantised, "_PIECE", piece)
         made.refill()
         whole.append(made.run(made.step(batch), states))
     for mine, other in zip(*whole, strict=True):

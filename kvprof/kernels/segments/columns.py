@@ -431,7 +431,7 @@ class ColumnSide(Side):
         halves = {plane.start: plane.width // 2 for plane in self.planes}
         rows = []
         for number, own in enumerate(self.pieces):
-            mate = 0
+            mate = tops.get(own.column, number) - number
             if own.below:
                 begin = max(first for first in halves if first <= own.column)
                 half = halves[begin]

@@ -4,6 +4,7 @@
 
 - `segment_pieces` decodes: a program per piece of work, code of its own for every kind of head.
 - `move_token` stores a step's token.
+- `restore_tokens` dequantises tokens into planes.
 """
 
 import triton
@@ -14,7 +15,15 @@ from kvprof.kernels.segments.codes import FULL
 from kvprof.kernels.segments.column_kernel import column_piece
 from kvprof.kernels.segments.columns import COLUMNS
 from kvprof.kernels.segments.int8_kernel import int8_piece
-from kvprof.kernels.segments.move import put_columns, put_rows, states_of
+from kvprof.kernels.segments.move import (
+    base_of,
+    column_values,
+    put_columns,
+    put_rows,
+    row_values,
+    scale_at,
+    states_of,
+)
 from kvprof.kernels.segments.row_kernel import row_piece
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import (
@@ -29,7 +38,7 @@ from kvprof.kernels.segments.tables import (
 )
 from kvprof.kernels.tables import Part, column
 
-__all__ = ["move_token", "segment_pieces"]
+__all__ = ["move_token", "restore_tokens", "segment_pieces"]
 
 _FULL = tl.constexpr(FULL)
 _BY_COLUMN = tl.constexpr(COLUMNS)
@@ -85,6 +94,10 @@ _SIDE = tl.constexpr(column(Stretch, "side"))
 _FIRST_COLUMN = tl.constexpr(column(Stretch, "first"))
 _COLUMNS = tl.constexpr(column(Stretch, "columns"))
 _COLUMN = tl.constexpr(len(MovedColumn._fields))
+_SOURCE_FIRST = tl.constexpr(column(MovedColumn, "source_first"))
+_SOURCE_HEAD = tl.constexpr(column(MovedColumn, "source_head"))
+_SOURCE_PLACE = tl.constexpr(column(MovedColumn, "source_place"))
+_BLOCK_SIZE = tl.constexpr(column(MovedColumn, "block"))
 
 
 @triton.jit
@@ -438,3 +451,106 @@ def move_token(
                         SIDE == 1,
                         SLOTS,
                     )
+
+
+@triton.jit(do_not_specialize=["count", "begin", "blocks"])
+def restore_tokens(
+    planes,
+    octets,
+    full,
+    halfs,
+    stretches,
+    columns,
+    slots,
+    count,
+    begin,
+    room,
+    capacity,
+    pool,
+    first,
+    blocks,
+    stride,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Dequantise tokens into planes; a program per stretch of columns and TOKENS of them.
+
+    Parameters
+    ----------
+    planes
+        Of one row, in the run's dtype; written.
+    octets, full, halfs
+        The buffer as uint8, as the run's dtype and as float16.
+    stretches, columns
+        Rows of `kvprof.kernels.segments.tables.Stretch` and `MovedColumn`, int64; a column goes
+        where its table says that it comes from.
+    slots
+        ``[count]`` integers, which count on from row to row (or page to page) of the segment; of
+        one that is not there nothing is written.
+    begin, room
+        Where the first token goes in the planes, and how many they have room for.
+    capacity, pool, first, blocks, stride
+        As `move_token`.
+    KEY_BITS, VALUE_BITS, SLOTS, WIDTH
+        As `move_token`.
+    TOKENS
+        Of a program.
+    """
+    number = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(slots + number, mask=number < count, other=-1).to(tl.int64)
+    known = (slot >= 0) & (slot < tl.full([], capacity, tl.int64) * pool) & (begin + number < room)
+    slot = tl.where(known, slot, 0)
+    stretch = stretches + tl.program_id(0) * _STRETCH
+    each = tl.arange(0, WIDTH)
+    there = each < tl.load(stretch + _COLUMNS)
+    own = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
+    column = own + each * _COLUMN
+    within = slot % capacity
+    block = within // (_BLOCK * SLOTS)
+    token = (within % (_BLOCK * SLOTS)).to(tl.int32)
+    row = slot // capacity * stride + first
+    scales = scale_at(stretch, block, blocks)
+    base = base_of(column, there, blocks)
+    size = tl.load(own + _BLOCK_SIZE)
+    to = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
+    to += tl.load(column + _SOURCE_HEAD, mask=there, other=0) * room
+    apart = tl.load(column + _SOURCE_PLACE, mask=there, other=0).to(tl.int32)
+    to = planes + to[None, :] + (begin + number)[:, None] * apart[None, :]
+    both = known[:, None] & there[None, :]
+    for SIDE in tl.static_range(2):
+        if tl.load(stretch + _SIDE) == SIDE:
+            BITS: tl.constexpr = VALUE_BITS if SIDE == 1 else KEY_BITS
+            if BITS == _BY_COLUMN:
+                found = column_values(
+                    octets,
+                    row + block * size,
+                    base,
+                    blocks,
+                    column,
+                    there,
+                    row + scales,
+                    token,
+                    known,
+                )
+            else:
+                unit = full.dtype.element_ty.primitive_bitwidth // 8 if BITS == _FULL else 1
+                found = row_values(
+                    octets,
+                    full,
+                    halfs,
+                    row + block * size * unit,
+                    base,
+                    column,
+                    there,
+                    stretch,
+                    row // 2 + scales,
+                    token,
+                    known,
+                    BITS,
+                    SIDE == 1,
+                    SLOTS,
+                )
+            tl.store(to, found.to(planes.dtype.element_ty), mask=both)

@@ -1,8 +1,9 @@
-"""How a decoding step's token gets into the bytes of a segment, geometry by geometry.
+"""How single tokens get into the bytes of a segment, and out of them, geometry by geometry.
 
 What `kvprof.kernels.segments.append` does with some hundred operations of torch a step, which a GPU
 spends most of its time between, in one launch for both sides and all heads
-(`kvprof.kernels.segments.kernel.move_token`). The bytes are those of `append.write`.
+(`kvprof.kernels.segments.kernel.move_token` and `restore_tokens`). The bytes are those of
+`append.write`, the values those of `append.read`.
 """
 
 import triton
@@ -15,7 +16,15 @@ from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
 from kvprof.kernels.tables import column
 
-__all__ = ["put_columns", "put_rows", "states_of"]
+__all__ = [
+    "base_of",
+    "column_values",
+    "put_columns",
+    "put_rows",
+    "row_values",
+    "scale_at",
+    "states_of",
+]
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
@@ -80,15 +89,20 @@ def _e4m3(numbers):
 
 
 @triton.jit
-def _block_at(column, there, block, blocks):
-    """Return where columns begin in a block of their head, one of `blocks`."""
+def base_of(column, there, blocks):
+    """Return where columns begin in the first block of their head, one of `blocks`."""
     at = tl.load(column + _FIRST, mask=there, other=0)
-    at += tl.load(column + _HEAD, mask=there, other=0) * blocks
-    return at + block * tl.load(column + _BLOCK, mask=there, other=0)
+    return at + tl.load(column + _HEAD, mask=there, other=0) * blocks
 
 
 @triton.jit
-def _scale_at(stretch, block, blocks):
+def _block_at(column, there, block, blocks):
+    """Return where columns begin in a block of their head, one of `blocks`."""
+    return base_of(column, there, blocks) + block * tl.load(column + _BLOCK, mask=there, other=0)
+
+
+@triton.jit
+def scale_at(stretch, block, blocks):
     """Return where the scales of a block begin."""
     at = tl.load(stretch + _SCALE_FIRST) + tl.load(stretch + _SCALE_HEAD) * blocks
     return at + block * tl.load(stretch + _SCALE_BLOCK)
@@ -132,7 +146,7 @@ def put_rows(
             high = tl.max(tl.where(there, wide, float("-inf")), 0)
             scale = tl.div_rn(high - low, (2 * HALF - 1) * 1.0).to(tl.float16)
             middle = (low + HALF * scale.to(tl.float32)).to(tl.float16)
-            stored = _scale_at(stretch, block, blocks)
+            stored = scale_at(stretch, block, blocks)
             tl.store(halfs + stored + token, scale)
             beside = slot * _PLACES + place if VALUES else token
             tl.store(halfs + stored + tl.load(stretch + _TO_NEXT) + beside, middle)
@@ -175,14 +189,20 @@ def states_of(
 
 
 @triton.jit
+def _steps(bits):
+    """Return the step of columns that have so many bits."""
+    return tl.where(
+        bits == 2,
+        _STEP_OF_2,
+        tl.where(bits == 3, _STEP_OF_3, tl.where(bits == 4, _STEP_OF_4, _STEP_OF_8)),
+    )
+
+
+@triton.jit
 def _column_codes(states, scale, column, there, slot):
     """Return the bits of a piece of codes, where they go in their byte."""
     code = tl.load(column + _CODE, mask=there, other=2)
-    step = tl.where(
-        code == 2,
-        _STEP_OF_2,
-        tl.where(code == 3, _STEP_OF_3, tl.where(code == 4, _STEP_OF_4, _STEP_OF_8)),
-    )
+    step = _steps(code)
     half = tl.exp2((code - 1).to(tl.float32))
     # As `kvprof.kernels.segments.columns.quantise_columns` has it, to the last bit.
     level = tl.floor(tl.div_rn(states.to(tl.float32), scale * step))
@@ -231,7 +251,7 @@ def put_columns(
     size = tl.div_rn(tl.sum(tl.where(there, wide * wide, 0.0), 0), count.to(tl.float32))
     # From the smallest that is not denormal to the largest.
     word = _e4m3(tl.maximum(tl.sqrt_rn(size), _TINY))
-    at = _scale_at(stretch, block, blocks) + token
+    at = scale_at(stretch, block, blocks) + token
     tl.store(octets + at, word.to(tl.uint8))
     scale = (word << 20).to(tl.float32, bitcast=True) * _LACK
     column = columns + number * _COLUMN
@@ -250,3 +270,92 @@ def put_columns(
     to = _column_bytes(octets, column, there, block, blocks, place, slot)
     old = tl.load(to, mask=there, other=0).to(tl.int32)
     tl.store(to, ((old & ~(mask | beside)) | codes | more).to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _e4m3_value(word):
+    """Return the float32 of e4m3 in the lowest bits of int32."""
+    found = (((word & 0x7F) << 20) | ((word & 0x80) << 24)).to(tl.float32, bitcast=True) * _LACK
+    return tl.where((word & 0x7F) == 0x7F, float("nan"), found)
+
+
+@triton.jit
+def row_values(
+    octets,
+    full,
+    halfs,
+    far,
+    base,
+    column,
+    there,
+    stretch,
+    scales,
+    token,
+    known,
+    BITS: tl.constexpr,
+    VALUES: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Return ``[tokens, columns]`` float32 of rows: codes and what is kept, or full precision."""
+    step = tl.load(column + _PLACE, mask=there, other=0).to(tl.int32)
+    both = known[:, None] & there[None, :]
+    if BITS == _FULL:
+        unit: tl.constexpr = full.dtype.element_ty.primitive_bitwidth // 8
+        at = full + (far // unit)[:, None] + base[None, :] + token[:, None] * step[None, :]
+        found = tl.load(at, mask=both, other=0.0).to(tl.float32)
+    else:
+        CONTAINER: tl.constexpr = 8 if BITS == _FP8 else 4 if BITS == 3 else BITS
+        PER_BYTE: tl.constexpr = 8 // CONTAINER
+        place = token // SLOTS
+        slot = token % SLOTS
+        part = tl.load(column + _PART, mask=there, other=0).to(tl.int32)
+        at = place[:, None] * step[None, :] + (slot // PER_BYTE)[:, None] * part[None, :]
+        word = tl.load(octets + far[:, None] + base[None, :] + at, mask=both, other=0).to(tl.int32)
+        if BITS == _FP8:
+            found = _e4m3_value(word)
+        else:
+            code = (word >> (CONTAINER * (slot % PER_BYTE))[:, None]) & ((1 << CONTAINER) - 1)
+            found = (code - (1 << (CONTAINER - 1))).to(tl.float32)
+            stored = halfs + scales
+            scale = tl.load(stored + token, mask=known, other=0.0).to(tl.float32)
+            beside = slot * _PLACES + place if VALUES else token
+            beside += tl.load(stretch + _TO_NEXT).to(tl.int32)
+            middle = tl.load(stored + beside, mask=known, other=0.0).to(tl.float32)
+            # The product is exact: it does not matter whether it is rounded before it is added.
+            found = middle[:, None] + scale[:, None] * found
+    return found
+
+
+@triton.jit
+def _piece(octets, far, base, column, there, known, place, slot):
+    """Return the bits that a piece has of each token's code, where they go in it."""
+    apart = tl.load(column + _APART, mask=there, other=8).to(tl.int32)[None, :]
+    part = tl.load(column + _PART, mask=there, other=0).to(tl.int32)[None, :]
+    step = tl.load(column + _PLACE, mask=there, other=0).to(tl.int32)[None, :]
+    shift = tl.load(column + _SHIFT, mask=there, other=0).to(tl.int32)[None, :]
+    below = tl.load(column + _BELOW, mask=there, other=0).to(tl.int32)[None, :]
+    bits = tl.load(column + _BITS, mask=there, other=0).to(tl.int32)[None, :]
+    together = 8 // apart
+    at = slot[:, None] // together * part + place[:, None] * step
+    word = tl.load(
+        octets + far[:, None] + base[None, :] + at, mask=known[:, None] & there[None, :], other=0
+    ).to(tl.int32)
+    return ((word >> (shift + slot[:, None] % together * apart)) & ((1 << bits) - 1)) << below
+
+
+@triton.jit
+def column_values(octets, far, base, blocks, column, there, scales, token, known):
+    """Return ``[tokens, columns]`` float32 of columns with bits of their own."""
+    place = token // _COLUMN_SLOTS
+    slot = token % _COLUMN_SLOTS
+    code = _piece(octets, far, base, column, there, known, place, slot)
+    beyond = tl.load(column + _MATE, mask=there, other=0)
+    top = column + beyond * _COLUMN
+    more = there & (beyond > 0)
+    start = base_of(top, more, blocks)
+    code += _piece(octets, far, start, top, more, known, place, slot)
+    word = tl.load(octets + scales + token, mask=known, other=0).to(tl.int32)
+    bits = tl.load(column + _CODE, mask=there, other=2)
+    half = tl.exp2((bits - 1).to(tl.float32)) - 0.5
+    level = (code.to(tl.float32) - half[None, :]) * _steps(bits)[None, :]
+    return _e4m3_value(word)[:, None] * level

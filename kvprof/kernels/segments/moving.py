@@ -1,4 +1,7 @@
-"""Launches what moves single tokens into the bytes of a segment: a step's, or a prompt's."""
+"""Launches what moves single tokens into the bytes of a segment, and what reads them into planes.
+
+Both go by the same tables, which say of a column where it lies here and there.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,21 +16,29 @@ from kvprof.kernels.dispatch import check_interpreter, launching
 from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.segments.geometries import format_of
-from kvprof.kernels.segments.kernel import move_token
+from kvprof.kernels.segments.kernel import move_token, restore_tokens
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
 
 __all__ = [
+    "RESTORE_WARPS",
     "TokenMove",
+    "TokenRestore",
     "constants",
     "full_precision",
     "move_operator",
+    "restore_constants",
+    "restore_operator",
     "token_move",
+    "token_restore",
 ]
 
 #: Columns of a program where no scale says how many.
 _FREE = 64
+#: Warps of a program that reads tokens, and its values.
+RESTORE_WARPS = 2
+_VALUES = 256
 #: Tokens of a launch: CUDA counts no more programs in a grid's second direction.
 _MOST = 65_535
 
@@ -223,6 +234,151 @@ def token_move(
     planes = source if isinstance(source, int) else replace(source, batch=1, capacity=1)
     tables = _tables(_roomless(layout), segment, planes, device)
     return TokenMove(layout, segment, source, *tables)
+
+
+def restore_constants(layout: SegmentsLayout, segment: int) -> dict[str, int]:
+    """Return the compile-time numbers of `restore_tokens` for a segment."""
+    found = constants(layout, segment)
+    return {**found, "TOKENS": max(1, _VALUES // found["WIDTH"])}
+
+
+@torch.library.custom_op("kvprof::segments_restore", mutates_args={"planes"})
+def restore_operator(
+    planes: Tensor,
+    buffer: Tensor,
+    stretches: Tensor,
+    columns: Tensor,
+    slots: Tensor,
+    begin: int,
+    numbers: Sequence[int],
+    fixed: Sequence[int],
+) -> None:
+    """Launch `restore_tokens`.
+
+    Parameters
+    ----------
+    planes, buffer, stretches, columns, slots, begin
+        As the kernel takes them.
+    numbers, fixed
+        The kernel's arguments from `room` on, and its compile-time ones, in their order.
+    """
+    key_bits, value_bits, count, width, tokens = fixed
+    launching(restore_tokens, (len(stretches), -(-len(slots) // tokens)))(
+        planes,
+        buffer,
+        buffer.view(planes.dtype),
+        buffer.view(torch.float16),
+        stretches,
+        columns,
+        slots,
+        len(slots),
+        begin,
+        *numbers,
+        KEY_BITS=key_bits,
+        VALUE_BITS=value_bits,
+        SLOTS=count,
+        WIDTH=width,
+        TOKENS=tokens,
+        num_warps=RESTORE_WARPS,
+    )
+
+
+@restore_operator.register_fake
+def _(planes: Tensor, *rest: object) -> None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRestore:
+    """How tokens of a segment get into planes.
+
+    Attributes
+    ----------
+    layout : SegmentsLayout
+    segment : int
+    planes : RaggedLayout
+        Of one row; of the heads' widths in the segment.
+    stretches, columns : Tensor
+        As `TokenMove`.
+    fixed : tuple of int
+        `restore_constants`, in their order.
+    """
+
+    layout: SegmentsLayout
+    segment: int
+    planes: RaggedLayout
+    stretches: Tensor
+    columns: Tensor
+    fixed: tuple[int, ...]
+
+    def run(self, planes: Tensor, buffer: Tensor, slots: Tensor, begin: int = 0) -> None:
+        """Write tokens into planes, one after another; nothing waits for the device.
+
+        Parameters
+        ----------
+        planes : Tensor
+            ``[elements]`` of the layout; written.
+        buffer : Tensor
+            The layer's.
+        slots : Tensor
+            ``[tokens]`` integers that count on from row to row (or page to page), ``row · C +
+            slot``; of one that is not there nothing is written.
+        begin : int
+            Where the first of them goes; what finds no room is left out.
+
+        Raises
+        ------
+        UsageError
+            When bf16 is to be interpreted.
+        """
+        check_interpreter(self.layout.dtype)
+        own, layout = self.layout.segments[self.segment], self.layout
+        if not len(slots):
+            return
+        direct(restore_operator)(
+            planes,
+            buffer,
+            self.stretches,
+            self.columns,
+            slots,
+            begin,
+            (
+                *(self.planes.capacity, own.layout.capacity, layout.batch),
+                *(layout.offsets[self.segment][0], own.blocks, row_stride(buffer, layout.batch)),
+            ),
+            self.fixed,
+        )
+
+
+def token_restore(
+    layout: SegmentsLayout, segment: int, planes: RaggedLayout, device: torch.device
+) -> TokenRestore:
+    """Prepare what brings tokens of a segment back into planes.
+
+    Parameters
+    ----------
+    layout : SegmentsLayout
+    segment : int
+    planes : RaggedLayout
+        Of one row; of the segment's widths.
+    device : torch.device
+
+    Raises
+    ------
+    UsageError
+        For planes of other widths, or of several rows.
+    """
+    own = layout.segments[segment].layout
+    wanted = (own.key_widths, own.value_widths, 1)
+    if (planes.key_widths, planes.value_widths, planes.batch) != wanted:
+        raise UsageError(
+            f"tokens of widths {own.key_widths} and {own.value_widths} go into planes of one row "
+            f"of these widths, and not of {planes.batch} of {planes.key_widths} and "
+            f"{planes.value_widths}"
+        )
+    stretches, columns, _ = _tables(_roomless(layout), segment, replace(planes, capacity=1), device)
+    fixed = tuple(restore_constants(layout, segment).values())
+    return TokenRestore(layout, segment, planes, stretches, columns, fixed)
 
 
 def _roomless(layout: SegmentsLayout) -> SegmentsLayout:

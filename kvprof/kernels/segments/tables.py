@@ -230,7 +230,8 @@ class MovedColumn(NamedTuple):
     code : int
         All bits of its code.
     mate : int
-        Of a highest bit: rows from its own to that of the one with which it shares a byte.
+        Rows from its own to another: of a highest bit to that of the one with which it shares a
+        byte, of the bits below one to it; 0 where there is none.
     head : int
         For each block of a head, of all heads before.
     """

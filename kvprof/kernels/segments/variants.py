@@ -6,9 +6,10 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.codes import ROW_FORMATS, Bits
 from kvprof.kernels.segments.cuts import cut_units
 from kvprof.kernels.segments.geometries import GEOMETRIES
-from kvprof.kernels.segments.kernel import move_token, segment_pieces
+from kvprof.kernels.segments.kernel import move_token, restore_tokens, segment_pieces
 from kvprof.kernels.segments.launch import constants, tuning_for
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds, segment_of
+from kvprof.kernels.segments.moving import RESTORE_WARPS, restore_constants
 from kvprof.kernels.segments.moving import constants as move_constants
 from kvprof.kernels.segments.side import Side, SideKind
 from kvprof.kernels.variants import Variant
@@ -92,6 +93,28 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
     return Variant(f"segments move {name} bf16", move_token, signature, fixed, 1)
 
 
+def _restore(name: str, segment: Segment) -> Variant:
+    signature = {
+        "planes": "*bf16",
+        "octets": "*u8",
+        "full": "*bf16",
+        "halfs": "*fp16",
+        "stretches": "*i64",
+        "columns": "*i64",
+        "slots": "*i64",
+        "count": "i32",
+        "begin": "i32",
+        "room": "i32",
+        "capacity": "i32",
+        "pool": "i32",
+        "first": "i32",
+        "blocks": "i32",
+        "stride": "i32",
+    }
+    fixed = restore_constants(SegmentsLayout((segment,)), 0)
+    return Variant(f"segments restore {name} bf16", restore_tokens, signature, fixed, RESTORE_WARPS)
+
+
 _RAGGED = ((112, 48), (32, 80))
 _FULL = ((128, 128),)
 _WIDE = ((128, 512),)
@@ -100,12 +123,14 @@ _NAMED = tuple(name for name in ROW_FORMATS if isinstance(name, str))
 
 
 def _own(geometry: type[Side]) -> list[Variant]:
-    """Return what a geometry has compiled: its heads behind exact tokens, and in pages."""
+    """Return what a geometry has compiled: heads read, behind exact tokens, and in pages."""
     if not geometry.compiled:
         return []
     bits = next(iter(geometry.forms))
     own, name = (geometry.compiled, bits, bits), geometry.words
+    stored = segment_of(geometry.compiled, 4, 1, 128, bits, bits, None, paged=True)
     return [
+        _restore(name, stored),
         segments_form(name, torch.bfloat16, 4, ((_FULL, None, None), own), None),
         segments_form(f"{name}, pages of 128", torch.float16, 4, (own,), None, page=128),
     ]
@@ -113,7 +138,7 @@ def _own(geometry: type[Side]) -> list[Variant]:
 
 #: Quantised ragged heads, in pages too, each named format of rows, what other geometries have,
 #: TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with every way to
-#: round it.
+#: round it, and read.
 VARIANTS = (
     segments_form("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
     segments_form("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
@@ -143,4 +168,8 @@ VARIANTS = (
         1,
     ),
     *(_move(f"4-bit, {name}", 4, name) for name in _NAMED),
+    *(
+        _restore(f"4-bit, {name}", Segment(RaggedLayout((64,), (64,), 4, 1, 64), 4, name))
+        for name in _NAMED
+    ),
 )

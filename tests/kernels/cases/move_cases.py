@@ -1,4 +1,4 @@
-"""Tokens moved by one launch against torch's `append`, byte by byte; run by test_cases.py."""
+"""Tokens moved, and read back, by one launch against torch, bit by bit; run by test_cases.py."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.codes import e4m3
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
-from kvprof.kernels.segments.moving import token_move
+from kvprof.kernels.segments.moving import token_move, token_restore
 from tests.kernels.column_runs import format_pairs, runs, segment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,6 +169,55 @@ def test_tokens_from_a_pool_of_pages_leave_the_bytes_that_torch_leaves(layout, s
         numbers = far
     token_move(layout, segment, planes, DEVICE).run(buffer, numbers, origins, targets, pooled=True)
     assert torch.equal(buffer, wanted)
+
+
+@few
+@given(layouts(), st.integers(0, 10**6), st.booleans(), st.data())
+def test_tokens_come_back_into_planes_as_torch_reads_them(layout, seed, gaps, data):
+    generator = torch.Generator().manual_seed(seed)
+    buffer = anything(layout, generator)
+    segment = data.draw(st.integers(0, 1))
+    own = layout.segments[segment].layout
+    pool = own.capacity * layout.batch
+    slots = torch.randint(-1, pool + 1, (data.draw(st.integers(0, 90)),), generator=generator)
+    begin = data.draw(st.integers(0, 40))
+    room = begin + data.draw(st.integers(1, 99))
+    planes = RaggedLayout(own.key_widths, own.value_widths, 2, 1, room)
+    blank = torch.randn(planes.elements, generator=generator).to(DEVICE, layout.dtype)
+    given_buffer = buffer
+    if gaps and layout.batch > 1:
+        given_buffer = torch.cat([buffer.view(layout.batch, -1)] * 2, dim=-1)
+        given_buffer[:, layout.row :] = 0
+    slots = slots.to(DEVICE)
+    found = blank.clone()
+    restore = token_restore(layout, segment, planes, DEVICE)
+    restore.run(found, given_buffer, slots, begin)
+    there = (slots >= 0) & (slots < pool) & (begin + torch.arange(len(slots)).to(DEVICE) < room)
+    rows = slots[there] // own.capacity
+    wanted = blank.clone()
+    at = begin + torch.arange(len(slots)).to(DEVICE)[there]
+    for row in range(layout.batch):
+        mine = rows == row
+        # All rows are read at the slots of one.
+        where = (slots[there][mine] % own.capacity).expand(layout.batch, -1)
+        for side, states in enumerate(read(buffer, addresses_of(layout, segment, where))):
+            widths = (planes.key_widths, planes.value_widths)[side]
+            for head, part in enumerate(torch.split(states[row], list(widths), dim=-1)):
+                split = torch.split(part.to(layout.dtype), list(chunks(widths[head])), dim=-1)
+                for plane, piece in zip(planes.planes(wanted, head)[side], split, strict=True):
+                    plane[0, at[mine]] = piece
+    whole = {2: torch.int16, 4: torch.int32}[layout.dtype.itemsize]
+    # What is no number has many forms.
+    both = found.isnan() & wanted.isnan()
+    assert torch.equal(*(x.masked_fill(both, 0).view(whole) for x in (found, wanted)))
+
+
+def test_planes_of_other_widths_are_refused():
+    layout = SegmentsLayout((Segment(RaggedLayout((32,), (64,), 1, 1, 9), 4, 4),), DTYPES[0])
+    with pytest.raises(UsageError, match="widths"):
+        token_restore(layout, 0, RaggedLayout((32,), (32,), 1, 1, 9), DEVICE)
+    with pytest.raises(UsageError, match="one row"):
+        token_restore(layout, 0, RaggedLayout((32,), (64,), 1, 2, 9), DEVICE)
 
 
 def test_every_e4m3_and_what_lies_between():
