@@ -9,16 +9,18 @@ as have no more tokens than the longest one may have.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprof.kernels.dispatch import multiprocessors_of
+from kvprof.kernels.dispatch import multiprocessors_of, uses_triton
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.kernels.prefill.rows import RowsStep, rows_step
 from kvprof.kernels.project.step import project_keys, store_values
+from kvprof.kernels.reconstruct.pages import PageRebuild, page_rebuild
 from kvprof.kernels.reconstruct.step import ReconstructStep, reconstruct_step
 from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import unflatten
@@ -26,7 +28,7 @@ from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, filled_up
 
 __all__ = ["RebuiltSteps", "rebuilt_steps"]
 
-# Tokens whose keys are rebuilt at once: what that leaves behind is small beside the pages.
+# Tokens whose keys torch rebuilds at once: what that leaves behind is small beside the pages.
 _BLOCK = 4096
 
 
@@ -37,16 +39,12 @@ class _Seen:
     Attributes
     ----------
     pages : Tensor
-        ``[n]`` int64, in the pool.
-    cos, sin : Tensor
-        ``[n, tokens of a page, rotary width / 2]``.
+        ``[n]`` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32.
     table : Tensor
         ``[sequences, most pages]`` int32: where each sequence's pages lie among these.
     """
 
     pages: Tensor
-    cos: Tensor
-    sin: Tensor
     table: Tensor
 
 
@@ -62,6 +60,8 @@ class RebuiltSteps:
     rebuilding : Rebuilding
     latents, rows : ReconstructStep, RowsStep
         Over the pool, and over pages of rebuilt keys; of one sequence.
+    rebuild : PageRebuild
+        From the one to the other.
     """
 
     layer: ServedLayer
@@ -69,6 +69,7 @@ class RebuiltSteps:
     rebuilding: Rebuilding
     latents: ReconstructStep
     rows: RowsStep
+    rebuild: PageRebuild
 
     @property
     def pages(self) -> int:
@@ -134,9 +135,8 @@ class RebuiltSteps:
         self, step: EngineStep, first: int, stop: int, query: Tensor, scale: float
     ) -> Tensor:
         """Attend from several new tokens of each of some sequences."""
-        angles = self.rebuilding.cos.data_ptr()
         with part("decompress"):
-            seen = step.once((angles, first, stop), lambda: self._seen(step, first, stop))
+            seen = step.once(("seen", first, stop), lambda: self._seen(step, first, stop))
         layout = replace(self.rows.layout, batch=len(seen.pages))
         with part("decompress"):
             planes = self._rebuilt(seen, layout)
@@ -149,45 +149,50 @@ class RebuiltSteps:
     def _seen(self, step: EngineStep, first: int, stop: int) -> _Seen:
         page, device = self.layout.capacity, step.table.device
         counts = [max(1, -(-length // page)) for length in step.host_lengths[first:stop]]
-        pages = [
-            step.table[row, :count] for row, count in zip(range(first, stop), counts, strict=True)
-        ]
-        tokens = torch.arange(page * max(counts), device=device)
-        # Behind a sequence's end, and there alone, lie positions that no token may have.
-        by_page = tokens.clamp(max=len(self.rebuilding.cos) - 1).view(-1, page)
-        positions = torch.cat([by_page[:count] for count in counts])
-        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-        begin = 0
-        for row, count in enumerate(counts):
-            table[row, :count] = torch.arange(begin, begin + count)
-            begin += count
-        cos, sin = self.rebuilding.cos[positions], self.rebuilding.sin[positions]
-        return _Seen(torch.cat(pages).long(), cos, sin, table.to(device))
+        whole, begins = torch.arange(max(counts), dtype=torch.int32), [0, *accumulate(counts)]
+        # Made on the host and copied together: which pages of the table these are, and the rest.
+        rows = torch.repeat_interleave(torch.arange(first, stop), torch.tensor(counts))
+        columns = torch.cat([whole[:count] for count in counts])
+        table = whole + torch.tensor(begins[:-1], dtype=torch.int32)[:, None]
+        table = table.clamp(max=begins[-1] - 1)
+        numbers = torch.cat([rows.int(), columns, table.flatten()]).to(device)
+        row, column, places = numbers.split([len(rows), len(columns), table.numel()])
+        pages = torch.stack([step.table[row, column].int(), column * page], dim=1)
+        return _Seen(pages, places.view(table.shape).clone())
 
     def _rebuilt(self, seen: _Seen, layout: RaggedLayout) -> Tensor:
         """Return pages of whole rotated keys and of latent values, a head for every KV head."""
         cache, rebuilding = self.layer.attention.kv_cache, self.rebuilding
-        heads, width = rebuilding.heads, rebuilding.head_dim
         planes: Tensor = cache.new_empty(layout.elements)
-        block = max(1, _BLOCK // layout.capacity)
+        if uses_triton(cache.device):
+            self.rebuild.run(planes, cache, seen.pages, rebuilding.cos, rebuilding.sin)
+            return planes
+        for start in range(0, layout.batch, block := max(1, _BLOCK // layout.capacity)):
+            self._rebuild(planes, layout, slice(start, start + block), seen.pages)
+        return planes
+
+    def _rebuild(self, planes: Tensor, layout: RaggedLayout, at: slice, seen: Tensor) -> None:
+        """Rebuild some pages by torch."""
+        cache, rebuilding = self.layer.attention.kv_cache, self.rebuilding
+        heads, width = rebuilding.heads, rebuilding.head_dim
+        pages, begins = seen[at].long().unbind(1)
+        positions = begins[:, None] + torch.arange(layout.capacity, device=begins.device)
+        # Behind a sequence's end, and there alone, lie positions that no token may have.
+        positions = positions.clamp(max=len(rebuilding.cos) - 1)
+        angles = rebuilding.cos[positions][:, :, None], rebuilding.sin[positions][:, :, None]
         for latent, up in enumerate(rebuilding.ups):
             keys, values = self.layout.planes(cache, latent)
             own = [layout.planes(planes, latent * heads + head) for head in range(heads)]
-            for start in range(0, layout.batch, block):
-                at = slice(start, start + block)
-                pages = seen.pages[at]
-                for number, plane in enumerate(values):
-                    stored = plane[pages]
-                    for _, copies in own:
-                        copies[number][at] = stored
-                joined = torch.cat([plane[pages] for plane in keys], dim=-1) @ up.mT
-                angles = seen.cos[at, :, None], seen.sin[at, :, None]
-                rotated = rebuilding.form.rotated(unflatten(joined, -1, (heads, width)), *angles)
-                for head, (rebuilt, _) in enumerate(own):
-                    columns = torch.split(rotated[:, :, head], list(chunks(width)), dim=-1)
-                    for plane, chunk in zip(rebuilt, columns, strict=True):
-                        plane[at] = chunk
-        return planes
+            for number, plane in enumerate(values):
+                stored = plane[pages]
+                for _, copies in own:
+                    copies[number][at] = stored
+            joined = torch.cat([plane[pages] for plane in keys], dim=-1) @ up.mT
+            rotated = rebuilding.form.rotated(unflatten(joined, -1, (heads, width)), *angles)
+            for head, (rebuilt, _) in enumerate(own):
+                columns = torch.split(rotated[:, :, head], list(chunks(width)), dim=-1)
+                for plane, chunk in zip(rebuilt, columns, strict=True):
+                    plane[at] = chunk
 
 
 def _by_latent(states: Tensor, latents: int) -> Tensor:
@@ -227,5 +232,7 @@ def rebuilt_steps(
         most_tokens=longest,
         **how,
     )
-    rows = rows_step(layer.whole(1, page), device, cache.dtype, pairs=kinds, **how)
-    return RebuiltSteps(layer, layout, rebuilding, latents, rows)
+    whole = layer.whole(1, page)
+    rows = rows_step(whole, device, cache.dtype, pairs=kinds, **how)
+    rebuild = page_rebuild(latents, whole)
+    return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild)

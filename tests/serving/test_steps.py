@@ -51,7 +51,7 @@ def _wanted(
     return torch.cat(found, dim=-1)
 
 
-def _rebuilt_layer(pages: int, widths: Any, generator: torch.Generator) -> ServedLayer:
+def rebuilt_layer(pages: int, widths: Any, generator: torch.Generator) -> ServedLayer:
     """Return a layer like `_layer`'s, whose heads share one latent of the first widths."""
     (key, value), shared, turned = widths[0], GROUP, DEPTH // 2
     row = RaggedLayout((key,), (value,), shared * GROUP, 1, PAGE).row
@@ -203,7 +203,7 @@ def test_a_page_is_shared_in_the_step_that_fills_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "padding"), [(_layer, 0), (_layer, 3), (_rebuilt_layer, 0), (_rebuilt_layer, 3)]
+    ("make", "padding"), [(_layer, 0), (_layer, 3), (rebuilt_layer, 0), (rebuilt_layer, 3)]
 )
 def test_chunks_and_decoding_together(make: Callable[..., ServedLayer], padding: int) -> None:
     """Prompts in chunks, decoding beside them, shared pages and padding give exact attention."""
@@ -297,7 +297,7 @@ def test_a_rehearsal_leaves_the_pages_as_they_are(kind: str) -> None:
     made = {
         "plain": lambda: _layer(6, WIDTHS[0], generator),
         "4 bits": lambda: _quantised_layer(6, 4, generator),
-        "rebuilt": lambda: _rebuilt_layer(6, WIDTHS[0], generator),
+        "rebuilt": lambda: rebuilt_layer(6, WIDTHS[0], generator),
     }
     layer, page = made[kind](), QUANTISED_PAGE if kind == "4 bits" else PAGE
     model = ServedModel([layer])

@@ -17,6 +17,9 @@ __all__ = [
     "Form",
     "Group",
     "Item",
+    "RebuiltColumn",
+    "RebuiltHead",
+    "SeenPage",
     "Target",
     "Tuning",
     "arranged",
@@ -176,6 +179,35 @@ class Item(NamedTuple):
     group: int
     start: int
     stop: int
+
+
+class SeenPage(NamedTuple):
+    """A page whose keys are rebuilt.
+
+    Attributes
+    ----------
+    page : int
+        Its number in the pool.
+    begin : int
+        Position of its first token.
+    """
+
+    page: int
+    begin: int
+
+
+class RebuiltHead(NamedTuple):
+    """Where a KV head's first plane of keys, and of values, begins in a row of rebuilt pages."""
+
+    keys: int
+    values: int
+
+
+class RebuiltColumn(NamedTuple):
+    """The plane that has a column of a rebuilt key: its first column, and its width."""
+
+    start: int
+    width: int
 
 
 @dataclass(frozen=True)

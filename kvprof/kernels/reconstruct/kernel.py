@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.planes import MOST_CHUNKS
-from kvprof.kernels.reconstruct.form import Group, Item
+from kvprof.kernels.reconstruct.form import Group, Item, RebuiltColumn, RebuiltHead, SeenPage
 from kvprof.kernels.tables import Kind, column, columns
 
-__all__ = ["load_rows", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
+__all__ = ["load_rows", "rebuild_pages", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
 
 # --- Scores of one tile of latents: rebuild, RoPE and dot (Palu appendix B), or the dot alone.
 
@@ -58,6 +58,15 @@ _ITEM_ROW = tl.constexpr(column(Item, "row"))
 _ITEM_GROUP = tl.constexpr(column(Item, "group"))
 _ITEM_START = tl.constexpr(column(Item, "start"))
 _ITEM_STOP = tl.constexpr(column(Item, "stop"))
+_SEEN = tl.constexpr(len(SeenPage._fields))
+_SEEN_PAGE = tl.constexpr(column(SeenPage, "page"))
+_SEEN_BEGIN = tl.constexpr(column(SeenPage, "begin"))
+_HEAD = tl.constexpr(len(RebuiltHead._fields))
+_HEAD_KEYS = tl.constexpr(column(RebuiltHead, "keys"))
+_HEAD_VALUES = tl.constexpr(column(RebuiltHead, "values"))
+_COLUMN = tl.constexpr(len(RebuiltColumn._fields))
+_COLUMN_START = tl.constexpr(column(RebuiltColumn, "start"))
+_COLUMN_WIDTH = tl.constexpr(column(RebuiltColumn, "width"))
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -448,3 +457,119 @@ def reconstruct_pieces(
                     HEADS, GROUP, HEAD_DIM, HALF, INTERLEAVED, REBUILD, CAPPED, STAGES, ROWS,
                     PADDED, WIDEST, AHEAD, KEPT, KINDS[number * _KIND + _HEIGHT], PAGE,
                 )
+
+
+# --- Keys of whole pages, rebuilt once for queries that see them many times.
+
+
+@triton.jit
+def _put(planes, states, places, numbers, there, columns, PAGE: tl.constexpr):
+    """Store columns of a head's keys into its planes."""
+    start = tl.load(columns + numbers * _COLUMN + _COLUMN_START, mask=there, other=0)
+    width = tl.load(columns + numbers * _COLUMN + _COLUMN_WIDTH, mask=there, other=0)
+    base = start * PAGE + numbers - start
+    at = base[None, :] + places[:, None] * width[None, :]
+    tl.store(planes + at, states.to(planes.dtype.element_ty), mask=there[None, :])
+
+
+@triton.jit
+def _rebuilt_tile(
+    keys, values, up, cos, sin, key_planes, value_planes, columns, places, positions, head,
+    angle_rows, angle_columns, KINDS: tl.constexpr, BASE: tl.constexpr, BLOCKS: tl.constexpr,
+    PAIRED: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Rebuild and rotate a head's keys of a tile, and copy its group's values beside them."""
+    RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + _K1] + KINDS[BASE + _K2] + KINDS[BASE + _K3]
+    mask = places >= 0
+    latents = _planes(keys, PAGE, places, places, mask, KINDS, BASE, False)
+    weights = up + head * PADDED * RANK
+    done = 0
+    for block in tl.static_range(PAIRED):
+        pairs = done + tl.arange(0, BLOCKS[block])
+        there = pairs < HALF
+        at = positions[:, None] * angle_rows + pairs[None, :] * angle_columns
+        turn = tl.load(cos + at, mask=there[None, :], other=0.0).to(tl.float32)
+        lift = tl.load(sin + at, mask=there[None, :], other=0.0).to(tl.float32)
+        first = _product(latents, weights, BLOCKS[block], KINDS, BASE)
+        second = _product(latents, weights + BLOCKS[block] * RANK, BLOCKS[block], KINDS, BASE)
+        one = 2 * pairs if INTERLEAVED else pairs
+        other = one + 1 if INTERLEAVED else pairs + HALF
+        _put(key_planes, first * turn - second * lift, places, one, there, columns, PAGE)
+        _put(key_planes, second * turn + first * lift, places, other, there, columns, PAGE)
+        weights += 2 * BLOCKS[block] * RANK
+        done += BLOCKS[block]
+    plain = 2 * HALF
+    for block in tl.static_range(PAIRED, COUNT):
+        numbers = plain + tl.arange(0, BLOCKS[block])
+        states = _product(latents, weights, BLOCKS[block], KINDS, BASE)
+        _put(key_planes, states, places, numbers, numbers < HEAD_DIM, columns, PAGE)
+        weights += BLOCKS[block] * RANK
+        plain += BLOCKS[block]
+    copied = _planes(values, PAGE, places, places, mask, KINDS, BASE + _V0, False)
+    for i in tl.static_range(_CHUNKS):
+        if KINDS[BASE + _V0 + i] > 0:
+            _copy(value_planes, copied[i], places, KINDS[BASE + _V0 + i])
+            value_planes += PAGE * KINDS[BASE + _V0 + i]
+
+
+@triton.jit
+def _copy(planes, rows, places, WIDTH: tl.constexpr):
+    tl.store(planes + places[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], rows)
+
+
+@triton.jit
+def rebuild_pages(
+    cache, up, cos, sin, planes, seen, groups, heads, columns, stride, row, positions, angle_rows,
+    angle_columns, KINDS: tl.constexpr, KIND_COUNT: tl.constexpr, BLOCKS: tl.constexpr,
+    PAIRED: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Run a tile of a page and one KV head per program.
+
+    Parameters
+    ----------
+    cache, up, cos, sin, groups
+        As `reconstruct_pieces` takes them; cos and sin are shared by all sequences.
+    planes
+        Pages of whole keys and of values; written.
+    seen
+        Rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32, one for every page of `planes`.
+    heads
+        Rows of `kvprof.kernels.reconstruct.form.RebuiltHead`, int64.
+    columns
+        ``[HEAD_DIM]`` rows of `kvprof.kernels.reconstruct.form.RebuiltColumn`, int32.
+    stride, row
+        Values from page to page of the cache, and of `planes`.
+    positions
+        That `cos` and `sin` have; behind them there are no tokens, and the last one's are taken.
+    angle_rows, angle_columns
+        Strides of `cos` and `sin`.
+    KINDS, KIND_COUNT, BLOCKS, PAIRED, COUNT, HEADS, HEAD_DIM, HALF, INTERLEAVED, PADDED
+        As `reconstruct_pieces` takes them.
+    PAGE, TILE
+        Tokens of a page, and of a tile: a power of two that divides it.
+    """
+    TILES: tl.constexpr = PAGE // TILE
+    number = tl.program_id(0) // TILES
+    places = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    group = tl.program_id(1) // HEADS
+    page = tl.load(seen + number * _SEEN + _SEEN_PAGE).to(tl.int64) * stride
+    begin = tl.load(seen + number * _SEEN + _SEEN_BEGIN)
+    own = groups + group * _GROUP
+    keys = tl.multiple_of(cache + (tl.load(own + _KEYS) + page), 16)
+    values = tl.multiple_of(cache + (tl.load(own + _VALUES) + page), 16)
+    matrices = tl.multiple_of(up + tl.load(own + _UP), 16)
+    head = heads + tl.program_id(1) * _HEAD
+    found = planes + number.to(tl.int64) * row
+    kind = tl.load(own + _GROUP_KIND)
+    for each in tl.static_range(KIND_COUNT):
+        if kind == each:
+            _rebuilt_tile(
+                keys, values, matrices, cos, sin, found + tl.load(head + _HEAD_KEYS),
+                found + tl.load(head + _HEAD_VALUES), columns, places,
+                tl.minimum(begin + places, positions - 1), tl.program_id(1) % HEADS, angle_rows,
+                angle_columns, KINDS, each * _KIND + _K0, BLOCKS, PAIRED, COUNT, HEAD_DIM, HALF,
+                INTERLEAVED, PADDED, PAGE,
+            )

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from kvprof.kernels.reconstruct.form import Form, Target, Tuning
-from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
+from kvprof.kernels.reconstruct.kernel import rebuild_pages, reconstruct_pieces
+from kvprof.kernels.reconstruct.pages import WARPS, page_constants
 from kvprof.kernels.reconstruct.step import constants_of
 from kvprof.kernels.variants import Variant
 
@@ -44,6 +45,25 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
     )
 
 
+def _pages(name: str, form: Form, dtype: str) -> Variant:
+    signature = {
+        "cache": f"*{dtype}",
+        "up": f"*{dtype}",
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "planes": f"*{dtype}",
+        "seen": "*i32",
+        "groups": "*i64",
+        "heads": "*i64",
+        "columns": "*i32",
+        "stride": "i32",
+        "row": "i32",
+        "positions": "i32",
+    }
+    constants = {**page_constants(form), "angle_rows": 64, "angle_columns": 1}
+    return Variant(f"rebuild {name} {dtype}", rebuild_pages, signature, constants, WARPS)
+
+
 def _form(
     key_widths: tuple[int, ...],
     value_widths: tuple[int, ...],
@@ -64,7 +84,8 @@ def _form(
 _GROUPED = ((256, 256), (256, 256), 4, 128, 128)
 
 #: Llama-3.1-8B's heads at rate 0.5: four to a latent as it is tuned for every architecture, one to
-#: a latent, ragged, both in pages too; a head that is no power of two, turned in part.
+#: a latent, ragged, both in pages too; a head that is no power of two, turned in part; and pages
+#: that are rebuilt.
 VARIANTS = (
     *(
         _pieces(f"group 4 as for sm_{target.capability}", _form(*_GROUPED, target=target), "bf16")
@@ -74,4 +95,5 @@ VARIANTS = (
     _pieces("group 4, pages of 64", _form(*_GROUPED, page=64), "bf16"),
     _pieces("group 1, pages of 64", _form((64, 64), (64, 64), 1, 128, 128, page=64), "bf16"),
     _pieces("partial", _form((288, 160), (96, 320), 2, 112, 56), "fp16", capped=True),
+    _pages("pages of 64, wide", _form((512, 96), (256, 96), 4, 128, 128, page=64), "bf16"),
 )

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct.form import Target, Tuning, tuning_for
+from kvprof.kernels.reconstruct.pages import page_rebuild
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
 from kvprof.kernels.tables import Part
+from kvprof.runtime.backends.rebuilt import RotaryForm
 from tests.kernels.folded import folded_queries
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -309,3 +311,80 @@ def test_what_cannot_run_is_refused():
         with pytest.raises(UsageError, match="interpreter"):
             half.run(query.bfloat16(), buffer.bfloat16(), schedule, cos, sin, 1.0)
         assert reconstruct_step(layer.layout, up, 16, 2, DEVICE).multiprocessors == 1
+
+
+_widths = st.sampled_from([16, 48, 64, 112, 144, 320])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.tuples(_widths, _widths), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.sampled_from([(64, 64), (80, 40), (48, 12), (32, 32)]),
+    st.booleans(),
+    st.sampled_from([16, 48, 64, 128]),
+    st.integers(1, 5),
+    st.sampled_from(DTYPES),
+    st.integers(0, 99),
+)
+def test_whole_pages_of_keys_are_those_that_float64_rebuilds(
+    widths, heads, head, interleaved, page, count, dtype, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    (dim, turned), pages = head, 6
+    keys, values = zip(*widths, strict=True)
+    layout = RaggedLayout(keys, values, heads * 2, pages, page)
+    pool = torch.full((pages, layout.row + 16), float("nan")).to(dtype)
+    pool[:, : layout.row] = torch.randn(pages, layout.row, generator=generator).to(dtype)
+    up = [torch.randn(heads * dim, w, generator=generator) * w**-0.5 for w in keys]
+    up = [matrix.to(DEVICE, dtype) for matrix in up]
+    positions = 3 * page + 5
+    angles = 3 * torch.randn(positions, turned // 2, generator=generator).to(DEVICE)
+    step = reconstruct_step(
+        layout,
+        up,
+        dim,
+        heads,
+        DEVICE,
+        interleaved=interleaved,
+        rotary_dim=turned,
+        page_tokens=page,
+        rows=1,
+        most_tokens=positions,
+    )
+    repeated = tuple(width for width in values for _ in range(heads))
+    whole = RaggedLayout((dim,) * len(repeated), repeated, 2, 1, page)
+    seen = torch.randint(0, pages, (count, 2), generator=generator, dtype=torch.int32)
+    seen[:, 1] = page * (seen[:, 1] % 4)
+    made = replace(whole, batch=count)
+    planes = torch.full((made.elements,), float("nan")).to(DEVICE, dtype)
+    pool = pool.to(DEVICE)
+    page_rebuild(step, whole).run(planes, pool, seen.to(DEVICE), angles.cos(), angles.sin())
+    chosen = pool[seen[:, 0].long().to(DEVICE)][:, : layout.row]
+    at = (seen[:, 1:] + torch.arange(page)).clamp(max=positions - 1).to(DEVICE)
+    own = replace(layout, batch=count)
+    form = RotaryForm(turned, interleaved, 1)
+    for group, matrix in enumerate(up):
+        latents, stored = own.head(chosen.flatten(), group)
+        states = (latents.double() @ matrix.double().mT).unflatten(-1, (heads, dim))
+        turns = [angles.double()[at].cos()[:, :, None], angles.double()[at].sin()[:, :, None]]
+        wanted = form.rotated(states, *turns)
+        for number in range(heads):
+            found, copied = made.head(planes, group * heads + number)
+            assert torch.equal(copied, stored)
+            close = LIMITS[dtype] * wanted.abs().amax()
+            assert (found.double() - wanted[:, :, number]).abs().amax() < close
+
+
+def test_pages_of_other_heads_are_refused():
+    layout = RaggedLayout((32,), (48,), 4, 2, 16)
+    up = [torch.zeros(128, 32, device=DEVICE)]
+    step = reconstruct_step(layout, up, 64, 2, DEVICE, page_tokens=16, rows=1)
+    with pytest.raises(UsageError, match="are not those"):
+        page_rebuild(step, RaggedLayout((64, 64), (48, 32), 2, 1, 16))
+    whole = RaggedLayout((64, 64), (48, 48), 2, 1, 16)
+    seen = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    cache, angles = torch.zeros(2, layout.row, device=DEVICE), torch.zeros(32, 32, device=DEVICE)
+    planes, rebuild = torch.zeros(whole.row, device=DEVICE), page_rebuild(step, whole)
+    with pytest.raises(UsageError, match="do not fit 2 pages"):
+        rebuild.run(planes, cache, seen, angles, angles)

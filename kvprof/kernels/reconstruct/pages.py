@@ -1,0 +1,195 @@
+"""Whole pages of keys out of latents from before RoPE, in one launch: for chunks of prompts.
+
+A kernel that rebuilt keys for every block of a chunk's queries would do so hundreds of times
+(`kvprof.serving.rebuilt`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprof.errors import UsageError
+from kvprof.kernels.checks import check_cache
+from kvprof.kernels.dispatch import check_interpreter, launching
+from kvprof.kernels.operators import direct
+from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
+from kvprof.kernels.reconstruct.form import Form, RebuiltColumn, RebuiltHead
+from kvprof.kernels.reconstruct.kernel import rebuild_pages
+from kvprof.kernels.reconstruct.step import ReconstructStep, constants_of
+
+__all__ = ["WARPS", "PageRebuild", "page_constants", "page_rebuild", "rebuild_operator"]
+
+WARPS = 8
+#: Most tokens of a tile, and where a latent has more columns than so many: there registers spill.
+_TILE, _WIDE, _WIDE_TILE = 64, 256, 16
+
+#: What the kernel takes of `constants_of`.
+_SHARED = (
+    *("KINDS", "KIND_COUNT", "BLOCKS", "PAIRED", "COUNT", "HEADS", "HEAD_DIM", "HALF"),
+    *("INTERLEAVED", "PADDED", "PAGE"),
+)
+
+
+def page_constants(form: Form) -> dict[str, Any]:
+    """Return the compile-time arguments of `rebuild_pages`."""
+    found = constants_of(form, capped=False)
+    most = _TILE if max(form.key_widths) <= _WIDE else _WIDE_TILE
+    # The largest power of two that divides a page.
+    tile = min(most, form.capacity & -form.capacity)
+    return {**{name: found[name] for name in _SHARED}, "TILE": tile}
+
+
+@torch.library.custom_op("kvprof::rebuild_pages", mutates_args={"planes"})
+def rebuild_operator(
+    planes: Tensor,
+    buffer: Tensor,
+    up: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seen: Tensor,
+    tables: Sequence[Tensor],
+    row: int,
+    form: Sequence[int],
+) -> None:
+    """Launch `rebuild_pages`.
+
+    Parameters
+    ----------
+    planes, buffer, cos, sin, seen
+        As `PageRebuild.run` takes them.
+    up
+        From `kvprof.kernels.reconstruct.form.arranged`.
+    tables
+        Groups, heads and columns.
+    row
+        Values of a page of `planes`.
+    form
+        From `Form.encoded`.
+    """
+    made = Form.decoded(form)
+    fixed = page_constants(made)
+    tiles = made.capacity // fixed["TILE"]
+    launching(rebuild_pages, (len(seen) * tiles, len(made.key_widths) * made.heads))(
+        buffer,
+        up,
+        cos,
+        sin,
+        planes,
+        seen,
+        *tables,
+        row_stride(buffer, made.batch),
+        row,
+        len(cos),
+        *cos.stride(),
+        **fixed,
+        num_warps=WARPS,
+    )
+
+
+@rebuild_operator.register_fake
+def _(planes: Tensor, *rest: object) -> None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class PageRebuild:
+    """What rebuilds a layer's keys page by page.
+
+    Attributes
+    ----------
+    step : ReconstructStep
+        Paged; whose latents and matrices these are.
+    whole : RaggedLayout
+        Of one page: keys of every KV head, and its group's values.
+    heads, columns : Tensor
+        Rows of `RebuiltHead`, int64, and of `RebuiltColumn`, int32.
+    """
+
+    step: ReconstructStep
+    whole: RaggedLayout
+    heads: Tensor
+    columns: Tensor
+
+    def run(self, planes: Tensor, buffer: Tensor, seen: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Write pages of rotated keys and of values; nothing waits for the device.
+
+        Parameters
+        ----------
+        planes : Tensor
+            Flat: as many pages of `whole` as are seen; written.
+        buffer : Tensor
+            The pool of latents, as `ReconstructStep.run` takes it.
+        seen : Tensor
+            ``[pages]`` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32.
+        cos, sin : Tensor
+            ``[tokens, rotary_dim / 2]``, as `ReconstructStep.run` takes them.
+
+        Raises
+        ------
+        UsageError
+            When shapes or dtypes do not fit, or bf16 is to be interpreted.
+        """
+        step, form = self.step, self.step.form
+        check_cache(buffer, form.batch, form.layout.row, step.dtype)
+        check_interpreter(step.dtype)
+        if planes.shape != (len(seen) * self.whole.row,) or planes.dtype != step.dtype:
+            raise UsageError(
+                f"planes of shape {tuple(planes.shape)} in {planes.dtype} do not fit {len(seen)} "
+                f"pages of {self.whole.row} values in {step.dtype}"
+            )
+        if cos.shape[1:] != (form.rotary_dim // 2,) or cos.shape != sin.shape:
+            raise UsageError(
+                f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} do not fit: "
+                f"[tokens, {form.rotary_dim // 2}] do"
+            )
+        if len(seen):
+            direct(rebuild_operator)(
+                planes,
+                buffer,
+                step.up,
+                cos,
+                sin,
+                seen,
+                (step.groups, self.heads, self.columns),
+                self.whole.row,
+                form.encoded(),
+            )
+
+
+def page_rebuild(step: ReconstructStep, whole: RaggedLayout) -> PageRebuild:
+    """Prepare what rebuilds a layer's keys page by page, on a GPU or interpreted.
+
+    Parameters
+    ----------
+    step : ReconstructStep
+        Paged.
+    whole : RaggedLayout
+        Of one page.
+
+    Raises
+    ------
+    UsageError
+        When the pages are not those of the step's heads.
+    """
+    form = step.form
+    values = tuple(width for width in form.value_widths for _ in range(form.heads))
+    wanted = ((form.head_dim,) * len(values), values, form.capacity)
+    if not form.paged or (whole.key_widths, whole.value_widths, whole.capacity) != wanted:
+        raise UsageError(
+            f"pages of {whole.capacity} tokens, keys of {whole.key_widths} and values of "
+            f"{whole.value_widths} columns are not those of {form.key_widths} rebuilt"
+        )
+    heads = [RebuiltHead(*pair) for pair in whole.offsets]
+    columns: list[RebuiltColumn] = []
+    for width in chunks(form.head_dim):
+        columns += [RebuiltColumn(len(columns), width)] * width
+    device = step.groups.device
+    return PageRebuild(
+        step,
+        whole,
+        torch.tensor(heads, dtype=torch.int64, device=device),
+        torch.tensor(columns, dtype=torch.int32, device=device),
+    )
