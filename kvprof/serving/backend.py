@@ -34,12 +34,8 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return which steps a graph holds: all, or those alone in which all decode."""
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        own = (getattr(layer, "impl", None) for layer in layers)
-        if all(impl.model.fixed for impl in own if isinstance(impl, PlanImpl)):
-            return AttentionCGSupport.ALWAYS
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        """Return which steps a graph holds: all."""
+        return AttentionCGSupport.ALWAYS
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device

@@ -7,7 +7,9 @@ Over latents as they are every sequence has a place among those that decode and 
 several new tokens, and has nothing to do in one of them. Over quantised latents every token has a
 row of its own in a decoding step: it sees there what its sequence had before the step, or, where it
 is the only new one, all of it. The others' new tokens attend to one another in the step's own pool
-of pages, as they are, and both are merged by their logarithms.
+of pages, as they are, and both are merged by their logarithms. Where keys are rebuilt, those with
+several new tokens attend over rebuilt pages, of which there are as many as one sequence may fill;
+the tokens of those that find no room there decode, each as a row of its own.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,14 @@ from kvprof.kernels.segments.step import SegmentsStep
 from kvprof.runtime.clock import part
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep
 
-__all__ = ["FixedStep", "OwnPages", "fixed_step", "most_own_pages", "own_columns"]
+__all__ = [
+    "FixedStep",
+    "OwnPages",
+    "RebuiltPages",
+    "fixed_step",
+    "most_own_pages",
+    "own_columns",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +75,35 @@ class OwnPages:
     table: Tensor
     lengths: Tensor
     seen: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RebuiltPages:
+    """Which pages are rebuilt, and what tokens see of them or of the engine's.
+
+    Attributes
+    ----------
+    pages : Tensor
+        ``[room]`` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32.
+    table : Tensor
+        ``[rows, room]`` int32, where each sequence's pages lie among these.
+    lengths : Tensor
+        ``[rows]`` int32, tokens of sequences with several new ones whose pages are rebuilt; 0 for
+        all others.
+    attends : Tensor
+        ``[tokens, 1]`` bool, whose tokens these are.
+    seen : Tensor
+        ``[tokens]`` int32, how many tokens each of the others sees; else 0.
+    tables : Tensor
+        ``[tokens, most pages]`` int32, the engine's pages of each token's sequence.
+    """
+
+    pages: Tensor
+    table: Tensor
+    lengths: Tensor
+    attends: Tensor
+    seen: Tensor
+    tables: Tensor
 
 
 def most_own_pages(tokens: int, rows: int) -> int:
@@ -171,6 +209,45 @@ class FixedStep(EngineStep):
             return OwnPages(slots, table, lengths, self.table[sequences])
 
         return self.once(("own", pages), made)
+
+    def rebuilt(self, room: int, page: int) -> RebuiltPages:
+        """Return which pages are rebuilt for sequences with several new tokens, one after another.
+
+        Parameters
+        ----------
+        room : int
+            Pages that are rebuilt at most.
+        page : int
+            Tokens of one.
+        """
+
+        def made() -> RebuiltPages:
+            numbers, sequences, token = self._numbers, self._sequences(), self._numbers.token
+            several = numbers.starts[1:] > numbers.starts[:-1]
+            filling = ((self.lengths + (page - 1)) // page).masked_fill(~several, 0)
+            stop = filling.cumsum(0)
+            begin, fits = stop - filling, several & (stop <= room)
+            number = torch.arange(room, device=self.starts.device)
+            own = torch.searchsorted(stop, number, right=True).clamp(max=self.rows - 1)
+            place = number - begin[own]
+            columns = place.clamp(0, self.table.shape[1] - 1)
+            there = (number < stop[-1]) & fits[own]
+            pages = self.table[own, columns].masked_fill(~there, -1)
+            table = (begin[:, None] + number).clamp(max=room - 1).int()
+            attends = fits[sequences] & numbers.others[:, 0]
+            past = self.lengths - (self.starts[1:] - self.starts[:-1])
+            seen = (past - self.starts[:-1])[sequences] + token + 1
+            seen = seen.masked_fill(attends | (token >= self.starts[-1]), 0)
+            return RebuiltPages(
+                torch.stack([pages, place * page], dim=1).int(),
+                table,
+                self.lengths.masked_fill(~fits, 0),
+                attends[:, None],
+                seen.int(),
+                self.table[sequences],
+            )
+
+        return self.once(("rebuilt", room, page), made)
 
     def cut_rows(self, step: RowsStep, lengths: Tensor) -> RowsCut:
         """Return how the rows of several new tokens are cut, for all layers alike.

@@ -16,7 +16,7 @@ from kvprof.runtime.backends.route import few_kinds
 from kvprof.serving.fixed import FixedStep, fixed_step
 from kvprof.serving.plain import PlainSteps
 from kvprof.serving.quantised import own_pages, quantised_steps
-from kvprof.serving.rebuilt import rebuilt_steps
+from kvprof.serving.rebuilt import rebuilt_room, rebuilt_steps
 from kvprof.serving.steps import EngineStep, ServedLayer, attend, cut_key
 
 __all__ = ["ServedModel"]
@@ -41,11 +41,6 @@ class ServedModel:
     layers: list[ServedLayer] = field(default_factory=list)
     alike: dict[Any, tuple[list[Any], Tensor]] = field(default_factory=dict)
     _met: set[tuple[int, int]] = field(default_factory=set)
-
-    @property
-    def fixed(self) -> bool:
-        """Whether a step of any sequences has a form that a graph holds: no keys are rebuilt."""
-        return all(layer.rebuilding is None for layer in self.layers)
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, int], ...]:
@@ -114,7 +109,7 @@ class ServedModel:
         if self.layers[0].attention.kv_cache.device.type == "cuda":
             # All kernels at once, and each of them loaded before a graph is captured.
             columns = -(-longest // page) if table is None else table
-            prompt, fixed = min(most_tokens, longest), self.fixed and captured[0] > 0
+            prompt, fixed = min(most_tokens, longest), captured[0] > 0
             with compiling_ahead():
                 self._rehearse(columns, prompt, fixed)
             self._rehearse(columns, prompt, fixed)
@@ -124,12 +119,20 @@ class ServedModel:
     ) -> None:
         shared = few_kinds(set(self.kinds))
         scratch: Tensor | None = None
+        rebuilt: Tensor | None = None
         for layer in self.layers:
             cache = layer.attention.kv_cache
             if cache.dim() != 2:
                 raise FailedError(f"{layer.attention.layer_name} was given no pages")
             if layer.rebuilding is not None:
-                layer.steps = rebuilt_steps(layer, page, longest, self.rebuilt_kinds)
+                if rebuilt is None:
+                    rooms = (
+                        rebuilt_room(one, page, longest)
+                        for one in self.layers
+                        if one.rebuilding is not None
+                    )
+                    rebuilt = layer.keys.packed.new_empty(max(rooms))
+                layer.steps = rebuilt_steps(layer, page, longest, self.rebuilt_kinds, rebuilt)
                 continue
             if layer.codes is not None:
                 if scratch is None:

@@ -2,9 +2,12 @@
 
 Sequences that decode rebuild, rotate and multiply in one kernel over their pages. For chunks of
 prompts the keys of all pages that they see are rebuilt once, into pages of working memory which
-last as long as a layer's attention, as kvprof's own runtime does for a prompt: a kernel that
-rebuilt them for every block of queries would do so hundreds of times. As many sequences go together
-as have no more tokens than the longest one may have.
+all layers use in turn, as kvprof's own runtime does for a prompt: a kernel that rebuilt them for
+every block of queries would do so hundreds of times. As many sequences go together as have no more
+tokens than the longest one may have.
+
+In the form that a graph holds (`kvprof.serving.fixed`) there are as many pages of working memory,
+and sequences whose pages find none there decode token by token.
 """
 
 from collections.abc import Iterator
@@ -24,9 +27,10 @@ from kvprof.kernels.reconstruct.pages import PageRebuild, page_rebuild
 from kvprof.kernels.reconstruct.step import ReconstructStep, reconstruct_step
 from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import unflatten
+from kvprof.serving.fixed import FixedStep
 from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, filled_up
 
-__all__ = ["RebuiltSteps", "rebuilt_steps"]
+__all__ = ["RebuiltSteps", "rebuilt_room", "rebuilt_steps"]
 
 # Tokens whose keys torch rebuilds at once: what that leaves behind is small beside the pages.
 _BLOCK = 4096
@@ -62,6 +66,10 @@ class RebuiltSteps:
         Over the pool, and over pages of rebuilt keys; of one sequence.
     rebuild : PageRebuild
         From the one to the other.
+    room : int
+        Pages that the longest sequence fills.
+    scratch : Tensor
+        Room for as many rebuilt ones, which all layers use in turn.
     """
 
     layer: ServedLayer
@@ -70,6 +78,8 @@ class RebuiltSteps:
     latents: ReconstructStep
     rows: RowsStep
     rebuild: PageRebuild
+    room: int
+    scratch: Tensor
 
     @property
     def pages(self) -> int:
@@ -90,21 +100,40 @@ class RebuiltSteps:
         with part("compress"):
             project_keys(_by_latent(key, latents)[..., : keys.depth], keys, *where, slots=slots)
             store_values(_by_latent(value, latents), *where, slots=slots)
+        if isinstance(step, FixedStep):
+            return self._fixed(step, query.flatten(1), scale)
         found = []
         if step.decodes:
-            found.append(self._decoded(step, query[: step.decodes].flatten(1), scale))
+            own, table = query[: step.decodes].flatten(1), step.table[: step.decodes]
+            found.append(self._decoded(step, own, step.lengths[: step.decodes], table, scale))
         for first, stop in self._together(step):
             own = query[step.host_starts[first] : step.host_starts[stop]]
             found.append(self._chunks(step, first, stop, own.flatten(1), scale))
         return filled_up(found, len(query))
 
-    def _decoded(self, step: EngineStep, query: Tensor, scale: float) -> Tensor:
-        rebuilding, form = self.rebuilding, replace(self.latents.form, sequences=step.decodes)
+    def _fixed(self, step: FixedStep, query: Tensor, scale: float) -> Tensor:
+        """Attend from all tokens over rebuilt pages, and from all over the engine's."""
+        seen = step.rebuilt(self.room, self.layout.capacity)
+        layout = replace(self.rows.layout, batch=self.room)
+        with part("decompress"):
+            planes = self._rebuilt(seen.pages, layout)
+        rows = replace(self.rows, layout=layout, rows=step.rows)
+        cut = step.cut_rows(rows, seen.lengths)
+        with part("attention"):
+            attended = rows.run(query, planes, cut, scale, table=seen.table)
+        decoded = self._decoded(step, query, seen.seen, seen.tables, scale)
+        return torch.where(seen.attends, attended, decoded)
+
+    def _decoded(
+        self, step: EngineStep, query: Tensor, lengths: Tensor, table: Tensor, scale: float
+    ) -> Tensor:
+        """Decode rows of so many tokens each."""
+        rebuilding, form = self.rebuilding, replace(self.latents.form, sequences=len(query))
         decode = replace(self.latents, form=form)
 
         def schedule() -> Schedule:
             with part("schedule"):
-                return decode.cut(step.lengths[: step.decodes])
+                return decode.cut(lengths)
 
         cut = step.once(form, schedule)
         with part("attention"):
@@ -115,7 +144,7 @@ class RebuiltSteps:
                 rebuilding.cos,
                 rebuilding.sin,
                 scale,
-                table=step.table[: step.decodes],
+                table=table,
             )
         return found
 
@@ -139,7 +168,7 @@ class RebuiltSteps:
             seen = step.once(("seen", first, stop), lambda: self._seen(step, first, stop))
         layout = replace(self.rows.layout, batch=len(seen.pages))
         with part("decompress"):
-            planes = self._rebuilt(seen, layout)
+            planes = self._rebuilt(seen.pages, layout)
         rows = replace(self.rows, layout=layout, rows=stop - first)
         cut = step.cut(rows, len(query), first, stop)
         with part("attention"):
@@ -160,22 +189,24 @@ class RebuiltSteps:
         pages = torch.stack([step.table[row, column].int(), column * page], dim=1)
         return _Seen(pages, places.view(table.shape).clone())
 
-    def _rebuilt(self, seen: _Seen, layout: RaggedLayout) -> Tensor:
+    def _rebuilt(self, seen: Tensor, layout: RaggedLayout) -> Tensor:
         """Return pages of whole rotated keys and of latent values, a head for every KV head."""
         cache, rebuilding = self.layer.attention.kv_cache, self.rebuilding
-        planes: Tensor = cache.new_empty(layout.elements)
+        # Several sequences' last pages may be more than the longest one's.
+        fits = layout.elements <= len(self.scratch)
+        planes = self.scratch[: layout.elements] if fits else cache.new_empty(layout.elements)
         if uses_triton(cache.device):
-            self.rebuild.run(planes, cache, seen.pages, rebuilding.cos, rebuilding.sin)
+            self.rebuild.run(planes, cache, seen, rebuilding.cos, rebuilding.sin)
             return planes
         for start in range(0, layout.batch, block := max(1, _BLOCK // layout.capacity)):
-            self._rebuild(planes, layout, slice(start, start + block), seen.pages)
+            self._rebuild(planes, layout, slice(start, start + block), seen)
         return planes
 
     def _rebuild(self, planes: Tensor, layout: RaggedLayout, at: slice, seen: Tensor) -> None:
         """Rebuild some pages by torch."""
         cache, rebuilding = self.layer.attention.kv_cache, self.rebuilding
         heads, width = rebuilding.heads, rebuilding.head_dim
-        pages, begins = seen[at].long().unbind(1)
+        pages, begins = seen[at].long().clamp(min=0).unbind(1)
         positions = begins[:, None] + torch.arange(layout.capacity, device=begins.device)
         # Behind a sequence's end, and there alone, lie positions that no token may have.
         positions = positions.clamp(max=len(rebuilding.cos) - 1)
@@ -201,8 +232,26 @@ def _by_latent(states: Tensor, latents: int) -> Tensor:
     return found.unsqueeze(0)
 
 
+def rebuilt_room(layer: ServedLayer, page: int, longest: int) -> int:
+    """Return the values of the pages that a layer's longest sequence fills when it is rebuilt.
+
+    Parameters
+    ----------
+    layer : ServedLayer
+    page : int
+        Tokens of one.
+    longest : int
+        Tokens that a sequence may have.
+    """
+    return layer.whole(-(-longest // page), page).elements
+
+
 def rebuilt_steps(
-    layer: ServedLayer, page: int, longest: int, kinds: tuple[tuple[int, int], ...]
+    layer: ServedLayer,
+    page: int,
+    longest: int,
+    kinds: tuple[tuple[int, int], ...],
+    scratch: Tensor,
 ) -> RebuiltSteps:
     """Prepare a layer's steps over the pages that the engine has given it.
 
@@ -215,6 +264,8 @@ def rebuilt_steps(
         Tokens that a sequence may have.
     kinds : tuple of (key width, value width)
         Of the heads of all layers whose keys are rebuilt.
+    scratch : Tensor
+        `rebuilt_room` values or more, in the model's dtype.
     """
     cache, rebuilding = layer.attention.kv_cache, layer.rebuilding
     assert rebuilding is not None
@@ -235,4 +286,5 @@ def rebuilt_steps(
     whole = layer.whole(1, page)
     rows = rows_step(whole, device, cache.dtype, pairs=kinds, **how)
     rebuild = page_rebuild(latents, whole)
-    return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild)
+    room = -(-longest // page)
+    return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild, room, scratch)

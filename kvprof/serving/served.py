@@ -4,13 +4,13 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.soundness import check_fits
 from kvprof.models.load import load_model
 from kvprof.serving.refusals import check_servable
 
-__all__ = ["check_identity", "mixed_graphs", "plan_digest", "served_plan"]
+__all__ = ["check_identity", "plan_digest", "served_plan"]
 
 
 @cache
@@ -25,14 +25,6 @@ def served_plan(path: str) -> Plan:
     plan = load_plan(Path(path).expanduser())
     check_servable(plan)
     return plan
-
-
-def mixed_graphs(plan: Plan) -> bool:
-    """Tell whether a CUDA graph holds steps that read prompts: where no keys are rebuilt.
-
-    It is what `kvprof.serving.model.ServedModel.fixed` says of the layers, before there are any.
-    """
-    return all(layer.keys.placement is not Placement.PRE_ROPE for layer in plan.layers)
 
 
 @cache

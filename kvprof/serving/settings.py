@@ -56,7 +56,6 @@ def engine_options(
     port: int = 8000,
     dtype: str = "auto",
     ranks: int = 1,
-    mixed: bool = True,
 ) -> list[Setting]:
     """Return the options of ``vllm serve``.
 
@@ -67,18 +66,17 @@ def engine_options(
     dtype : str
     ranks : int
         Of tensor parallelism.
-    mixed : bool
-        Whether a graph holds steps that read prompts too (`kvprof.serving.served.mixed_graphs`).
     """
     listens = "only this machine reaches it" if host == LOOPBACK else "as asked"
-    compilation: dict[str, int | str] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    graphs = "on a GPU each decoding step is one CUDA graph, its cut of the work included"
-    if mixed:
-        compilation |= {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": _LONGEST_GRAPH}
-        graphs = (
-            f"on a GPU a step of {_LONGEST_GRAPH} tokens or fewer is one CUDA graph, "
-            "whether it reads prompts or all decode"
-        )
+    compilation = {
+        "mode": 0,
+        "cudagraph_mode": "FULL",
+        "max_cudagraph_capture_size": _LONGEST_GRAPH,
+    }
+    graphs = (
+        f"on a GPU a step of {_LONGEST_GRAPH} tokens or fewer is one CUDA graph, "
+        "whether it reads prompts or all decode"
+    )
     return [
         Setting("--host", host, listens),
         Setting("--port", str(port), "as asked" if port != 8000 else "vLLM's own"),

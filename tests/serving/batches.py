@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
+from kvprof.runtime.backends.rebuilt import RotaryForm
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import Codes, quantised_layout
-from kvprof.serving.steps import EngineStep, ServedLayer, attend
+from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, attend
 
 DEPTH, GROUP, SCALE = 64, 2, 64**-0.5
 #: Of K and of V, by layer and head.
@@ -68,6 +69,8 @@ class FilledModel:
         Tokens and sequences of the largest step in the form that a graph holds.
     widths
         As `WIDTHS`.
+    shared : int
+        KV heads that share each latent, whose keys are rebuilt; 0 where none are.
     """
 
     def __init__(
@@ -82,9 +85,10 @@ class FilledModel:
         most: int | None = None,
         captured: tuple[int, int] = (0, 0),
         widths: tuple[tuple[tuple[int, int], ...], ...] = WIDTHS,
+        shared: int = 0,
         seed: int = 0,
     ) -> None:
-        self.codes = codes
+        self.codes, self.shared, self.longest = codes, shared, columns * page
         self.page, self.columns, self.device, self.dtype = page, columns, device, dtype
         self.generator = torch.Generator().manual_seed(seed)
         pages = columns * rows + 1
@@ -102,6 +106,8 @@ class FilledModel:
     def _layer(self, pages: int, widths: tuple[tuple[int, int], ...]) -> ServedLayer:
         keys, values = zip(*widths, strict=True)
         row = RaggedLayout(keys, values, GROUP, 1, self.page).row
+        if self.shared:
+            return self._rebuilt_layer(pages, row, keys, values)
         bases = [
             basis_set(
                 [torch.randn(DEPTH, width, generator=self.generator) / 4 for width in keys],
@@ -118,6 +124,26 @@ class FilledModel:
                 pages, layout.row + 64, dtype=torch.uint8, device=self.device
             )
         return layer
+
+    def _rebuilt_layer(
+        self, pages: int, row: int, keys: tuple[int, ...], values: tuple[int, ...]
+    ) -> ServedLayer:
+        down, ups = (
+            [self.random(self.shared * DEPTH, width) / 8 for width in keys] for _ in range(2)
+        )
+        turned = DEPTH // 2
+        tokens = torch.arange(self.longest)[:, None]
+        angles = tokens / 20 ** torch.linspace(0, 1, turned // 2)
+        rebuilding = Rebuilding(
+            tuple(ups),
+            self.shared,
+            RotaryForm(turned, False, 1),
+            angles.cos().to(self.device),
+            angles.sin().to(self.device),
+        )
+        attention = SimpleNamespace(kv_cache=self.random(pages, row + 64), layer_name="layer")
+        group = self.shared * GROUP
+        return ServedLayer(attention, None, basis_set(down), values, group, None, rebuilding)
 
     def store_past(self, batch: Batch) -> None:
         """Store what came before a batch; from here on it is what pages hold in the beginning."""
@@ -143,7 +169,10 @@ class FilledModel:
     def states(self, tokens: int) -> list[list[Tensor]]:
         """Return queries, keys and values of every layer."""
         return [
-            [self.random(tokens, len(layer.value_widths) * size, DEPTH) for size in (GROUP, 1, 1)]
+            [
+                self.random(tokens, len(layer.value_widths) * (self.shared or 1) * size, DEPTH)
+                for size in (GROUP, 1, 1)
+            ]
             for layer in self.model.layers
         ]
 

@@ -75,6 +75,30 @@ def test_over_quantised_pages_too(batch: Batch, bits: int, seed: int) -> None:
     agree(quantised(batch, bits, seed=seed), batch, 2e-5)
 
 
+@settings(max_examples=2 if interpreted() else 40)
+@given(batches(), st.sampled_from([1, 2]), st.sampled_from([16, 64]), st.integers(0, 99))
+def test_over_pages_whose_keys_are_rebuilt_too(
+    batch: Batch, shared: int, page: int, seed: int
+) -> None:
+    """Sequences whose pages find no room decode token by token."""
+    made = FilledModel(page, -(-LONGEST // page), len(batch.new), shared=shared, seed=seed)
+    agree(made, batch, 2e-5)
+
+
+def test_pages_are_rebuilt_while_there_is_room() -> None:
+    made = FilledModel(16, 4, 4, shared=2)
+    batch = Batch((20, 9, 30, 0), (1, 8, 11, 3), 24, 5)
+    own = made.numbers(batch)
+    step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
+    seen = step.rebuilt(4, 16)
+    assert seen.pages[:, 0].tolist() == [*made.table[1, :2].tolist(), -1, -1]
+    assert seen.pages[:2, 1].tolist() == [0, 16]
+    assert seen.lengths.tolist() == [0, 17, 0, 0, 0]
+    # The third, three pages long, decodes token by token, and the last, that stands behind it.
+    assert seen.seen.tolist() == [21, *[0] * 8, *range(31, 42), 1, 2, 3, 0]
+    assert seen.attends.flatten().tolist() == [False, *[True] * 8, *[False] * 15]
+
+
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("new", [(1, 1, 1), (5, 1, 1), (1, 1, 7, 1)])
 def test_what_nobody_asked_for_reaches_no_output(new: tuple[int, ...], bits: int | None) -> None:

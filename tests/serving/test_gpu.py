@@ -45,18 +45,20 @@ def _copied(buffers: Numbers, numbers: Numbers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "dtype", "bits"),
+    ("page", "dtype", "bits", "shared"),
     [
-        (16, torch.bfloat16, None),
-        (64, torch.bfloat16, None),
-        (64, torch.float32, None),
-        (64, torch.bfloat16, 8),
-        (64, torch.bfloat16, 4),
+        (16, torch.bfloat16, None, 0),
+        (64, torch.bfloat16, None, 0),
+        (64, torch.float32, None, 0),
+        (64, torch.bfloat16, 8, 0),
+        (64, torch.bfloat16, 4, 0),
+        (64, torch.bfloat16, None, 2),
+        (16, torch.float32, None, 1),
     ],
 )
 @torch.inference_mode()
 def test_a_graph_is_replayed_for_other_batches(
-    page: int, dtype: torch.dtype, bits: int | None
+    page: int, dtype: torch.dtype, bits: int | None, shared: int
 ) -> None:
     columns = COLUMNS * 64 // page
     made = FilledModel(
@@ -67,6 +69,7 @@ def test_a_graph_is_replayed_for_other_batches(
         device="cuda",
         widths=WIDTHS,
         codes=None if bits is None else Codes(bits, bits, 16),
+        shared=shared,
         most=300,
         captured=(TOKENS, ROWS),
     )

@@ -25,7 +25,6 @@ from kvprof.serving.refusals import (
     check_shared,
     refusal,
 )
-from kvprof.serving.served import mixed_graphs
 from kvprof.serving.settings import SERVED
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 from tests.methods.models import FINE, inputs
@@ -214,10 +213,3 @@ def test_methods_that_the_help_offers_are_not_refused(name: str) -> None:
     if bits in ("4bit", "8bit"):
         plan = quantised(plan, "per-token", int(bits[0]))
     assert refusal(plan) is None
-
-
-def test_graphs_hold_steps_that_read_prompts_but_where_keys_are_rebuilt():
-    plan = ragged_plan()
-    assert mixed_graphs(plan)
-    assert mixed_graphs(quantised(plan, "per-token", 4))
-    assert not mixed_graphs(rebuilt_plan())

@@ -29,7 +29,7 @@ _COST = tl.constexpr(column(Group, "cost"))
 _HEIGHT = tl.constexpr(column(Group, "height"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "pieces", "numbers", "room"])
 def cut_pieces(
     lengths,
     groups,
@@ -37,10 +37,10 @@ def cut_pieces(
     parts,
     capacity,
     pieces,
+    numbers,
+    room,
     GROUPS: tl.constexpr,
-    NUMBERS: tl.constexpr,
     MOST: tl.constexpr,
-    ITEMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the pieces of one sequence's group; a program for each, that knows all lengths.
@@ -52,17 +52,17 @@ def cut_pieces(
     groups
         Rows of `Group`, int64.
     items
-        ``[ITEMS]`` rows of `Item`, int32, to write.
+        ``[room]`` rows of `Item`, int32, to write.
     parts
-        ``[NUMBERS]`` rows of `Part`, int32, to write.
+        ``[numbers]`` rows of `Part`, int32, to write; numbers is batch · GROUPS.
     pieces
         To aim at.
     MOST
-        Power of two from NUMBERS = batch · GROUPS on.
+        Power of two from `numbers` on. These are no constants: an engine has graphs of dozens.
     """
     number = tl.program_id(0)
     index = tl.arange(0, MOST)
-    there = index < NUMBERS
+    there = index < numbers
     length = tl.load(lengths + index // GROUPS, mask=there, other=0)
     length = tl.minimum(tl.maximum(length, 0), capacity)
     own = groups + index % GROUPS * _GROUP
@@ -80,7 +80,7 @@ def cut_pieces(
     tl.store(parts + number * _PART + _FIRST, first)
     tl.store(parts + number * _PART + _COUNT, count)
     # The last one also empties the items that are left over.
-    end = tl.where(number == NUMBERS - 1, ITEMS - first, count)
+    end = tl.where(number == numbers - 1, room - first, count)
     for at in tl.range(0, end, BLOCK):
         part = at + tl.arange(0, BLOCK)
         written = part < end

@@ -187,7 +187,7 @@ class SeenPage(NamedTuple):
     Attributes
     ----------
     page : int
-        Its number in the pool.
+        Its number in the pool; -1 for none.
     begin : int
         Position of its first token.
     """
@@ -381,21 +381,27 @@ class Form:
 
     def encoded(self) -> list[int]:
         """Return the form as integers, as a custom operator takes it."""
-        *scalars, tuning, sequences, longest = astuple(self)[2:]
-        return [
-            len(self.key_widths),
-            *self.key_widths,
-            *self.value_widths,
-            *map(int, scalars),
-            sequences,
-            longest,
-            *map(int, tuning),
-        ]
+        return _encoded(self)
 
     @staticmethod
     def decoded(numbers: Sequence[int]) -> "Form":
         """Return the form that `encoded` made the integers of."""
         return _decoded(tuple(numbers))
+
+
+# Every layer of every step asks for it.
+@lru_cache(maxsize=8192)
+def _encoded(form: Form) -> list[int]:
+    *scalars, tuning, sequences, longest = astuple(form)[2:]
+    return [
+        len(form.key_widths),
+        *form.key_widths,
+        *form.value_widths,
+        *map(int, scalars),
+        sequences,
+        longest,
+        *map(int, tuning),
+    ]
 
 
 @lru_cache(maxsize=1024)

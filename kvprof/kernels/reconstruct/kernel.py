@@ -535,7 +535,8 @@ def rebuild_pages(
     planes
         Pages of whole keys and of values; written.
     seen
-        Rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32, one for every page of `planes`.
+        Rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32, one for every page of `planes`;
+        one that is none is left as it is.
     heads
         Rows of `kvprof.kernels.reconstruct.form.RebuiltHead`, int64.
     columns
@@ -553,23 +554,24 @@ def rebuild_pages(
     """
     TILES: tl.constexpr = PAGE // TILE
     number = tl.program_id(0) // TILES
-    places = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
-    group = tl.program_id(1) // HEADS
-    page = tl.load(seen + number * _SEEN + _SEEN_PAGE).to(tl.int64) * stride
-    begin = tl.load(seen + number * _SEEN + _SEEN_BEGIN)
-    own = groups + group * _GROUP
-    keys = tl.multiple_of(cache + (tl.load(own + _KEYS) + page), 16)
-    values = tl.multiple_of(cache + (tl.load(own + _VALUES) + page), 16)
-    matrices = tl.multiple_of(up + tl.load(own + _UP), 16)
-    head = heads + tl.program_id(1) * _HEAD
-    found = planes + number.to(tl.int64) * row
-    kind = tl.load(own + _GROUP_KIND)
-    for each in tl.static_range(KIND_COUNT):
-        if kind == each:
-            _rebuilt_tile(
-                keys, values, matrices, cos, sin, found + tl.load(head + _HEAD_KEYS),
-                found + tl.load(head + _HEAD_VALUES), columns, places,
-                tl.minimum(begin + places, positions - 1), tl.program_id(1) % HEADS, angle_rows,
-                angle_columns, KINDS, each * _KIND + _K0, BLOCKS, PAIRED, COUNT, HEAD_DIM, HALF,
-                INTERLEAVED, PADDED, PAGE,
-            )
+    page = tl.load(seen + number * _SEEN + _SEEN_PAGE)
+    if page >= 0:
+        places = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+        begin = tl.load(seen + number * _SEEN + _SEEN_BEGIN)
+        far = page.to(tl.int64) * stride
+        own = groups + tl.program_id(1) // HEADS * _GROUP
+        keys = tl.multiple_of(cache + (tl.load(own + _KEYS) + far), 16)
+        values = tl.multiple_of(cache + (tl.load(own + _VALUES) + far), 16)
+        matrices = tl.multiple_of(up + tl.load(own + _UP), 16)
+        head = heads + tl.program_id(1) * _HEAD
+        found = planes + number.to(tl.int64) * row
+        kind = tl.load(own + _GROUP_KIND)
+        for each in tl.static_range(KIND_COUNT):
+            if kind == each:
+                _rebuilt_tile(
+                    keys, values, matrices, cos, sin, found + tl.load(head + _HEAD_KEYS),
+                    found + tl.load(head + _HEAD_VALUES), columns, places,
+                    tl.minimum(begin + places, positions - 1), tl.program_id(1) % HEADS,
+                    angle_rows, angle_columns, KINDS, each * _KIND + _K0, BLOCKS, PAIRED, COUNT,
+                    HEAD_DIM, HALF, INTERLEAVED, PADDED, PAGE,
+                )

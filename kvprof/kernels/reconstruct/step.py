@@ -31,6 +31,7 @@ from kvprof.kernels.dispatch import (
     placed,
     uses_triton,
 )
+from kvprof.kernels.operators import direct
 from kvprof.kernels.parts import Schedule, empty_parts, launch_merge
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
 from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
@@ -108,10 +109,10 @@ def cut_operator(
         parts,
         capacity,
         pieces,
+        tasks,
+        len(items),
         GROUPS=len(groups),
-        NUMBERS=tasks,
         MOST=triton.next_power_of_2(tasks),
-        ITEMS=len(items),
         BLOCK=128,
         num_warps=4,
     )
@@ -302,7 +303,7 @@ class ReconstructStep:
         if not uses_triton(device):
             return Schedule(lengths.clamp(0, form.most), None, [])
         pieces = form.tuning.pieces * self.multiprocessors
-        found = cut_operator(lengths, self.groups, form.most, pieces)
+        found = direct(cut_operator)(lengths, self.groups, form.most, pieces)
         return Schedule(lengths, None, list(found))
 
     def run(
@@ -371,7 +372,7 @@ class ReconstructStep:
             self.groups.device, queries=query, cache=buffer, lengths=schedule.lengths, sinks=sinks
         )
         self._check_tables(cos, sin)
-        found: Tensor = reconstruct_operator(
+        found: Tensor = direct(reconstruct_operator)(
             query.contiguous(),
             buffer,
             self.up,
@@ -384,7 +385,7 @@ class ReconstructStep:
             table,
             scaling,
             softcap,
-            self.form.encoded(),
+            form.encoded(),
         )
         return found
 

@@ -316,7 +316,11 @@ def test_what_cannot_run_is_refused():
 _widths = st.sampled_from([16, 48, 64, 112, 144, 320])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=8 if DEVICE.type == "cuda" else 25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     st.lists(st.tuples(_widths, _widths), min_size=1, max_size=3),
     st.integers(1, 4),

@@ -51,6 +51,13 @@ def test_the_fixed_form_over_quantised_pages():
     agree(quantised(batch, 4, **how), batch, 5e-3)
 
 
+@settings(max_examples=EXAMPLES)
+@given(batches(), st.sampled_from([16, 64]), st.integers(0, 99))
+def test_the_fixed_form_over_pages_whose_keys_are_rebuilt(batch, page, seed):
+    how = {"device": "cuda" if GPU else "cpu", "widths": WIDTHS[:1], "shared": 2}
+    agree(FilledModel(page, -(-LONGEST // page), len(batch.new), seed=seed, **how), batch, 1e-4)
+
+
 def test_pages_of_keys_that_one_launch_rebuilds_are_those_that_torch_rebuilds(monkeypatch):
     """A token that decodes, a chunk behind a page and a half, and a prompt."""
     device, generator = "cuda" if GPU else "cpu", torch.Generator().manual_seed(3)
