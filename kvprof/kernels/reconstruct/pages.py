@@ -24,7 +24,9 @@ __all__ = ["WARPS", "PageRebuild", "page_constants", "page_rebuild", "rebuild_op
 
 WARPS = 8
 #: Most tokens of a tile, and where a latent has more columns than so many: there registers spill.
-_TILE, _WIDE, _WIDE_TILE = 64, 256, 16
+#: Not 64: products would then take their operands from constant places in shared memory, which the
+#: assembler of CUDA 12.8 gets wrong (`kvprof.kernels.prefill.kernel`).
+_TILE, _WIDE, _WIDE_TILE = 32, 256, 16
 
 #: What the kernel takes of `constants_of`.
 _SHARED = (
