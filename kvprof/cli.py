@@ -5,15 +5,16 @@ import errno
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from stat import S_ISBLK, S_ISCHR, S_ISFIFO, S_ISREG, S_ISSOCK
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -339,13 +340,26 @@ def main() -> None:
     try:
         app(prog_name="kvprof")
     except SystemExit as end:
-        if end.code == ExitCode.INTERRUPTED:
-            # Where an interrupt met certain code, Python itself would end by a signal instead.
-            atexit._run_exitfuncs()
-            os._exit(ExitCode.INTERRUPTED)
+        interrupt.at_once()
+        if isinstance(end.code, int):  # else Python prints it
+            _leave(end.code)
         raise
     finally:
         interrupt.at_once()
+
+
+def _leave(code: int) -> NoReturn:
+    """End as Python does, but for removing object by object what goes with the process anyway.
+
+    That takes seconds where torch is loaded; and where an interrupt met certain code, Python would
+    end by a signal instead.
+    """
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads, as Python's own end
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # what a full disk took of stdout has been told
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -391,3 +391,40 @@ def test_no_file_takes_the_place_of_a_closed_stream() -> None:
     body = "import os\nprint(os.open('/', os.O_RDONLY))"
     process = python(command(body), stderr=None, preexec_fn=lambda: os.close(2))
     assert int(process.communicate(timeout=30)[0]) > 2
+
+
+# --- the end of a command -------------------------------------------------------------------
+
+ENDING = """
+import atexit, concurrent.futures, sys, threading, time, types
+from kvprof import cli
+module = types.ModuleType("doctor")
+pool = concurrent.futures.ThreadPoolExecutor()
+def late(word, seconds):
+    time.sleep(seconds)
+    print(word, end=" ")
+def doctor() -> None:
+    threading.Thread(target=late, args=("thread", 0.3)).start()
+    pool.submit(late, "pool", 0.1)
+    atexit.register(print, "atexit", end="")
+    sys.stderr.write("heard")
+    {end}
+module.doctor = doctor
+sys.modules["kvprof.commands.doctor"] = module
+sys.argv = ["kvprof", "doctor"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("return", 0), ("raise SystemExit(4)", 4), ("raise SystemExit('why')", 1)],
+)
+def test_what_goes_on_at_the_end_is_waited_for(end: str, code: int) -> None:
+    """Threads, pools and what is to be done at the end, and all that was printed meanwhile."""
+    process = python(ENDING.format(end=end))
+    out, said = process.communicate(timeout=60)
+    assert out == "pool thread atexit"
+    assert "heard" in said
+    assert ("why" in said) == ("why" in end)
+    assert process.returncode == code

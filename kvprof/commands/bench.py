@@ -68,6 +68,7 @@ from kvprof.commands.output import (
 from kvprof.dtypes import read_dtype
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.named import BENCHED, check_names, method_entries
 from kvprof.serving.load.server import served_by_engine
 
@@ -326,9 +327,10 @@ def bench(
     resolved = resolve_device(device)
 
     # Everything from here on needs torch.
-    from kvprof.benchmark.request import DEFAULT_METHODS, SCHEDULES, BenchRequest
-    from kvprof.benchmark.run import run_bench
-    from kvprof.commands.steps import calibration_interrupts
+    with loading():
+        from kvprof.benchmark.request import DEFAULT_METHODS, SCHEDULES, BenchRequest
+        from kvprof.benchmark.run import run_bench
+        from kvprof.commands.steps import calibration_interrupts
 
     request = BenchRequest(
         shape="Llama-3.1-8B" if model is None else model,

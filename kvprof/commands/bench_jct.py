@@ -14,6 +14,7 @@ from kvprof.commands.output import Outputs
 from kvprof.dtypes import read_dtype
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.records.journal import Journal
 from kvprof.sizes import parse_count
 
@@ -249,8 +250,9 @@ def _request(
         raise UsageError("--check runs each case both ways; leave out --composed")
 
     # Everything from here on needs torch.
-    from kvprof.benchmark.jct.request import DEFAULT_METHODS, JctRequest
-    from kvprof.benchmark.shapes import has_weights
+    with loading():
+        from kvprof.benchmark.jct.request import DEFAULT_METHODS, JctRequest
+        from kvprof.benchmark.shapes import has_weights
 
     name = model
     if name is None:
@@ -323,7 +325,8 @@ def _measured(
     request: "JctRequest", path: Path | None, force: bool, stop: Any
 ) -> tuple[Journal, Exception | None]:
     """Run into a journal; return what went wrong instead of raising it."""
-    from kvprof.benchmark.jct.run import run_jct
+    with loading():
+        from kvprof.benchmark.jct.run import run_jct
 
     journal = Journal(path, force=force, warn=console.warn)
     try:

@@ -46,6 +46,7 @@ from kvprof.commands.output import (
 )
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.named import check_names
 
 if TYPE_CHECKING:
@@ -139,14 +140,15 @@ def eval(
     )
 
     # Everything from here on needs torch.
-    from kvprof.commands.eval_run import (
-        PlanRequest,
-        check_request,
-        harness_settings,
-        make_plans,
-        run_evaluations,
-    )
-    from kvprof.commands.steps import load_for_command, load_sample
+    with loading():
+        from kvprof.commands.eval_run import (
+            PlanRequest,
+            check_request,
+            harness_settings,
+            make_plans,
+            run_evaluations,
+        )
+        from kvprof.commands.steps import load_for_command, load_sample
 
     request = check_request(
         PlanRequest(

@@ -44,6 +44,7 @@ from kvprof.errors import UsageError
 from kvprof.evaluation.recorded_speeds import load_speeds
 from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.named import COMPARED, check_names, method_entries
 
 
@@ -135,12 +136,13 @@ def frontier(
     check_names(name for _, name, _ in method_entries(methods))
 
     # Everything from here on needs torch.
-    from kvprof.commands.frontier_run import keep_rates, run_frontier
-    from kvprof.commands.steps import calibration_options, load_for_command, load_sample
-    from kvprof.evaluation.evaluation_cache import cache_folder
-    from kvprof.evaluation.frontier import FrontierOptions
-    from kvprof.evaluation.requests import parse_methods
-    from kvprof.methods.registry import calibration_needs
+    with loading():
+        from kvprof.commands.frontier_run import keep_rates, run_frontier
+        from kvprof.commands.steps import calibration_options, load_for_command, load_sample
+        from kvprof.evaluation.evaluation_cache import cache_folder
+        from kvprof.evaluation.frontier import FrontierOptions
+        from kvprof.evaluation.requests import parse_methods
+        from kvprof.methods.registry import calibration_needs
 
     requests = parse_methods(methods, common, lambda own: method_options(None, None, None, own))
     needs = [

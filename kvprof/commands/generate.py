@@ -33,6 +33,7 @@ from kvprof.commands.options import (
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.sizes import parse_count
 from kvprof.views import generation as view
 
@@ -153,9 +154,10 @@ def generate(
     )
 
     # Everything from here on needs torch.
-    from kvprof.commands.generate_run import check_length, run_generation, warnings_of
-    from kvprof.commands.steps import load_to_compress, make_plan, resolve_context
-    from kvprof.runtime.generation import GenerationSettings, prompt_ids
+    with loading():
+        from kvprof.commands.generate_run import check_length, run_generation, warnings_of
+        from kvprof.commands.steps import load_to_compress, make_plan, resolve_context
+        from kvprof.runtime.generation import GenerationSettings, prompt_ids
 
     loaded = load_to_compress(
         model,

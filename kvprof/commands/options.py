@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from kvprof import console
 from kvprof.commands.completion import gguf_files, methods, models
 from kvprof.errors import LackingError, UsageError
+from kvprof.loading import loading
 from kvprof.methods.named import check_names, options_in
 from kvprof.sizes import parse_counts, parse_share, second_reading
 
@@ -215,7 +216,8 @@ def resolve_device(name: str) -> str:
         raise UsageError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:1")
     if name == "cpu":
         return name
-    import torch
+    with loading():
+        import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = int(match[1] or 0) if match is not None else 0

@@ -33,6 +33,7 @@ from kvprof.errors import UsageError
 from kvprof.evaluation.recorded_prefill import prefill_of, shipped_prefill
 from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, method_entries
 from kvprof.sizes import parse_bytes, parse_count, parse_share
@@ -229,16 +230,17 @@ def plan(
     contexts = read_counts(seq, what="--seq") if seq is not None else None
 
     # Everything from here on needs torch.
-    from kvprof.commands.plan_run import one_plan
-    from kvprof.commands.plan_several_run import (
-        choose_plans,
-        fit_data,
-        fit_memory,
-        planned_model,
-        planned_shape,
-        transfer_data,
-    )
-    from kvprof.commands.steps import evaluation_context, load_for_command
+    with loading():
+        from kvprof.commands.plan_run import one_plan
+        from kvprof.commands.plan_several_run import (
+            choose_plans,
+            fit_data,
+            fit_memory,
+            planned_model,
+            planned_shape,
+            transfer_data,
+        )
+        from kvprof.commands.steps import evaluation_context, load_for_command
 
     if not several:
         one_plan(

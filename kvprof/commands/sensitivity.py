@@ -30,6 +30,7 @@ from kvprof.commands.output import (
 )
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.named import MEASURED_QUANTISERS
 from kvprof.sizes import parse_count
 
@@ -151,8 +152,9 @@ def sensitivity(
     _check_quantiser(quantiser, given_bits)
 
     # Everything from here on needs torch.
-    from kvprof.commands.sensitivity_run import Request, chosen_layers, study
-    from kvprof.commands.steps import load_for_command
+    with loading():
+        from kvprof.commands.sensitivity_run import Request, chosen_layers, study
+        from kvprof.commands.steps import load_for_command
 
     loaded = load_for_command(
         model,

@@ -30,6 +30,7 @@ from kvprof.commands.options import (
     method_options,
 )
 from kvprof.errors import LackingError, UsageError
+from kvprof.loading import loading
 from kvprof.requirements import extra_command
 from kvprof.serving.settings import LOOPBACK, SERVED
 
@@ -120,7 +121,8 @@ def serve(
         raise LackingError(f"kvprof serve needs vLLM; install it with: {extra_command('serve')}")
 
     # Everything from here on needs torch.
-    from kvprof.commands.serve_run import calibrated, refuse_weightless, serve_plan
+    with loading():
+        from kvprof.commands.serve_run import calibrated, refuse_weightless, serve_plan
 
     if gguf is None:
         refuse_weightless(spec, load_format, engine or [])

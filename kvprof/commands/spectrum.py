@@ -28,6 +28,7 @@ from kvprof.commands.output import (
 )
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import (
     DEFAULT_SEQ_LEN,
@@ -151,16 +152,17 @@ def spectrum(
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
 
     # Everything from here on needs torch.
-    from kvprof.analysis.pairs import check_pairs
-    from kvprof.analysis.spectrum import query_head_data, spectrum_data
-    from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
-    from kvprof.moments.collect import (
-        CollectOptions,
-        collect_moments,
-        count_tokens,
-        suitable_batch_size,
-    )
-    from kvprof.moments.files import load_moments, save_moments
+    with loading():
+        from kvprof.analysis.pairs import check_pairs
+        from kvprof.analysis.spectrum import query_head_data, spectrum_data
+        from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
+        from kvprof.moments.collect import (
+            CollectOptions,
+            collect_moments,
+            count_tokens,
+            suitable_batch_size,
+        )
+        from kvprof.moments.files import load_moments, save_moments
 
     chosen_pairs = check_pairs([pair.strip() for pair in pairs.split(",") if pair.strip()])
     if per_query_head and "qk" not in chosen_pairs:

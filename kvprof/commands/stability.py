@@ -28,6 +28,7 @@ from kvprof.commands.output import (
 )
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import Source, SourceKind, parse_source
 
@@ -122,10 +123,11 @@ def stability(
         )
 
     # Everything from here on needs torch.
-    from kvprof.analysis.stability import FACTOR_PAIRS
-    from kvprof.analysis.stability_data import stability_data
-    from kvprof.commands.stability_run import make_plan, rank_choices, run_passes, study_inputs
-    from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
+    with loading():
+        from kvprof.analysis.stability import FACTOR_PAIRS
+        from kvprof.analysis.stability_data import stability_data
+        from kvprof.commands.stability_run import make_plan, rank_choices, run_passes, study_inputs
+        from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
 
     chosen_pairs = tuple(dict.fromkeys(pair.strip() for pair in pairs.split(",")))
     for pair in chosen_pairs:

@@ -28,6 +28,7 @@ from kvprof.commands.options import (
 )
 from kvprof.errors import LackingError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.sizes import parse_count
 
 
@@ -76,8 +77,9 @@ def warm(
     )
 
     # Everything from here on needs torch.
-    from kvprof.commands.steps import load_to_compress, make_plan, resolve_context
-    from kvprof.runtime.compressed import compressed
+    with loading():
+        from kvprof.commands.steps import load_to_compress, make_plan, resolve_context
+        from kvprof.runtime.compressed import compressed
 
     loaded = load_to_compress(
         model,

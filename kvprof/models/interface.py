@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from kvprof.errors import UsageError
-from kvprof.models.noise import quiet
+from kvprof.models.noise import unheard
 
 __all__ = [
     "AttentionCall",
@@ -253,7 +253,7 @@ def intercept(
 
 def set_attention(decoder: PreTrainedModel, implementation: str) -> None:
     """Give a decoder another attention function, without transformers' words about it."""
-    with quiet():
+    with unheard("transformers.modeling_utils"):
         decoder.set_attn_implementation(implementation)
 
 
