@@ -1,5 +1,6 @@
 """What all tests share: few threads, and a tiny model folder with a tokenizer of its own."""
 
+import atexit
 import gc
 import json
 import os
@@ -32,15 +33,23 @@ settings.register_profile(
 settings.load_profile("kvprof")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Say how a process begins, and ends when all else is done."""
+    if hasattr(config, "workerinput"):
+        # It has told what it found; removing what it has loaded would take seconds. What is
+        # registered first is called last.
+        atexit.register(os._exit, 0)
+    else:
+        # What Python removes at its end is removed: Triton's bindings name what is left.
+        atexit.register(gc.unfreeze)
+    if config.getoption("dist", "no") == "no":  # whoever hands tests out collects none
+        gc.disable()  # until all is collected
+
+
 def pytest_collection_finish() -> None:
     """Keep modules and tests out of every later look for unreachable circles: they stay."""
-    gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Let what Python removes at its end be removed: Triton's bindings name what is left."""
-    gc.unfreeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
