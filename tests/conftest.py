@@ -6,6 +6,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,24 @@ def pytest_configure(config: pytest.Config) -> None:
         atexit.register(gc.unfreeze)
     if config.getoption("dist", "no") == "no":  # whoever hands tests out collects none
         gc.disable()  # until all is collected
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let the second worker load tests from the other end: what one has compiled the other reads.
+
+    In a fresh clone, where compiling takes as long as loading; all of it is loaded either way.
+    """
+    if getattr(session.config, "workerinput", {}).get("workerid") != "gw1":
+        return
+    root = session.config.rootpath
+    asked = [Path(root, argument.partition("::")[0]) for argument in session.config.args]
+    files = {file for path in asked for file in ([path] if path.is_file() else path.rglob("*.py"))}
+    for file in sorted(files, reverse=True):
+        if file.name.startswith("test_"):
+            # What cannot be loaded is told, or skipped, when it is collected.
+            with suppress(Exception, pytest.skip.Exception):
+                import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
