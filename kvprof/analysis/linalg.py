@@ -124,6 +124,12 @@ def _spread(
     decompose: Callable[[Tensor], tuple[Tensor, ...]], matrices: Tensor
 ) -> tuple[Tensor, ...]:
     flat = matrices.reshape(-1, *matrices.shape[-2:]).cpu()
+    # Moments that stand in for measured ones are the same for all heads.
+    if len(flat) > 1 and torch.equal(flat[0], flat[-1]) and bool((flat == flat[0]).all()):
+        return tuple(
+            one[0].expand(*matrices.shape[:-2], *one.shape[1:]).contiguous().to(matrices.device)
+            for one in decompose(flat[:1])
+        )
     chunks = flat.chunk(max(1, min(torch.get_num_threads(), len(flat) // _FEWEST_PER_THREAD)))
     parts = map_threads(decompose, chunks)
     whole = (torch.cat(columns) for columns in zip(*parts, strict=True))

@@ -380,18 +380,26 @@ def projected(
         key_basis = partial(loss_keys, loss=by_loss)
         value_basis = partial(loss_values, loss=by_loss, heads=value_heads)
     layers = []
+    # Of stand-ins one layer's moments are another's too (`kvprof.moments.uncalibrated`).
+    worked_out: dict[tuple[int, float], tuple[SideBases | None, SideBases | None]] = {}
     for index, facts in enumerate(inputs.layout.layers):
         if index in inputs.skip:
             layers.append(LayerBases(None, None))
             continue
-        key_bases = key_basis(moments, facts) if key_basis is not None else None
+        alike = index if by_loss is not None else id(moments.layers[index]), facts.scaling
+        if alike not in worked_out:
+            worked_out[alike] = (
+                key_basis(moments, facts) if key_basis is not None else None,
+                value_basis(moments, facts) if value_basis is not None else None,
+            )
+        key_bases, value_bases = worked_out[alike]
         folds = fold_keys and not has_rope(facts) and not facts.qk_norm
         # W_K puts out one key per KV head, not one per query head.
         folds = folds and not (key_bases is not None and key_bases.per_query_head)
         layers.append(
             LayerBases(
                 keys=key_bases,
-                values=value_basis(moments, facts) if value_basis is not None else None,
+                values=value_bases,
                 placement=Placement.POST_ROPE,
                 fold_keys=(folds, folds),
                 fold_values=value_folds(facts),

@@ -7,6 +7,7 @@ all heads, so ranks come out alike everywhere: where a method hands them out by 
 they are spread evenly over its own grid, as near to a wanted rate as one step of one head.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -88,7 +89,7 @@ def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
     if needs is None:
         return plan_family(method, inputs, **options)
     base, own = base_method(method, options)
-    layers = [_stand_in(x, needs) for x in loaded.layout.layers]
+    layers = _stand_ins(loaded.layout, needs)
     inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
     allocation = allocation_of(base, own)
     if allocation in ALLOCATIONS and allocation != "uniform":  # of uniform, widths say it all
@@ -101,7 +102,23 @@ def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
     return plan_family(method, inputs, **options)
 
 
-def _stand_in(layer: LayerLayout, needs: CalibrationNeeds) -> LayerMoments:
+def _stand_ins(layout: ModelLayout, needs: CalibrationNeeds) -> list[LayerMoments]:
+    """Return moments for every layer; layers that are built alike have the same."""
+    made: dict[Any, LayerMoments] = {}
+    layers = []
+    for layer in layout.layers:
+        shapes = moment_shapes(
+            layer, pre_rope=needs.pre_rope, joint_heads=needs.joint_heads, outputs=needs.outputs
+        )
+        output, value = layer.output_projection, layer.value_projection
+        kind = (*shapes.items(), layer.num_kv_heads, layer.mla, output is None, value is None)
+        if kind not in made:
+            made[kind] = _stand_in(layer, shapes)
+        layers.append(made[kind])
+    return layers
+
+
+def _stand_in(layer: LayerLayout, shapes: Mapping[str, tuple[int, int]]) -> LayerMoments:
     """Return moments whose predicted errors fall along one curve, strictly convex, for every head.
 
     Then the next step of the grid is worth most where fewest have been taken.
@@ -111,9 +128,6 @@ def _stand_in(layer: LayerLayout, needs: CalibrationNeeds) -> LayerMoments:
         energies = torch.arange(width, 0, -1, dtype=torch.float64) / width
         return torch.diag(energies**power).expand(heads, width, width)
 
-    shapes = moment_shapes(
-        layer, pre_rope=needs.pre_rope, joint_heads=needs.joint_heads, outputs=needs.outputs
-    )
     # Of a pair the product counts, of vectors that share a latent their own energy.
     rest = {
         key: falling(heads, width, 1.0 if key.endswith("_joint") else 0.5)

@@ -24,8 +24,13 @@ def symmetric(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 6), (5, 3, 6), (2, 40, 8), (0, 4)])
-def test_decompositions_of_any_batch_equal_torchs_own(threads, shape):
+@pytest.mark.parametrize("alike", ["none", "ends", "all"])
+def test_decompositions_of_any_batch_equal_torchs_own(threads, shape, alike):
     matrices = symmetric(*shape)
+    if alike == "all" and matrices.numel():
+        matrices = matrices.reshape(-1, *matrices.shape[-2:])[0].expand_as(matrices).clone()
+    elif alike == "ends" and len(shape) > 2 and matrices.numel():
+        matrices[-1, -1] = matrices[0, 0]
     values, vectors = eigh(matrices)
     assert torch.allclose(values, torch.linalg.eigvalsh(matrices), atol=1e-12)
     assert torch.allclose(vectors * values.unsqueeze(-2) @ vectors.mT, matrices, atol=1e-12)

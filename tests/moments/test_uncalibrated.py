@@ -1,8 +1,10 @@
 """What plans store, told without calibrating them: the bytes are those of the calibrated plan."""
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 
 from kvprof.errors import UsageError
 from kvprof.evaluation.requests import option_names
@@ -11,6 +13,7 @@ from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan_report import ranks_of
 from kvprof.methods.registry import follows_from_rate, has_removal_rate, method_names, plan_family
+from kvprof.moments import uncalibrated
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.serving.refusals import refusal
 from tests.methods.models import FINE, OF_A_RESULT, inputs, model
@@ -72,6 +75,30 @@ def test_ranks_are_spread_evenly_over_the_grid() -> None:
     ranks = ranks_of(plan_for_rate(family, 0.4, CONTEXT, itemsize=4))
     every = {rank for side in ranks.values() for layer in side for rank in layer}
     assert every == {8, 12}  # the neighbours of 60 % of 16
+
+
+@pytest.mark.parametrize("arch", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("name", ["kq", "fdc", "svd-kv"])
+def test_layers_that_are_built_alike_are_worked_out_once(
+    name: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer has what moments of its own would give it."""
+    shared = uncalibrated_family(model(arch), name, **FINE)
+    together = uncalibrated._stand_ins
+    monkeypatch.setattr(uncalibrated, "_stand_ins", lambda *of: [*map(copy.copy, together(*of))])
+    alone = uncalibrated_family(model(arch), name, **FINE)
+    assert shared is not None
+    assert alone is not None
+    for removed in (0.0, 0.3, 0.7):
+        plans = [plan_at(family, removed) for family in (shared, alone)]
+        assert ranks_of(plans[0]) == ranks_of(plans[1])
+        for one, other in zip(*(plan.layers for plan in plans), strict=True):
+            for side in ("keys", "values"):
+                for a, b in zip(
+                    getattr(one, side).groups, getattr(other, side).groups, strict=True
+                ):
+                    assert torch.equal(a.down, b.down)
+                    assert torch.equal(a.up, b.up)
 
 
 def test_what_cannot_be_planned_cannot_be_planned_so_either() -> None:
