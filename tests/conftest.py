@@ -39,8 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Say how a process begins, and ends when all else is done."""
     if hasattr(config, "workerinput"):
         # It has told what it found; removing what it has loaded would take seconds. What is
-        # registered first is called last.
-        atexit.register(os._exit, 0)
+        # registered first is called last, and what a test forks ends as it likes.
+        worker = os.getpid()
+        atexit.register(lambda: os.getpid() == worker and os._exit(0))
     else:
         # What Python removes at its end is removed: Triton's bindings name what is left.
         atexit.register(gc.unfreeze)
