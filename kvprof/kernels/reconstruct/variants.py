@@ -61,7 +61,7 @@ def _pages(name: str, form: Form, dtype: str) -> Variant:
         "positions": "i32",
     }
     constants = {**page_constants(form), "angle_rows": 64, "angle_columns": 1}
-    return Variant(f"rebuild {name} {dtype}", rebuild_pages, signature, constants, WARPS)
+    return Variant(f"reconstruct {name} {dtype}", rebuild_pages, signature, constants, WARPS)
 
 
 def _form(
@@ -95,5 +95,5 @@ VARIANTS = (
     _pieces("group 4, pages of 64", _form(*_GROUPED, page=64), "bf16"),
     _pieces("group 1, pages of 64", _form((64, 64), (64, 64), 1, 128, 128, page=64), "bf16"),
     _pieces("partial", _form((288, 160), (96, 320), 2, 112, 56), "fp16", capped=True),
-    _pages("pages of 64, wide", _form((512, 96), (256, 96), 4, 128, 128, page=64), "bf16"),
+    _pages("whole keys in pages of 64", _form((512, 96), (256, 96), 4, 128, 128, page=64), "bf16"),
 )
