@@ -225,15 +225,15 @@ class FixedStep(EngineStep):
             numbers, sequences, token = self._numbers, self._sequences(), self._numbers.token
             several = numbers.starts[1:] > numbers.starts[:-1]
             filling = ((self.lengths + (page - 1)) // page).masked_fill(~several, 0)
-            stop = filling.cumsum(0)
+            stop = filling.cumsum(0, dtype=torch.int32)
             begin, fits = stop - filling, several & (stop <= room)
-            number = torch.arange(room, device=self.starts.device)
+            number = torch.arange(room, dtype=torch.int32, device=self.starts.device)
             own = torch.searchsorted(stop, number, right=True).clamp(max=self.rows - 1)
             place = number - begin[own]
             columns = place.clamp(0, self.table.shape[1] - 1)
             there = (number < stop[-1]) & fits[own]
             pages = self.table[own, columns].masked_fill(~there, -1)
-            table = (begin[:, None] + number).clamp(max=room - 1).int()
+            table = (begin[:, None] + number).clamp(max=room - 1)
             attends = fits[sequences] & numbers.others[:, 0]
             past = self.lengths - (self.starts[1:] - self.starts[:-1])
             seen = (past - self.starts[:-1])[sequences] + token + 1

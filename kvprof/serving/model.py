@@ -16,7 +16,7 @@ from kvprof.runtime.backends.route import few_kinds
 from kvprof.serving.fixed import FixedStep, fixed_step
 from kvprof.serving.plain import PlainSteps
 from kvprof.serving.quantised import own_pages, quantised_steps
-from kvprof.serving.rebuilt import rebuilt_room, rebuilt_steps
+from kvprof.serving.rebuilt import rebuilt_steps
 from kvprof.serving.steps import EngineStep, ServedLayer, attend, cut_key
 
 __all__ = ["ServedModel"]
@@ -117,6 +117,9 @@ class ServedModel:
     def _prepare(
         self, page: int, most_tokens: int, longest: int, captured: tuple[int, int]
     ) -> None:
+        # What steps over other pages had worked in goes first.
+        for layer in self.layers:
+            layer.steps = None
         shared = few_kinds(set(self.kinds))
         scratch: Tensor | None = None
         rebuilt: Tensor | None = None
@@ -126,11 +129,8 @@ class ServedModel:
                 raise FailedError(f"{layer.attention.layer_name} was given no pages")
             if layer.rebuilding is not None:
                 if rebuilt is None:
-                    rooms = (
-                        rebuilt_room(one, page, longest)
-                        for one in self.layers
-                        if one.rebuilding is not None
-                    )
+                    whole = -(-longest // page) * page
+                    rooms = (one.working(whole) for one in self.layers if one.rebuilding)
                     rebuilt = layer.keys.packed.new_empty(max(rooms))
                 layer.steps = rebuilt_steps(layer, page, longest, self.rebuilt_kinds, rebuilt)
                 continue
@@ -161,8 +161,9 @@ class ServedModel:
         device = self.layers[0].attention.kv_cache.device
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         begun = min(_BEGUN, prompt - 1)
+        few = min(_FEW_TOKENS - 1, prompt - begun)
         for news, past in (
-            ([1, 1], 0), ([1, _FEW_TOKENS - 1], 0), ([prompt], 0), ([1, _FEW_TOKENS - 1], begun),
+            ([1, 1], 0), ([1, few], 0), ([prompt], 0), ([1, few], begun),
             ([prompt - begun], begun),
         ):  # fmt: skip
             starts, rows = [0, *accumulate(news)], len(news)

@@ -275,7 +275,7 @@ class QuantisedSteps:
 
         slots = step.once(("restored", page, row, past), made)
         if uses_triton(cache.device):
-            token_restore(self.layout, 0, layout, cache.device).run(planes, cache, slots)
+            token_restore(self.layout, 0, cache.device).run(planes, cache, slots)
             return
         for begin, piece in enumerate(slots.split(_PIECE)):
             self._read(piece, begin * _PIECE, layout, planes)

@@ -4,7 +4,7 @@ Sequences that decode rebuild, rotate and multiply in one kernel over their page
 prompts the keys of all pages that they see are rebuilt once, into pages of working memory which
 all layers use in turn, as kvprof's own runtime does for a prompt: a kernel that rebuilt them for
 every block of queries would do so hundreds of times. As many sequences go together as have no more
-tokens than the longest one may have.
+pages than the longest one may have.
 
 In the form that a graph holds (`kvprof.serving.fixed`) there are as many pages of working memory,
 and sequences whose pages find none there decode token by token.
@@ -30,7 +30,7 @@ from kvprof.runtime.tensors import unflatten
 from kvprof.serving.fixed import FixedStep
 from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, filled_up
 
-__all__ = ["RebuiltSteps", "rebuilt_room", "rebuilt_steps"]
+__all__ = ["RebuiltSteps", "rebuilt_steps"]
 
 # Tokens whose keys torch rebuilds at once: what that leaves behind is small beside the pages.
 _BLOCK = 4096
@@ -150,13 +150,13 @@ class RebuiltSteps:
 
     def _together(self, step: EngineStep) -> Iterator[tuple[int, int]]:
         """Yield which sequences with several new tokens go together, first … stop - 1."""
-        most, first, tokens = self.latents.form.most, step.decodes, 0
+        first, pages = step.decodes, 0
         for row in range(first, step.rows):
-            length = step.host_lengths[row]
-            if row > first and tokens + length > most:
+            own = self._filled(step.host_lengths[row])
+            if row > first and pages + own > self.room:
                 yield first, row
-                first, tokens = row, 0
-            tokens += length
+                first, pages = row, 0
+            pages += own
         if step.rows > first:
             yield first, step.rows
 
@@ -175,9 +175,13 @@ class RebuiltSteps:
             found: Tensor = rows.run(query, planes, cut, scale, table=seen.table)
         return found
 
+    def _filled(self, length: int) -> int:
+        """Return the pages of a sequence."""
+        return max(1, -(-length // self.layout.capacity))
+
     def _seen(self, step: EngineStep, first: int, stop: int) -> _Seen:
         page, device = self.layout.capacity, step.table.device
-        counts = [max(1, -(-length // page)) for length in step.host_lengths[first:stop]]
+        counts = [self._filled(length) for length in step.host_lengths[first:stop]]
         whole, begins = torch.arange(max(counts), dtype=torch.int32), [0, *accumulate(counts)]
         # Made on the host and copied together: which pages of the table these are, and the rest.
         rows = torch.repeat_interleave(torch.arange(first, stop), torch.tensor(counts))
@@ -192,9 +196,7 @@ class RebuiltSteps:
     def _rebuilt(self, seen: Tensor, layout: RaggedLayout) -> Tensor:
         """Return pages of whole rotated keys and of latent values, a head for every KV head."""
         cache, rebuilding = self.layer.attention.kv_cache, self.rebuilding
-        # Several sequences' last pages may be more than the longest one's.
-        fits = layout.elements <= len(self.scratch)
-        planes = self.scratch[: layout.elements] if fits else cache.new_empty(layout.elements)
+        planes = self.scratch[: layout.elements]
         if uses_triton(cache.device):
             self.rebuild.run(planes, cache, seen, rebuilding.cos, rebuilding.sin)
             return planes
@@ -232,20 +234,6 @@ def _by_latent(states: Tensor, latents: int) -> Tensor:
     return found.unsqueeze(0)
 
 
-def rebuilt_room(layer: ServedLayer, page: int, longest: int) -> int:
-    """Return the values of the pages that a layer's longest sequence fills when it is rebuilt.
-
-    Parameters
-    ----------
-    layer : ServedLayer
-    page : int
-        Tokens of one.
-    longest : int
-        Tokens that a sequence may have.
-    """
-    return layer.whole(-(-longest // page), page).elements
-
-
 def rebuilt_steps(
     layer: ServedLayer,
     page: int,
@@ -265,7 +253,7 @@ def rebuilt_steps(
     kinds : tuple of (key width, value width)
         Of the heads of all layers whose keys are rebuilt.
     scratch : Tensor
-        `rebuilt_room` values or more, in the model's dtype.
+        As much as the layer works in (`ServedLayer.working`) or more, in the model's dtype.
     """
     cache, rebuilding = layer.attention.kv_cache, layer.rebuilding
     assert rebuilding is not None

@@ -158,8 +158,8 @@ class ServedLayer:
         tokens : int
             Of the longest sequence.
         """
-        if self.rebuilding is not None:
-            return self.whole(1, tokens).elements
+        if self.rebuilding is not None:  # whole pages of it
+            return self.whole(-(-tokens // PAGE_TOKENS), PAGE_TOKENS).elements
         return 0 if self.codes is None else self.layout(1, tokens).elements
 
 

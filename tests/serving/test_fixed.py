@@ -169,3 +169,20 @@ def test_a_rehearsal_finds_its_room_whatever_is_captured(captured: tuple[int, in
     made = FilledModel(64, 2, 2, codes=Codes(4, 4, 16), most=64, captured=captured)
     made.model._rehearse(2, 64, fixed=True)
     assert not any(pages.any() for pages in made.stored())
+
+
+def test_sequences_whose_pages_find_room_are_rebuilt_together() -> None:
+    """Many short prompts fill more pages than their tokens say."""
+    made = FilledModel(16, 4, 9, shared=2)
+    batch = Batch((0,) * 9, (9,) * 9, 81, 9)
+    steps = made.model.layers[0].steps
+    assert list(steps._together(made.step(batch))) == [(0, 4), (4, 8), (8, 9)]
+    assert made.run(made.step(batch), made.states(81))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("how", [{}, {"shared": 2}])
+def test_a_rehearsal_of_short_sequences(how: dict[str, int]) -> None:
+    made = FilledModel(16, 2, 2, **how)
+    made.model._rehearse(2, 32, True)
+    for own, filled in zip(made.stored(), made.filled, strict=True):
+        assert torch.equal(own, filled)

@@ -1,1 +1,1 @@
-"""Attention of one new token per sequence over latents from before RoPE: keys are rebuilt."""
+"""Attention of a new token over latents from before RoPE, keys rebuilt; and pages of such keys."""

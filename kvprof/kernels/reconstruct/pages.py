@@ -142,11 +142,9 @@ class PageRebuild:
                 f"planes of shape {tuple(planes.shape)} in {planes.dtype} do not fit {len(seen)} "
                 f"pages of {self.whole.row} values in {step.dtype}"
             )
-        if cos.shape[1:] != (form.rotary_dim // 2,) or cos.shape != sin.shape:
-            raise UsageError(
-                f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} do not fit: "
-                f"[tokens, {form.rotary_dim // 2}] do"
-            )
+        step.check_tables(cos, sin)
+        if cos.dim() != 2:
+            raise UsageError("pages are rebuilt by tables that all sequences share")
         if len(seen):
             direct(rebuild_operator)(
                 planes,

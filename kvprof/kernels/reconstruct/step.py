@@ -371,7 +371,7 @@ class ReconstructStep:
         check_device(
             self.groups.device, queries=query, cache=buffer, lengths=schedule.lengths, sinks=sinks
         )
-        self._check_tables(cos, sin)
+        self.check_tables(cos, sin)
         found: Tensor = direct(reconstruct_operator)(
             query.contiguous(),
             buffer,
@@ -389,7 +389,13 @@ class ReconstructStep:
         )
         return found
 
-    def _check_tables(self, cos: Tensor | None, sin: Tensor | None) -> None:
+    def check_tables(self, cos: Tensor | None, sin: Tensor | None) -> None:
+        """Refuse tables that do not fit what `run` takes.
+
+        Raises
+        ------
+        UsageError
+        """
         form = self.form
         if not form.rebuild:
             if cos is not None or sin is not None:

@@ -1,1 +1,1 @@
-"""Attention of one new token per sequence over segments: quantised tokens and TALE's levels."""
+"""Attention of a new token over quantised segments and TALE's levels; storing and reading them."""

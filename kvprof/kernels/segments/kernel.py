@@ -453,7 +453,7 @@ def move_token(
                     )
 
 
-@triton.jit(do_not_specialize=["count", "begin", "blocks"])
+@triton.jit(do_not_specialize=["count", "blocks"])
 def restore_tokens(
     planes,
     octets,
@@ -463,7 +463,6 @@ def restore_tokens(
     columns,
     slots,
     count,
-    begin,
     room,
     capacity,
     pool,
@@ -476,7 +475,7 @@ def restore_tokens(
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Dequantise tokens into planes; a program per stretch of columns and TOKENS of them.
+    """Dequantise tokens into planes; a program per TOKENS of them and stretch of columns.
 
     Parameters
     ----------
@@ -490,8 +489,8 @@ def restore_tokens(
     slots
         ``[count]`` integers, which count on from row to row (or page to page) of the segment; of
         one that is not there nothing is written.
-    begin, room
-        Where the first token goes in the planes, and how many they have room for.
+    room
+        Tokens that the planes have room for.
     capacity, pool, first, blocks, stride
         As `move_token`.
     KEY_BITS, VALUE_BITS, SLOTS, WIDTH
@@ -499,11 +498,11 @@ def restore_tokens(
     TOKENS
         Of a program.
     """
-    number = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    number = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots + number, mask=number < count, other=-1).to(tl.int64)
-    known = (slot >= 0) & (slot < tl.full([], capacity, tl.int64) * pool) & (begin + number < room)
+    known = (slot >= 0) & (slot < tl.full([], capacity, tl.int64) * pool) & (number < room)
     slot = tl.where(known, slot, 0)
-    stretch = stretches + tl.program_id(0) * _STRETCH
+    stretch = stretches + tl.program_id(1) * _STRETCH
     each = tl.arange(0, WIDTH)
     there = each < tl.load(stretch + _COLUMNS)
     own = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
@@ -518,7 +517,7 @@ def restore_tokens(
     to = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
     to += tl.load(column + _SOURCE_HEAD, mask=there, other=0) * room
     apart = tl.load(column + _SOURCE_PLACE, mask=there, other=0).to(tl.int32)
-    to = planes + to[None, :] + (begin + number)[:, None] * apart[None, :]
+    to = planes + to[None, :] + number[:, None] * apart[None, :]
     both = known[:, None] & there[None, :]
     for SIDE in tl.static_range(2):
         if tl.load(stretch + _SIDE) == SIDE:

@@ -249,7 +249,6 @@ def restore_operator(
     stretches: Tensor,
     columns: Tensor,
     slots: Tensor,
-    begin: int,
     numbers: Sequence[int],
     fixed: Sequence[int],
 ) -> None:
@@ -257,13 +256,13 @@ def restore_operator(
 
     Parameters
     ----------
-    planes, buffer, stretches, columns, slots, begin
+    planes, buffer, stretches, columns, slots
         As the kernel takes them.
     numbers, fixed
         The kernel's arguments from `room` on, and its compile-time ones, in their order.
     """
     key_bits, value_bits, count, width, tokens = fixed
-    launching(restore_tokens, (len(stretches), -(-len(slots) // tokens)))(
+    launching(restore_tokens, (-(-len(slots) // tokens), len(stretches)))(
         planes,
         buffer,
         buffer.view(planes.dtype),
@@ -272,7 +271,6 @@ def restore_operator(
         columns,
         slots,
         len(slots),
-        begin,
         *numbers,
         KEY_BITS=key_bits,
         VALUE_BITS=value_bits,
@@ -296,8 +294,6 @@ class TokenRestore:
     ----------
     layout : SegmentsLayout
     segment : int
-    planes : RaggedLayout
-        Of one row; of the heads' widths in the segment.
     stretches, columns : Tensor
         As `TokenMove`.
     fixed : tuple of int
@@ -306,25 +302,22 @@ class TokenRestore:
 
     layout: SegmentsLayout
     segment: int
-    planes: RaggedLayout
     stretches: Tensor
     columns: Tensor
     fixed: tuple[int, ...]
 
-    def run(self, planes: Tensor, buffer: Tensor, slots: Tensor, begin: int = 0) -> None:
+    def run(self, planes: Tensor, buffer: Tensor, slots: Tensor) -> None:
         """Write tokens into planes, one after another; nothing waits for the device.
 
         Parameters
         ----------
         planes : Tensor
-            ``[elements]`` of the layout; written.
+            Flat, of one row of the heads' widths and as many tokens as there is room for; written.
         buffer : Tensor
             The layer's.
         slots : Tensor
             ``[tokens]`` integers that count on from row to row (or page to page), ``row · C +
-            slot``; of one that is not there nothing is written.
-        begin : int
-            Where the first of them goes; what finds no room is left out.
+            slot``; of one that is not there nothing is written, and what finds no room is left out.
 
         Raises
         ------
@@ -335,50 +328,36 @@ class TokenRestore:
         own, layout = self.layout.segments[self.segment], self.layout
         if not len(slots):
             return
+        widths = sum(own.layout.key_widths) + sum(own.layout.value_widths)
         direct(restore_operator)(
             planes,
             buffer,
             self.stretches,
             self.columns,
             slots,
-            begin,
             (
-                *(self.planes.capacity, own.layout.capacity, layout.batch),
+                *(len(planes) // widths, own.layout.capacity, layout.batch),
                 *(layout.offsets[self.segment][0], own.blocks, row_stride(buffer, layout.batch)),
             ),
             self.fixed,
         )
 
 
-def token_restore(
-    layout: SegmentsLayout, segment: int, planes: RaggedLayout, device: torch.device
-) -> TokenRestore:
+# For every layer of a model, chunk after chunk.
+@lru_cache(maxsize=4096)
+def token_restore(layout: SegmentsLayout, segment: int, device: torch.device) -> TokenRestore:
     """Prepare what brings tokens of a segment back into planes.
 
     Parameters
     ----------
     layout : SegmentsLayout
     segment : int
-    planes : RaggedLayout
-        Of one row; of the segment's widths.
     device : torch.device
-
-    Raises
-    ------
-    UsageError
-        For planes of other widths, or of several rows.
     """
-    own = layout.segments[segment].layout
-    wanted = (own.key_widths, own.value_widths, 1)
-    if (planes.key_widths, planes.value_widths, planes.batch) != wanted:
-        raise UsageError(
-            f"tokens of widths {own.key_widths} and {own.value_widths} go into planes of one row "
-            f"of these widths, and not of {planes.batch} of {planes.key_widths} and "
-            f"{planes.value_widths}"
-        )
-    stretches, columns, _ = _tables(_roomless(layout), segment, replace(planes, capacity=1), device)
+    planes = replace(layout.segments[segment].layout, batch=1, capacity=1)
+    stretches, columns, _ = _tables(_roomless(layout), segment, planes, device)
     fixed = tuple(restore_constants(layout, segment).values())
-    return TokenRestore(layout, segment, planes, stretches, columns, fixed)
+    return TokenRestore(layout, segment, stretches, columns, fixed)
 
 
 def _roomless(layout: SegmentsLayout) -> SegmentsLayout:

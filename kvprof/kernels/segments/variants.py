@@ -103,7 +103,6 @@ def _restore(name: str, segment: Segment) -> Variant:
         "columns": "*i64",
         "slots": "*i64",
         "count": "i32",
-        "begin": "i32",
         "room": "i32",
         "capacity": "i32",
         "pool": "i32",

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.kernels.segments import moving
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.codes import e4m3
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
@@ -171,38 +172,61 @@ def test_tokens_from_a_pool_of_pages_leave_the_bytes_that_torch_leaves(layout, s
     assert torch.equal(buffer, wanted)
 
 
+@st.composite
+def pools(draw):
+    """A pool of pages in any format."""
+    heads, formats = draw(st.integers(1, 3)), draw(format_pairs)
+    widths = [(draw(narrow), draw(narrow)) for _ in range(heads)]
+    columns = draw(st.sampled_from([16, 32, 48, 64, None]))
+    own = segment(
+        widths,
+        *formats,
+        batch=draw(st.integers(1, 4)),
+        capacity=128 * draw(st.integers(1, 2)),
+        columns=columns,
+        of=lambda width: draw(runs(width)),
+        paged=True,
+    )
+    return SegmentsLayout((own,), draw(st.sampled_from(DTYPES)))
+
+
 @few
-@given(layouts(), st.integers(0, 10**6), st.booleans(), st.data())
+@given(layouts() | pools(), st.integers(0, 10**6), st.booleans(), st.data())
 def test_tokens_come_back_into_planes_as_torch_reads_them(layout, seed, gaps, data):
     generator = torch.Generator().manual_seed(seed)
-    buffer = anything(layout, generator)
-    segment = data.draw(st.integers(0, 1))
-    own = layout.segments[segment].layout
+    number = data.draw(st.integers(0, len(layout.segments) - 1))
+    own = layout.segments[number].layout
+    if layout.paged:
+        buffer = torch.randint(0, 256, (layout.nbytes,), generator=generator, dtype=torch.uint8)
+        buffer = buffer.to(DEVICE)
+    else:
+        buffer = anything(layout, generator)
     pool = own.capacity * layout.batch
     slots = torch.randint(-1, pool + 1, (data.draw(st.integers(0, 90)),), generator=generator)
-    begin = data.draw(st.integers(0, 40))
-    room = begin + data.draw(st.integers(1, 99))
-    planes = RaggedLayout(own.key_widths, own.value_widths, 2, 1, room)
-    blank = torch.randn(planes.elements, generator=generator).to(DEVICE, layout.dtype)
-    given_buffer = buffer
-    if gaps and layout.batch > 1:
-        given_buffer = torch.cat([buffer.view(layout.batch, -1)] * 2, dim=-1)
-        given_buffer[:, layout.row :] = 0
     slots = slots.to(DEVICE)
-    found = blank.clone()
-    restore = token_restore(layout, segment, planes, DEVICE)
-    restore.run(found, given_buffer, slots, begin)
-    there = (slots >= 0) & (slots < pool) & (begin + torch.arange(len(slots)).to(DEVICE) < room)
-    rows = slots[there] // own.capacity
-    wanted = blank.clone()
-    at = begin + torch.arange(len(slots)).to(DEVICE)[there]
+    planes = RaggedLayout(own.key_widths, own.value_widths, 2, 1, data.draw(st.integers(1, 99)))
+    blank = torch.randn(planes.elements, generator=generator).to(DEVICE, layout.dtype)
+    spread_buffer = buffer
+    if gaps and layout.batch > 1:
+        spread_buffer = torch.cat([buffer.view(layout.batch, -1)] * 2, dim=-1)
+        spread_buffer[:, layout.row :] = 0
+    found, wanted = blank.clone(), blank.clone()
+    token_restore(layout, number, DEVICE).run(found, spread_buffer, slots)
+    at = torch.arange(len(slots), device=DEVICE)
+    there = (slots >= 0) & (slots < pool) & (at < planes.capacity)
+    rows, at = slots[there] // own.capacity, at[there]
     for row in range(layout.batch):
         mine = rows == row
-        # All rows are read at the slots of one.
-        where = (slots[there][mine] % own.capacity).expand(layout.batch, -1)
-        for side, states in enumerate(read(buffer, addresses_of(layout, segment, where))):
+        within = slots[there][mine] % own.capacity
+        # Slots of pages count on; else all rows are read at the slots of one.
+        where = (
+            (row * own.capacity + within)[None] if layout.paged else within.expand(layout.batch, -1)
+        )
+        for side, states in enumerate(read(buffer, addresses_of(layout, number, where))):
             widths = (planes.key_widths, planes.value_widths)[side]
-            for head, part in enumerate(torch.split(states[row], list(widths), dim=-1)):
+            for head, part in enumerate(
+                torch.split(states[0 if layout.paged else row], list(widths), -1)
+            ):
                 split = torch.split(part.to(layout.dtype), list(chunks(widths[head])), dim=-1)
                 for plane, piece in zip(planes.planes(wanted, head)[side], split, strict=True):
                     plane[0, at[mine]] = piece
@@ -212,12 +236,20 @@ def test_tokens_come_back_into_planes_as_torch_reads_them(layout, seed, gaps, da
     assert torch.equal(*(x.masked_fill(both, 0).view(whole) for x in (found, wanted)))
 
 
-def test_planes_of_other_widths_are_refused():
-    layout = SegmentsLayout((Segment(RaggedLayout((32,), (64,), 1, 1, 9), 4, 4),), DTYPES[0])
-    with pytest.raises(UsageError, match="widths"):
-        token_restore(layout, 0, RaggedLayout((32,), (32,), 1, 1, 9), DEVICE)
-    with pytest.raises(UsageError, match="one row"):
-        token_restore(layout, 0, RaggedLayout((32,), (64,), 1, 2, 9), DEVICE)
+def test_a_million_tokens_come_back_by_one_launch(monkeypatch):
+    """CUDA counts no more than 65,535 programs in a grid's second direction."""
+    layout = SegmentsLayout((segment([(288, 320)], 4, 4, columns=None),), DTYPES[0])
+    grids = []
+
+    def watched(kernel, grid):
+        grids.append(grid)
+        return lambda *given, **named: None
+
+    monkeypatch.setattr(moving, "launching", watched)
+    restore = token_restore(layout, 0, DEVICE)
+    blank = torch.zeros(1, dtype=DTYPES[0], device=DEVICE)
+    restore.run(blank, layout.empty(DEVICE), torch.zeros(2**20, dtype=torch.int64, device=DEVICE))
+    assert grids == [(2**20, 2)]
 
 
 def test_every_e4m3_and_what_lies_between():
