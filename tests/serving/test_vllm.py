@@ -242,6 +242,14 @@ def test_rebuilt_keys_over_chunks_prefixes_preemption_and_ranks(
     assert found["preemptions"] > 0
 
 
+def test_the_form_that_graphs_hold_rebuilds_the_same_keys(model: Path, tmp_path: Path) -> None:
+    """Sequences whose pages find no room decode token by token."""
+    plan = save_tiny_plan(model, tmp_path / "palu.plan", rebuilt_plan)
+    found = _served(model, plan, fixed=True, distributed_executor_backend="uni", **CHUNKS)
+    assert found["waves"] == [_written(model, plan)]
+    assert found["preemptions"] > 0
+
+
 def test_quantised_pages_serve_what_the_prompt_says(
     model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path
 ) -> None:
