@@ -191,6 +191,7 @@ class RebuiltSteps:
         numbers = torch.cat([rows.int(), columns, table.flatten()]).to(device)
         row, column, places = numbers.split([len(rows), len(columns), table.numel()])
         pages = torch.stack([step.table[row, column].int(), column * page], dim=1)
+        # Beginning at a multiple of 16 bytes, as `EngineStep.pages_of` says why.
         return _Seen(pages, places.view(table.shape).clone())
 
     def _rebuilt(self, seen: Tensor, layout: RaggedLayout) -> Tensor:
