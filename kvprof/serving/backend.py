@@ -168,12 +168,6 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
         #: Tokens that a sequence may have.
         self.longest = 0
 
-    @property
-    def output_width(self) -> int:
-        """Columns of what it puts out."""
-        assert self.served is not None
-        return sum(self.served.value_widths) * self.served.group
-
     def attended(
         self, query: Tensor, key: Tensor, value: Tensor, metadata: EngineStep | None
     ) -> Tensor:
@@ -185,7 +179,7 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
             if self.served.codes is not None:
                 taken += own_pages(self.served, *_room(self._config)).elements
             query.new_empty(taken)
-            return query.new_zeros(len(query), self.output_width)
+            return query.new_zeros(len(query), self.served.outputs)
         return attend(self.served, metadata, query, key, value, self.scale)
 
     def forward(

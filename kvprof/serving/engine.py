@@ -336,15 +336,22 @@ def _folded(found: _Found, plan: LayerPlan, pages: LayerPages, rank: int) -> Ser
     value_downs, value_ups = _narrowed(plan.values.groups, own, value_widths)
     tail, weight = attention.num_kv_heads * attention.head_size, inner.weight
     _fold_rows(inner, slice(-tail, None), value_downs)
-    # Of every head, also where several share a latent.
-    ups = [up for shared in value_ups for up in shared.chunk(pages.heads)]
-    outer.weight.data = folded_output(outer.weight.data, ups, found.group)
+    # Latents of several heads that are wider than one would make W_O wider than it was.
+    whole = plan.keys.placement is Placement.PRE_ROPE and max(value_widths) > attention.head_size
+    if not whole:
+        # Of every head, also where several share a latent.
+        ups = [up for shared in value_ups for up in shared.chunk(pages.heads)]
+        outer.weight.data = folded_output(outer.weight.data, ups, found.group)
     how: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
     queries, rebuilding = None, None
     if plan.keys.placement is Placement.PRE_ROPE:
         (rotary,) = (one for one in parent.children() if isinstance(one, QueriesAlone))
-        matrices = tuple(up.to(**how) for up in key_ups)
-        rebuilding = Rebuilding(matrices, pages.heads, rotary.form, *rotary.tables)
+        matrices = [
+            tuple(up.to(**how) for up in own) for own in (key_ups, value_ups if whole else ())
+        ]
+        rebuilding = Rebuilding(
+            matrices[0], pages.heads, rotary.form, *rotary.tables, value_ups=matrices[1]
+        )
         if plan.keys.fold_down:
             _fold_rows(inner, slice(-2 * tail, -tail), key_downs)
             # What is stored are the first columns of a latent's heads.
@@ -381,7 +388,7 @@ def _fold_rows(linear: Any, rows: slice, downs: Sequence[Tensor]) -> None:
 
 
 def run_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Run a layer; what it puts out is as wide as the latents, as W_O is.
+    """Run a layer; what it puts out is as wide as the latents, or as values, as W_O is.
 
     Without torch.compile the operator that hides attention from it would only cost a copy.
 
@@ -400,7 +407,7 @@ def run_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = None if metadata is None else metadata[layer.layer_name]
         found: Tensor = impl.attended(query, key, value, own)
         return found
-    output = query.new_empty(query.shape[0], impl.output_width)
+    output = query.new_empty(query.shape[0], impl.served.outputs)
     torch.ops.vllm.unified_attention_with_output(
         query, key, value, output, _encode_layer_name(layer.layer_name)
     )

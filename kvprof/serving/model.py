@@ -11,6 +11,7 @@ from torch import Tensor
 from kvprof.errors import FailedError
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.dispatch import compiling_ahead
+from kvprof.kernels.planes import STEP
 from kvprof.kernels.prefill.rows import rows_step
 from kvprof.runtime.backends.route import few_kinds
 from kvprof.serving.fixed import FixedStep, fixed_step
@@ -51,13 +52,9 @@ class ServedModel:
     @cached_property
     def rebuilt_kinds(self) -> tuple[tuple[int, int], ...]:
         """The kinds of head of all layers whose keys are rebuilt."""
-        own = (
-            (layer.rebuilding.head_dim, width)
-            for layer in self.layers
-            if layer.rebuilding is not None
-            for width in layer.value_widths
-        )
-        return tuple(sorted(set(own)))
+        own = (layer.whole(1, STEP) for layer in self.layers if layer.rebuilding is not None)
+        pairs = (zip(one.key_widths, one.value_widths, strict=True) for one in own)
+        return tuple(sorted(set().union(*pairs)))
 
     def bind(
         self,

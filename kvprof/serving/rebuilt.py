@@ -6,6 +6,10 @@ all layers use in turn, as kvprof's own runtime does for a prompt: a kernel that
 every block of queries would do so hundreds of times. As many sequences go together as have no more
 pages than the longest one may have.
 
+Latents of V that several heads share may be wider than a head (Palu §3.2). Folded into W_O they
+would make it, and what prompts attend to, as many times larger; so W_O stays as it is there, values
+are rebuilt beside the keys, and what decoding gives is multiplied afterwards.
+
 In the form that a graph holds (`kvprof.serving.fixed`) there are as many pages of working memory,
 and sequences whose pages find none there decode token by token.
 """
@@ -124,6 +128,19 @@ class RebuiltSteps:
         decoded = self._decoded(step, query, seen.seen, seen.tables, scale)
         return torch.where(seen.attends, attended, decoded)
 
+    def _values(self, latents: Tensor) -> Tensor:
+        """Return the values of what was decoded, which V's latents are where W_O takes them."""
+        rebuilding = self.rebuilding
+        if not rebuilding.value_ups:
+            return latents
+        queries, found = self.layer.group // rebuilding.heads, []
+        widths = [self.layer.group * width for width in self.layer.value_widths]
+        for own, up in zip(torch.split(latents, widths, dim=1), rebuilding.value_ups, strict=True):
+            heads = unflatten(own, 1, (rebuilding.heads, queries, -1)).transpose(0, 1)
+            made = heads.flatten(1, 2) @ unflatten(up, 0, (rebuilding.heads, -1)).mT
+            found.append(unflatten(made, 1, (len(own), queries)).transpose(0, 1).flatten(1))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
     def _decoded(
         self, step: EngineStep, query: Tensor, lengths: Tensor, table: Tensor, scale: float
     ) -> Tensor:
@@ -146,7 +163,8 @@ class RebuiltSteps:
                 scale,
                 table=table,
             )
-        return found
+        with part("decompress"):
+            return self._values(found)
 
     def _together(self, step: EngineStep) -> Iterator[tuple[int, int]]:
         """Yield which sequences with several new tokens go together, first … stop - 1."""
@@ -195,7 +213,7 @@ class RebuiltSteps:
         return _Seen(pages, places.view(table.shape).clone())
 
     def _rebuilt(self, seen: Tensor, layout: RaggedLayout) -> Tensor:
-        """Return pages of whole rotated keys and of latent values, a head for every KV head."""
+        """Return pages of whole rotated keys and of values or their latents, by KV head."""
         cache, rebuilding = self.layer.attention.kv_cache, self.rebuilding
         planes = self.scratch[: layout.elements]
         if uses_triton(cache.device):
@@ -215,18 +233,20 @@ class RebuiltSteps:
         positions = positions.clamp(max=len(rebuilding.cos) - 1)
         angles = rebuilding.cos[positions][:, :, None], rebuilding.sin[positions][:, :, None]
         for latent, up in enumerate(rebuilding.ups):
-            keys, values = self.layout.planes(cache, latent)
-            own = [layout.planes(planes, latent * heads + head) for head in range(heads)]
-            for number, plane in enumerate(values):
-                stored = plane[pages]
-                for _, copies in own:
-                    copies[number][at] = stored
-            joined = torch.cat([plane[pages] for plane in keys], dim=-1) @ up.mT
-            rotated = rebuilding.form.rotated(unflatten(joined, -1, (heads, width)), *angles)
-            for head, (rebuilt, _) in enumerate(own):
-                columns = torch.split(rotated[:, :, head], list(chunks(width)), dim=-1)
-                for plane, chunk in zip(rebuilt, columns, strict=True):
-                    plane[at] = chunk
+            keys, values = (
+                torch.cat([plane[pages] for plane in side], dim=-1)
+                for side in self.layout.planes(cache, latent)
+            )
+            rotated = rebuilding.form.rotated(unflatten(keys @ up.mT, -1, (heads, width)), *angles)
+            states = values[:, :, None].expand(-1, -1, heads, -1)
+            if rebuilding.value_ups:
+                states = unflatten(values @ rebuilding.value_ups[latent].mT, -1, (heads, width))
+            for head in range(heads):
+                own = layout.planes(planes, latent * heads + head)
+                for side, made in zip(own, (rotated, states), strict=True):
+                    columns = torch.split(made[:, :, head], list(chunks(made.shape[-1])), dim=-1)
+                    for plane, chunk in zip(side, columns, strict=True):
+                        plane[at] = chunk
 
 
 def _by_latent(states: Tensor, latents: int) -> Tensor:
@@ -274,6 +294,6 @@ def rebuilt_steps(
     )
     whole = layer.whole(1, page)
     rows = rows_step(whole, device, cache.dtype, pairs=kinds, **how)
-    rebuild = page_rebuild(latents, whole)
+    rebuild = page_rebuild(latents, whole, rebuilding.value_ups)
     room = -(-longest // page)
     return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild, room, scratch)

@@ -74,6 +74,9 @@ class Rebuilding:
     form : RotaryForm
     cos, sin : Tensor
         ``[tokens, rotary width / 2]``, of every position that a token may have.
+    value_ups : tuple of Tensor
+        Of each latent of V ``[n * d, width]``: what makes the values of its KV heads, for which
+        W_O stays as it is. None where W_O takes latents.
     """
 
     ups: tuple[Tensor, ...]
@@ -81,6 +84,7 @@ class Rebuilding:
     form: RotaryForm
     cos: Tensor
     sin: Tensor
+    value_ups: tuple[Tensor, ...] = ()
 
     @property
     def head_dim(self) -> int:
@@ -128,6 +132,13 @@ class ServedLayer:
         return latents * rebuilding.heads, rebuilding.head_dim
 
     @property
+    def outputs(self) -> int:
+        """Columns that it puts out of a token."""
+        if self.rebuilding is not None and self.rebuilding.value_ups:
+            return len(self.value_widths) * self.group * self.rebuilding.head_dim
+        return sum(self.value_widths) * self.group
+
+    @property
     def kinds(self) -> set[tuple[int, int]]:
         """Pairs of widths of its heads."""
         return set(zip(self.keys.widths, self.value_widths, strict=True))
@@ -137,7 +148,7 @@ class ServedLayer:
         return RaggedLayout(self.keys.widths, self.value_widths, self.group, rows, capacity)
 
     def whole(self, pages: int, page: int) -> RaggedLayout:
-        """Return how rebuilt keys lie in pages, with V's latents for every KV head that has them.
+        """Return how rebuilt keys lie in pages, with a KV head's values or its latent of V.
 
         Raises
         ------
@@ -145,9 +156,11 @@ class ServedLayer:
             When keys of their width cannot run.
         """
         assert self.rebuilding is not None
-        heads = self.rebuilding.heads
+        heads, width = self.rebuilding.heads, self.rebuilding.head_dim
+        keys = (width,) * (len(self.value_widths) * heads)
         values = tuple(width for width in self.value_widths for _ in range(heads))
-        keys = (self.rebuilding.head_dim,) * len(values)
+        if self.rebuilding.value_ups:
+            values = keys
         return RaggedLayout(keys, values, self.group // heads, pages, page)
 
     def working(self, tokens: int) -> int:
@@ -288,7 +301,7 @@ class EngineStep:
 def attend(
     layer: ServedLayer, step: EngineStep, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Store a step's tokens and return what its queries see, ``[tokens, Σ_g G·dv_g]``.
+    """Store a step's tokens and return what its queries see, ``[tokens, ServedLayer.outputs]``.
 
     Parameters
     ----------

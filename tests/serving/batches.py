@@ -71,6 +71,8 @@ class FilledModel:
         As `WIDTHS`.
     shared : int
         KV heads that share each latent, whose keys are rebuilt; 0 where none are.
+    valued : bool
+        Whether values are rebuilt too.
     """
 
     def __init__(
@@ -86,9 +88,11 @@ class FilledModel:
         captured: tuple[int, int] = (0, 0),
         widths: tuple[tuple[tuple[int, int], ...], ...] = WIDTHS,
         shared: int = 0,
+        valued: bool = False,
         seed: int = 0,
     ) -> None:
         self.codes, self.shared, self.longest = codes, shared, columns * page
+        self.valued = valued
         self.page, self.columns, self.device, self.dtype = page, columns, device, dtype
         self.generator = torch.Generator().manual_seed(seed)
         pages = columns * rows + 1
@@ -128,8 +132,9 @@ class FilledModel:
     def _rebuilt_layer(
         self, pages: int, row: int, keys: tuple[int, ...], values: tuple[int, ...]
     ) -> ServedLayer:
-        down, ups = (
-            [self.random(self.shared * DEPTH, width) / 8 for width in keys] for _ in range(2)
+        down, ups, value_ups = (
+            [self.random(self.shared * DEPTH, width) / 8 for width in widths]
+            for widths in (keys, keys, values if self.valued else ())
         )
         turned = DEPTH // 2
         tokens = torch.arange(self.longest)[:, None]
@@ -140,6 +145,7 @@ class FilledModel:
             RotaryForm(turned, False, 1),
             angles.cos().to(self.device),
             angles.sin().to(self.device),
+            tuple(value_ups),
         )
         attention = SimpleNamespace(kv_cache=self.random(pages, row + 64), layer_name="layer")
         group = self.shared * GROUP

@@ -76,12 +76,15 @@ def test_over_quantised_pages_too(batch: Batch, bits: int, seed: int) -> None:
 
 
 @settings(max_examples=2 if interpreted() else 40)
-@given(batches(), st.sampled_from([1, 2]), st.sampled_from([16, 64]), st.integers(0, 99))
+@given(
+    batches(), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([16, 64]), st.integers(0, 99)
+)
 def test_over_pages_whose_keys_are_rebuilt_too(
-    batch: Batch, shared: int, page: int, seed: int
+    batch: Batch, shared: int, valued: bool, page: int, seed: int
 ) -> None:
     """Sequences whose pages find no room decode token by token."""
-    made = FilledModel(page, -(-LONGEST // page), len(batch.new), shared=shared, seed=seed)
+    how = {"shared": shared, "valued": valued, "seed": seed}
+    made = FilledModel(page, -(-LONGEST // page), len(batch.new), **how)
     agree(made, batch, 2e-5)
 
 

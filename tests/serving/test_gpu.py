@@ -45,20 +45,21 @@ def _copied(buffers: Numbers, numbers: Numbers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "dtype", "bits", "shared"),
+    ("page", "dtype", "bits", "shared", "valued"),
     [
-        (16, torch.bfloat16, None, 0),
-        (64, torch.bfloat16, None, 0),
-        (64, torch.float32, None, 0),
-        (64, torch.bfloat16, 8, 0),
-        (64, torch.bfloat16, 4, 0),
-        (64, torch.bfloat16, None, 2),
-        (16, torch.float32, None, 1),
+        (16, torch.bfloat16, None, 0, False),
+        (64, torch.bfloat16, None, 0, False),
+        (64, torch.float32, None, 0, False),
+        (64, torch.bfloat16, 8, 0, False),
+        (64, torch.bfloat16, 4, 0, False),
+        (64, torch.bfloat16, None, 2, False),
+        (64, torch.bfloat16, None, 2, True),
+        (16, torch.float32, None, 1, True),
     ],
 )
 @torch.inference_mode()
 def test_a_graph_is_replayed_for_other_batches(
-    page: int, dtype: torch.dtype, bits: int | None, shared: int
+    page: int, dtype: torch.dtype, bits: int | None, shared: int, valued: bool
 ) -> None:
     columns = COLUMNS * 64 // page
     made = FilledModel(
@@ -70,6 +71,7 @@ def test_a_graph_is_replayed_for_other_batches(
         widths=WIDTHS,
         codes=None if bits is None else Codes(bits, bits, 16),
         shared=shared,
+        valued=valued,
         most=300,
         captured=(TOKENS, ROWS),
     )

@@ -1,6 +1,7 @@
 """A step of an engine over pages, against attention in float64 over the same latents."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,8 +52,13 @@ def _wanted(
     return torch.cat(found, dim=-1)
 
 
-def rebuilt_layer(pages: int, widths: Any, generator: torch.Generator) -> ServedLayer:
-    """Return a layer like `_layer`'s, whose heads share one latent of the first widths."""
+def rebuilt_layer(
+    pages: int, widths: Any, generator: torch.Generator, *, valued: bool = False
+) -> ServedLayer:
+    """Return a layer like `_layer`'s, whose heads share one latent of the first widths.
+
+    Its values are rebuilt too, or are the latent.
+    """
     (key, value), shared, turned = widths[0], GROUP, DEPTH // 2
     row = RaggedLayout((key,), (value,), shared * GROUP, 1, PAGE).row
     attention = SimpleNamespace(
@@ -61,7 +67,8 @@ def rebuilt_layer(pages: int, widths: Any, generator: torch.Generator) -> Served
     down, up = (torch.randn(shared * DEPTH, key, generator=generator) / 6 for _ in range(2))
     angles = torch.arange(5 * PAGE)[:, None] / 20 ** torch.linspace(0, 1, turned // 2)
     form = RotaryForm(turned, True, 1)
-    rebuilding = Rebuilding((up,), shared, form, angles.cos(), angles.sin())
+    ups = (torch.randn(shared * DEPTH, value, generator=generator) / 6,) if valued else ()
+    rebuilding = Rebuilding((up,), shared, form, angles.cos(), angles.sin(), ups)
     own = basis_set([down])
     return ServedLayer(attention, None, own, (value,), shared * GROUP, None, rebuilding)
 
@@ -81,7 +88,11 @@ def _wanted_rebuilt(
     for head in range(how.heads * GROUP):
         scores = scale * query[:, head].double() @ whole[:, head // GROUP].T
         seen = torch.arange(count) <= past + torch.arange(len(query))[:, None]
-        found.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ stored)
+        states = stored
+        if how.value_ups:
+            own = how.value_ups[0].double().unflatten(0, (how.heads, DEPTH))[head // GROUP]
+            states = stored @ own.T
+        found.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ states)
     return torch.cat(found, dim=-1)
 
 
@@ -203,7 +214,14 @@ def test_a_page_is_shared_in_the_step_that_fills_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "padding"), [(_layer, 0), (_layer, 3), (rebuilt_layer, 0), (rebuilt_layer, 3)]
+    ("make", "padding"),
+    [
+        (_layer, 0),
+        (_layer, 3),
+        (rebuilt_layer, 0),
+        (rebuilt_layer, 3),
+        (partial(rebuilt_layer, valued=True), 3),
+    ],
 )
 def test_chunks_and_decoding_together(make: Callable[..., ServedLayer], padding: int) -> None:
     """Prompts in chunks, decoding beside them, shared pages and padding give exact attention."""

@@ -23,6 +23,7 @@ __all__ = [
     "Target",
     "Tuning",
     "arranged",
+    "arranged_values",
     "blocks_of",
     "flat",
     "halves",
@@ -197,14 +198,23 @@ class SeenPage(NamedTuple):
 
 
 class RebuiltHead(NamedTuple):
-    """Where a KV head's first plane of keys, and of values, begins in a row of rebuilt pages."""
+    """What is looked up of a KV head whose pages are rebuilt.
+
+    Attributes
+    ----------
+    keys, values : int
+        Where its first plane begins in a row of rebuilt pages.
+    value_up : int
+        Where the matrix begins that rebuilds its values; 0 where they are copied.
+    """
 
     keys: int
     values: int
+    value_up: int
 
 
 class RebuiltColumn(NamedTuple):
-    """The plane that has a column of a rebuilt key: its first column, and its width."""
+    """The plane that has a column of a rebuilt head: its first column, and its width."""
 
     start: int
     width: int
@@ -317,6 +327,11 @@ class Form:
     def plain(self) -> tuple[int, ...]:
         """Blocks of the columns that RoPE leaves alone."""
         return blocks_of(self.head_dim - self.rotary_dim, self.tuning.columns)
+
+    @cached_property
+    def value_blocks(self) -> tuple[int, ...]:
+        """Blocks of a head's columns, for values that are rebuilt."""
+        return blocks_of(self.head_dim, self.tuning.columns)
 
     @property
     def padded(self) -> int:
@@ -484,13 +499,41 @@ def arranged(up: Sequence[Tensor], form: Form) -> Tensor:
                 torch.split(_filled(turned[half]), list(form.paired)) for half in (first, second)
             ]
             blocks = [block for pair in zip(*pairs, strict=True) for block in pair]
-            blocks += torch.split(_filled(rest), list(form.plain))
-            parts += [
-                chunk.reshape(-1)
-                for block in blocks
-                for chunk in torch.split(block, list(chunks(width)), dim=1)
-            ]
+            parts += _chunked([*blocks, *torch.split(_filled(rest), list(form.plain))])
     return torch.cat(parts)
+
+
+def arranged_values(up: Sequence[Tensor], form: Form) -> Tensor:
+    """Return every group's matrices that rebuild values in one buffer, as `arranged` sorts keys'.
+
+    Parameters
+    ----------
+    up : sequence of Tensor
+        Per group ``[n·d, r_v]``.
+    form : Form
+
+    Raises
+    ------
+    UsageError
+        When shapes do not fit.
+    """
+    wanted = [(form.heads * form.head_dim, width) for width in form.value_widths]
+    if (shapes := [tuple(matrix.shape) for matrix in up]) != wanted:
+        raise UsageError(f"matrices {shapes} rebuild no values of a layer that wants {wanted}")
+    parts: list[Tensor] = []
+    for matrix in up:
+        for head in matrix.unflatten(0, (form.heads, form.head_dim)):
+            parts += _chunked(torch.split(_filled(head), list(form.value_blocks)))
+    return torch.cat(parts)
+
+
+def _chunked(blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Return the chunks of every block of rows, each dense."""
+    return [
+        chunk.reshape(-1)
+        for block in blocks
+        for chunk in torch.split(block, list(chunks(block.shape[1])), dim=1)
+    ]
 
 
 def _filled(rows: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ _SEEN_BEGIN = tl.constexpr(column(SeenPage, "begin"))
 _HEAD = tl.constexpr(len(RebuiltHead._fields))
 _HEAD_KEYS = tl.constexpr(column(RebuiltHead, "keys"))
 _HEAD_VALUES = tl.constexpr(column(RebuiltHead, "values"))
+_HEAD_UP = tl.constexpr(column(RebuiltHead, "value_up"))
 _COLUMN = tl.constexpr(len(RebuiltColumn._fields))
 _COLUMN_START = tl.constexpr(column(RebuiltColumn, "start"))
 _COLUMN_WIDTH = tl.constexpr(column(RebuiltColumn, "width"))
@@ -459,12 +460,12 @@ def reconstruct_pieces(
                 )
 
 
-# --- Keys of whole pages, rebuilt once for queries that see them many times.
+# --- Whole pages, rebuilt once for queries that see them many times.
 
 
 @triton.jit
 def _put(planes, states, places, numbers, there, columns, PAGE: tl.constexpr):
-    """Store columns of a head's keys into its planes."""
+    """Store columns of a head into its planes."""
     start = tl.load(columns + numbers * _COLUMN + _COLUMN_START, mask=there, other=0)
     width = tl.load(columns + numbers * _COLUMN + _COLUMN_WIDTH, mask=there, other=0)
     base = start * PAGE + numbers - start
@@ -473,13 +474,30 @@ def _put(planes, states, places, numbers, there, columns, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _raise(
+    latents, up, planes, columns, places, KINDS: tl.constexpr, BASE: tl.constexpr,
+    BLOCKS: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Rebuild a head's values of a tile."""
+    RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + _K1] + KINDS[BASE + _K2] + KINDS[BASE + _K3]
+    done = 0
+    for block in tl.static_range(COUNT):
+        numbers = done + tl.arange(0, BLOCKS[block])
+        states = _product(latents, up, BLOCKS[block], KINDS, BASE)
+        _put(planes, states, places, numbers, numbers < HEAD_DIM, columns, PAGE)
+        up += BLOCKS[block] * RANK
+        done += BLOCKS[block]
+
+
+@triton.jit
 def _rebuilt_tile(
-    keys, values, up, cos, sin, key_planes, value_planes, columns, places, positions, head,
-    angle_rows, angle_columns, KINDS: tl.constexpr, BASE: tl.constexpr, BLOCKS: tl.constexpr,
-    PAIRED: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    keys, values, up, value_up, cos, sin, key_planes, value_planes, columns, places, positions,
+    head, angle_rows, angle_columns, KINDS: tl.constexpr, BASE: tl.constexpr,
+    BLOCKS: tl.constexpr, PAIRED: tl.constexpr, COUNT: tl.constexpr, VALUE_BLOCKS: tl.constexpr,
+    VALUE_COUNT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Rebuild and rotate a head's keys of a tile, and copy its group's values beside them."""
+    """Rebuild and rotate a head's keys of a tile, and its values, or copy its group's."""
     RANK: tl.constexpr = KINDS[BASE] + KINDS[BASE + _K1] + KINDS[BASE + _K2] + KINDS[BASE + _K3]
     mask = places >= 0
     latents = _planes(keys, PAGE, places, places, mask, KINDS, BASE, False)
@@ -506,11 +524,17 @@ def _rebuilt_tile(
         _put(key_planes, states, places, numbers, numbers < HEAD_DIM, columns, PAGE)
         weights += BLOCKS[block] * RANK
         plain += BLOCKS[block]
-    copied = _planes(values, PAGE, places, places, mask, KINDS, BASE + _V0, False)
-    for i in tl.static_range(_CHUNKS):
-        if KINDS[BASE + _V0 + i] > 0:
-            _copy(value_planes, copied[i], places, KINDS[BASE + _V0 + i])
-            value_planes += PAGE * KINDS[BASE + _V0 + i]
+    stored = _planes(values, PAGE, places, places, mask, KINDS, BASE + _V0, False)
+    if VALUE_COUNT > 0:
+        _raise(
+            stored, value_up, value_planes, columns, places, KINDS, BASE + _V0, VALUE_BLOCKS,
+            VALUE_COUNT, HEAD_DIM, PAGE,
+        )
+    else:
+        for i in tl.static_range(_CHUNKS):
+            if KINDS[BASE + _V0 + i] > 0:
+                _copy(value_planes, stored[i], places, KINDS[BASE + _V0 + i])
+                value_planes += PAGE * KINDS[BASE + _V0 + i]
 
 
 @triton.jit
@@ -520,11 +544,11 @@ def _copy(planes, rows, places, WIDTH: tl.constexpr):
 
 @triton.jit
 def rebuild_pages(
-    cache, up, cos, sin, planes, seen, groups, heads, columns, stride, row, positions, angle_rows,
-    angle_columns, KINDS: tl.constexpr, KIND_COUNT: tl.constexpr, BLOCKS: tl.constexpr,
-    PAIRED: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr,
+    cache, up, value_up, cos, sin, planes, seen, groups, heads, columns, stride, row, positions,
+    angle_rows, angle_columns, KINDS: tl.constexpr, KIND_COUNT: tl.constexpr,
+    BLOCKS: tl.constexpr, PAIRED: tl.constexpr, COUNT: tl.constexpr, VALUE_BLOCKS: tl.constexpr,
+    VALUE_COUNT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):
     """Run a tile of a page and one KV head per program.
 
@@ -532,6 +556,8 @@ def rebuild_pages(
     ----------
     cache, up, cos, sin, groups
         As `reconstruct_pieces` takes them; cos and sin are shared by all sequences.
+    value_up
+        What rebuilds values; not read where they are copied.
     planes
         Pages of whole keys and of values; written.
     seen
@@ -540,7 +566,8 @@ def rebuild_pages(
     heads
         Rows of `kvprof.kernels.reconstruct.form.RebuiltHead`, int64.
     columns
-        ``[HEAD_DIM]`` rows of `kvprof.kernels.reconstruct.form.RebuiltColumn`, int32.
+        ``[HEAD_DIM]`` rows of `kvprof.kernels.reconstruct.form.RebuiltColumn`, int32, of keys and
+        of rebuilt values.
     stride, row
         Values from page to page of the cache, and of `planes`.
     positions
@@ -549,6 +576,8 @@ def rebuild_pages(
         Strides of `cos` and `sin`.
     KINDS, KIND_COUNT, BLOCKS, PAIRED, COUNT, HEADS, HEAD_DIM, HALF, INTERLEAVED, PADDED
         As `reconstruct_pieces` takes them.
+    VALUE_BLOCKS, VALUE_COUNT
+        Columns of the blocks in which a head's values are rebuilt; none where they are copied.
     PAGE, TILE
         Tokens of a page, and of a tile: a power of two that divides it.
     """
@@ -564,14 +593,15 @@ def rebuild_pages(
         values = tl.multiple_of(cache + (tl.load(own + _VALUES) + far), 16)
         matrices = tl.multiple_of(up + tl.load(own + _UP), 16)
         head = heads + tl.program_id(1) * _HEAD
+        raised = tl.multiple_of(value_up + tl.load(head + _HEAD_UP), 16)
         found = planes + number.to(tl.int64) * row
         kind = tl.load(own + _GROUP_KIND)
         for each in tl.static_range(KIND_COUNT):
             if kind == each:
                 _rebuilt_tile(
-                    keys, values, matrices, cos, sin, found + tl.load(head + _HEAD_KEYS),
+                    keys, values, matrices, raised, cos, sin, found + tl.load(head + _HEAD_KEYS),
                     found + tl.load(head + _HEAD_VALUES), columns, places,
                     tl.minimum(begin + places, positions - 1), tl.program_id(1) % HEADS,
                     angle_rows, angle_columns, KINDS, each * _KIND + _K0, BLOCKS, PAIRED, COUNT,
-                    HEAD_DIM, HALF, INTERLEAVED, PADDED, PAGE,
+                    VALUE_BLOCKS, VALUE_COUNT, HEAD_DIM, HALF, INTERLEAVED, PADDED, PAGE,
                 )

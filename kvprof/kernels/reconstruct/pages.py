@@ -1,4 +1,4 @@
-"""Whole pages of keys out of latents from before RoPE, in one launch: for chunks of prompts.
+"""Whole pages out of latents from before RoPE, in one launch: for chunks of prompts.
 
 A kernel that rebuilt keys for every block of a chunk's queries would do so hundreds of times
 (`kvprof.serving.rebuilt`).
@@ -6,6 +6,7 @@ A kernel that rebuilt keys for every block of a chunk's queries would do so hund
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from kvprof.kernels.checks import check_cache
 from kvprof.kernels.dispatch import check_interpreter, launching
 from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
-from kvprof.kernels.reconstruct.form import Form, RebuiltColumn, RebuiltHead
+from kvprof.kernels.reconstruct.form import Form, RebuiltColumn, RebuiltHead, arranged_values
 from kvprof.kernels.reconstruct.kernel import rebuild_pages
 from kvprof.kernels.reconstruct.step import ReconstructStep, constants_of
 
@@ -35,13 +36,22 @@ _SHARED = (
 )
 
 
-def page_constants(form: Form) -> dict[str, Any]:
-    """Return the compile-time arguments of `rebuild_pages`."""
+def page_constants(form: Form, *, values: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of `rebuild_pages`.
+
+    Parameters
+    ----------
+    form : Form
+    values : bool
+        Whether values are rebuilt too.
+    """
     found = constants_of(form, capped=False)
-    most = _TILE if max(form.key_widths) <= _WIDE else _WIDE_TILE
+    widest = max(form.key_widths + (form.value_widths if values else ()))
     # The largest power of two that divides a page.
-    tile = min(most, form.capacity & -form.capacity)
-    return {**{name: found[name] for name in _SHARED}, "TILE": tile}
+    tile = min(_TILE if widest <= _WIDE else _WIDE_TILE, form.capacity & -form.capacity)
+    blocks = form.value_blocks if values else ()
+    own = {"VALUE_BLOCKS": blocks or (0,), "VALUE_COUNT": len(blocks), "TILE": tile}
+    return {**{name: found[name] for name in _SHARED}, **own}
 
 
 @torch.library.custom_op("kvprof::rebuild_pages", mutates_args={"planes"})
@@ -49,6 +59,7 @@ def rebuild_operator(
     planes: Tensor,
     buffer: Tensor,
     up: Tensor,
+    value_up: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     seen: Tensor,
@@ -62,8 +73,8 @@ def rebuild_operator(
     ----------
     planes, buffer, cos, sin, seen
         As `PageRebuild.run` takes them.
-    up
-        From `kvprof.kernels.reconstruct.form.arranged`.
+    up, value_up
+        From `kvprof.kernels.reconstruct.form.arranged` and `arranged_values`.
     tables
         Groups, heads and columns.
     row
@@ -72,11 +83,12 @@ def rebuild_operator(
         From `Form.encoded`.
     """
     made = Form.decoded(form)
-    fixed = page_constants(made)
+    fixed = page_constants(made, values=value_up is not None)
     tiles = made.capacity // fixed["TILE"]
     launching(rebuild_pages, (len(seen) * tiles, len(made.key_widths) * made.heads))(
         buffer,
         up,
+        up if value_up is None else value_up,
         cos,
         sin,
         planes,
@@ -105,13 +117,16 @@ class PageRebuild:
     step : ReconstructStep
         Paged; whose latents and matrices these are.
     whole : RaggedLayout
-        Of one page: keys of every KV head, and its group's values.
+        Of one page: keys of every KV head, and its own values or its group's.
+    value_up : Tensor or None
+        What rebuilds values, as the kernel reads it; None where they are copied.
     heads, columns : Tensor
         Rows of `RebuiltHead`, int64, and of `RebuiltColumn`, int32.
     """
 
     step: ReconstructStep
     whole: RaggedLayout
+    value_up: Tensor | None
     heads: Tensor
     columns: Tensor
 
@@ -150,6 +165,7 @@ class PageRebuild:
                 planes,
                 buffer,
                 step.up,
+                self.value_up,
                 cos,
                 sin,
                 seen,
@@ -159,7 +175,9 @@ class PageRebuild:
             )
 
 
-def page_rebuild(step: ReconstructStep, whole: RaggedLayout) -> PageRebuild:
+def page_rebuild(
+    step: ReconstructStep, whole: RaggedLayout, value_ups: Sequence[Tensor] = ()
+) -> PageRebuild:
     """Prepare what rebuilds a layer's keys page by page, on a GPU or interpreted.
 
     Parameters
@@ -168,21 +186,30 @@ def page_rebuild(step: ReconstructStep, whole: RaggedLayout) -> PageRebuild:
         Paged.
     whole : RaggedLayout
         Of one page.
+    value_ups : sequence of Tensor
+        Per group ``[n·d, r_v]`` in the step's dtype: what rebuilds values, which are as wide as
+        keys then. Without, every KV head gets a copy of its group's latents.
 
     Raises
     ------
     UsageError
-        When the pages are not those of the step's heads.
+        When the pages are not those of the step's heads, or matrices do not fit.
     """
     form = step.form
-    values = tuple(width for width in form.value_widths for _ in range(form.heads))
+    own = [form.head_dim] * len(form.value_widths) if value_ups else form.value_widths
+    values = tuple(width for width in own for _ in range(form.heads))
     wanted = ((form.head_dim,) * len(values), values, form.capacity)
     if not form.paged or (whole.key_widths, whole.value_widths, whole.capacity) != wanted:
         raise UsageError(
             f"pages of {whole.capacity} tokens, keys of {whole.key_widths} and values of "
             f"{whole.value_widths} columns are not those of {form.key_widths} rebuilt"
         )
-    heads = [RebuiltHead(*pair) for pair in whole.offsets]
+    if any(matrix.dtype != step.dtype for matrix in value_ups):
+        raise UsageError(f"matrices in {value_ups[0].dtype} do not fit a step in {step.dtype}")
+    rows = sum(form.value_blocks) if value_ups else 0
+    sizes = (rows * width for width in form.value_widths for _ in range(form.heads))
+    begins = accumulate(sizes, initial=0)
+    heads = [RebuiltHead(*pair, begin) for pair, begin in zip(whole.offsets, begins, strict=False)]
     columns: list[RebuiltColumn] = []
     for width in chunks(form.head_dim):
         columns += [RebuiltColumn(len(columns), width)] * width
@@ -190,6 +217,7 @@ def page_rebuild(step: ReconstructStep, whole: RaggedLayout) -> PageRebuild:
     return PageRebuild(
         step,
         whole,
+        arranged_values(value_ups, form).to(device) if value_ups else None,
         torch.tensor(heads, dtype=torch.int64, device=device),
         torch.tensor(columns, dtype=torch.int32, device=device),
     )

@@ -328,11 +328,12 @@ _widths = st.sampled_from([16, 48, 64, 112, 144, 320])
     st.booleans(),
     st.sampled_from([16, 48, 64, 128]),
     st.integers(1, 5),
+    st.booleans(),
     st.sampled_from(DTYPES),
     st.integers(0, 99),
 )
-def test_whole_pages_of_keys_are_those_that_float64_rebuilds(
-    widths, heads, head, interleaved, page, count, dtype, seed
+def test_whole_pages_are_those_that_float64_rebuilds(
+    widths, heads, head, interleaved, page, count, valued, dtype, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     (dim, turned), pages = head, 6
@@ -340,8 +341,13 @@ def test_whole_pages_of_keys_are_those_that_float64_rebuilds(
     layout = RaggedLayout(keys, values, heads * 2, pages, page)
     pool = torch.full((pages, layout.row + 16), float("nan")).to(dtype)
     pool[:, : layout.row] = torch.randn(pages, layout.row, generator=generator).to(dtype)
-    up = [torch.randn(heads * dim, w, generator=generator) * w**-0.5 for w in keys]
-    up = [matrix.to(DEVICE, dtype) for matrix in up]
+    up, value_up = (
+        [
+            (torch.randn(heads * dim, w, generator=generator) * w**-0.5).to(DEVICE, dtype)
+            for w in own
+        ]
+        for own in (keys, values if valued else ())
+    )
     positions = 3 * page + 5
     angles = 3 * torch.randn(positions, turned // 2, generator=generator).to(DEVICE)
     step = reconstruct_step(
@@ -356,14 +362,15 @@ def test_whole_pages_of_keys_are_those_that_float64_rebuilds(
         rows=1,
         most_tokens=positions,
     )
-    repeated = tuple(width for width in values for _ in range(heads))
+    repeated = tuple(dim if valued else width for width in values for _ in range(heads))
     whole = RaggedLayout((dim,) * len(repeated), repeated, 2, 1, page)
     seen = torch.randint(0, pages, (count, 2), generator=generator, dtype=torch.int32)
     seen[:, 1] = page * (seen[:, 1] % 4)
     made = replace(whole, batch=count)
     planes = torch.full((made.elements,), float("nan")).to(DEVICE, dtype)
     pool = pool.to(DEVICE)
-    page_rebuild(step, whole).run(planes, pool, seen.to(DEVICE), angles.cos(), angles.sin())
+    rebuild = page_rebuild(step, whole, value_up)
+    rebuild.run(planes, pool, seen.to(DEVICE), angles.cos(), angles.sin())
     chosen = pool[seen[:, 0].long().to(DEVICE)][:, : layout.row]
     at = (seen[:, 1:] + torch.arange(page)).clamp(max=positions - 1).to(DEVICE)
     own = replace(layout, batch=count)
@@ -372,12 +379,17 @@ def test_whole_pages_of_keys_are_those_that_float64_rebuilds(
         latents, stored = own.head(chosen.flatten(), group)
         states = (latents.double() @ matrix.double().mT).unflatten(-1, (heads, dim))
         turns = [angles.double()[at].cos()[:, :, None], angles.double()[at].sin()[:, :, None]]
-        wanted = form.rotated(states, *turns)
+        wanted = [form.rotated(states, *turns)]
+        if valued:
+            wanted.append(
+                (stored.double() @ value_up[group].double().mT).unflatten(-1, (heads, dim))
+            )
         for number in range(heads):
-            found, copied = made.head(planes, group * heads + number)
-            assert torch.equal(copied, stored)
-            close = LIMITS[dtype] * wanted.abs().amax()
-            assert (found.double() - wanted[:, :, number]).abs().amax() < close
+            found = made.head(planes, group * heads + number)
+            assert valued or torch.equal(found[1], stored)
+            for mine, other in zip(found, wanted, strict=False):
+                close = LIMITS[dtype] * other.abs().amax()
+                assert (mine.double() - other[:, :, number]).abs().amax() < close
 
 
 def test_pages_of_other_heads_are_refused():
@@ -389,6 +401,11 @@ def test_pages_of_other_heads_are_refused():
     whole = RaggedLayout((64, 64), (48, 48), 2, 1, 16)
     seen = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
     cache, angles = torch.zeros(2, layout.row, device=DEVICE), torch.zeros(32, 32, device=DEVICE)
+    with pytest.raises(UsageError, match="rebuild no values"):
+        page_rebuild(step, RaggedLayout((64, 64), (64, 64), 2, 1, 16), up)
+    wrong = [torch.zeros(128, 48, device=DEVICE).half()]
+    with pytest.raises(UsageError, match="do not fit a step"):
+        page_rebuild(step, RaggedLayout((64, 64), (64, 64), 2, 1, 16), wrong)
     planes, rebuild = torch.zeros(whole.row, device=DEVICE), page_rebuild(step, whole)
     with pytest.raises(UsageError, match="do not fit 2 pages"):
         rebuild.run(planes, cache, seen, angles, angles)
