@@ -25,7 +25,7 @@ def test_what_is_asked_of_it_is_answered_before_anything_is_compiled(word: str, 
 def test_products_outside_of_loops_take_no_operands_from_constant_places() -> None:
     """Of tiles of 64 rows they would, on Hopper, and CUDA 12.8's assembler gets that wrong."""
     form = variants._form((16, 64, 208), (64, 48, 208), 2, 64, 32, page=64)
-    own = variants._pages("narrow", form, "bf16", values=True)
+    own = variants._pages("narrow", form, "bf16")
     types = {**own.signature, **dict.fromkeys(own.constants, "constexpr")}
     binary = compile_source(
         ASTSource(own.kernel, types, dict(own.constants)),

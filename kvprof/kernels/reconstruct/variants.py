@@ -45,7 +45,7 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
     )
 
 
-def _pages(name: str, form: Form, dtype: str, *, values: bool = False) -> Variant:
+def _pages(name: str, form: Form, dtype: str) -> Variant:
     signature = {
         "cache": f"*{dtype}",
         "up": f"*{dtype}",
@@ -61,7 +61,7 @@ def _pages(name: str, form: Form, dtype: str, *, values: bool = False) -> Varian
         "row": "i32",
         "positions": "i32",
     }
-    constants = {**page_constants(form, values=values), "angle_rows": 64, "angle_columns": 1}
+    constants = {**page_constants(form, values=True), "angle_rows": 64, "angle_columns": 1}
     return Variant(f"reconstruct {name} {dtype}", rebuild_pages, signature, constants, WARPS)
 
 
@@ -96,8 +96,5 @@ VARIANTS = (
     _pieces("group 4, pages of 64", _form(*_GROUPED, page=64), "bf16"),
     _pieces("group 1, pages of 64", _form((64, 64), (64, 64), 1, 128, 128, page=64), "bf16"),
     _pieces("partial", _form((288, 160), (96, 320), 2, 112, 56), "fp16", capped=True),
-    _pages("whole keys in pages of 64", _form((512, 96), (256, 96), 4, 128, 128, page=64), "bf16"),
-    _pages(
-        "whole pages of 64", _form((256, 96), (256, 96), 4, 128, 128, page=64), "bf16", values=True
-    ),
+    _pages("whole pages of 64", _form((512, 96), (256, 96), 4, 128, 128, page=64), "bf16"),
 )
