@@ -16,7 +16,7 @@ and sequences whose pages find none there decode token by token.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -70,6 +70,9 @@ class RebuiltSteps:
         Over the pool, and over pages of rebuilt keys; of one sequence.
     rebuild : PageRebuild
         From the one to the other.
+    lifts : tuple of Tensor
+        ``[query heads, width, d]`` of latents beside one another that are as wide: what makes
+        values of what is decoded. None where W_O takes latents.
     room : int
         Pages that the longest sequence fills.
     scratch : Tensor
@@ -82,6 +85,7 @@ class RebuiltSteps:
     latents: ReconstructStep
     rows: RowsStep
     rebuild: PageRebuild
+    lifts: tuple[Tensor, ...]
     room: int
     scratch: Tensor
 
@@ -130,16 +134,18 @@ class RebuiltSteps:
 
     def _values(self, latents: Tensor) -> Tensor:
         """Return the values of what was decoded, which V's latents are where W_O takes them."""
-        rebuilding = self.rebuilding
-        if not rebuilding.value_ups:
+        if not self.lifts:
             return latents
-        queries, found = self.layer.group // rebuilding.heads, []
-        widths = [self.layer.group * width for width in self.layer.value_widths]
-        for own, up in zip(torch.split(latents, widths, dim=1), rebuilding.value_ups, strict=True):
-            heads = unflatten(own, 1, (rebuilding.heads, queries, -1)).transpose(0, 1)
-            made = heads.flatten(1, 2) @ unflatten(up, 0, (rebuilding.heads, -1)).mT
-            found.append(unflatten(made, 1, (len(own), queries)).transpose(0, 1).flatten(1))
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        found = latents.new_empty(len(latents), self.layer.outputs)
+        begin = first = 0
+        for lift in self.lifts:
+            heads, width, depth = lift.shape
+            own, begin = latents[:, begin : begin + heads * width], begin + heads * width
+            made, first = found[:, first : first + heads * depth], first + heads * depth
+            # Head by head in place: nothing is copied to lie side by side.
+            given, wanted = (unflatten(one, 1, (heads, -1)).transpose(0, 1) for one in (own, made))
+            torch.bmm(given, lift, out=wanted)
+        return found
 
     def _decoded(
         self, step: EngineStep, query: Tensor, lengths: Tensor, table: Tensor, scale: float
@@ -296,4 +302,16 @@ def rebuilt_steps(
     rows = rows_step(whole, device, cache.dtype, pairs=kinds, **how)
     rebuild = page_rebuild(latents, whole, rebuilding.value_ups)
     room = -(-longest // page)
-    return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild, room, scratch)
+    lifts = _lifts(layer, rebuilding)
+    return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild, lifts, room, scratch)
+
+
+def _lifts(layer: ServedLayer, rebuilding: Rebuilding) -> tuple[Tensor, ...]:
+    """Return `RebuiltSteps.lifts`."""
+    queries = layer.group // rebuilding.heads
+    return tuple(
+        torch.cat([unflatten(up, 0, (rebuilding.heads, -1)).mT for up in ups])
+        .repeat_interleave(queries, dim=0)
+        .contiguous()
+        for _, ups in groupby(rebuilding.value_ups, key=lambda up: up.shape[1])
+    )

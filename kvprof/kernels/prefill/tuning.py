@@ -113,7 +113,7 @@ class Tuning:
 
     narrow: Tile = Tile(128, 64, 8, 3, 2, 128)
     wide: Tile = Tile(128, 64, 8, 3, 2, 128)
-    widest: Tile = Tile(64, 32, 8, 2, 1)
+    widest: Tile = Tile(128, 32, 8, 3, 1)
     latent: Tile = Tile(32, 32, 8, 2, 1)
     narrow_values: int = 64
     wide_widths: int = 128
