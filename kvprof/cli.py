@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -81,18 +82,22 @@ class _LazyCommand(TyperCommand):
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         """Load the command; from here on the context's command is the real one."""
-        return _checked(self._load()).make_context(info_name, args, parent=parent, **extra)
+        return self._load().make_context(info_name, args, parent=parent, **extra)
 
     def _load(self) -> Any:
         assert self.name is not None
-        function = getattr(import_module(f"kvprof.commands.{self.name}"), self.name)
-        if isinstance(function, typer.Typer):  # a command with commands of its own
-            return typer.main.get_command(function)
-        from kvprof.commands.options import Command
+        return _made_of(getattr(import_module(f"kvprof.commands.{self.name}"), self.name))
 
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(self.name, cls=Command)(function)
-        return typer.main.get_command(alone)
+
+@cache  # Typer makes a parser of every option, for as long as many a command runs
+def _made_of(function: Any) -> Any:
+    if isinstance(function, typer.Typer):  # a command with commands of its own
+        return _checked(typer.main.get_command(function))
+    from kvprof.commands.options import Command
+
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(function.__name__, cls=Command)(function)
+    return _checked(typer.main.get_command(alone))
 
 
 def _checked(command: Any) -> Any:
