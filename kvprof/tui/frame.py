@@ -12,8 +12,10 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
+from textual.css.query import NoMatches
 from textual.events import Click, Resize
 from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
 from textual.widgets import Static
 
 from kvprof.tui.figures import Choice
@@ -341,7 +343,7 @@ class RunScreen(Screen[None]):
         self.put("status", (status,), lambda: status)
         banner = app.session.banner()
         self.put("banner", (banner,), lambda: Text(f"! {banner}", style=app.ink.bad()))
-        self.query("#banner").set_class(banner is not None, "shown")
+        self.mark("banner", "shown", banner is not None)
         own, hidden, words = self.footer_text(), app.hidden_keys(), app.key_words()
         self.put(
             "keys",
@@ -360,6 +362,21 @@ class RunScreen(Screen[None]):
             self.put("narrow", (line,), lambda: Text(line))
             return
         self.draw()
+
+    def widget(self, name: str) -> Widget | None:
+        """Return a widget by its id; None while the screen is being taken down.
+
+        A query would look at every widget there is, each time that anything is drawn.
+        """
+        try:
+            return self.query_one(f"#{name}")
+        except NoMatches:
+            return None
+
+    def mark(self, widget: str, name: str, on: bool) -> None:
+        """Let a widget have a class of the style sheet, or not."""
+        if (target := self.widget(widget)) is not None:
+            target.set_class(on, name)
 
     def put(
         self,
@@ -385,8 +402,8 @@ class RunScreen(Screen[None]):
         bool
             Whether the widget was filled.
         """
-        target = next(iter(self.query(f"#{widget}").results(Static)), None)
-        if target is None:  # the screen is being taken down
+        target = self.widget(widget)
+        if not isinstance(target, Static):
             return False
         # Before the first layout a widget has no width; it is drawn again when it has.
         width = target.size.width or self.size.width

@@ -76,10 +76,11 @@ class LoadScreen(RunScreen):
         methods = max(1, len(known))
         table = _LABEL + _FIGURE * methods
         beside = table + 3 + _LEAST_CURVE <= room
-        self.query("#figures").set_class(beside, "beside")
+        self.mark("figures", "beside", beside)
         if (width := f"width: {table if beside else '100%'};") != self._width:
             self._width = width  # setting a style lays the screen out, changed or not
-            self.query("#rates").set_styles(width)
+            if (target := self.widget("rates")) is not None:
+                target.set_styles(width)
         base, method = choice.baseline_method(state), case.started.method if case else None
         rates = (len(briefs), chosen, under_way, base, app.dark)
         self.put(

@@ -89,10 +89,11 @@ class OverviewScreen(RunScreen):
         table = part_table(cases, shown_parts(state, choice), base, chosen, app.ink, small)
         room = self.size.width - 6
         beside = table.width + 3 + _LEAST_CURVE <= room
-        self.query("#figures").set_class(beside, "beside")
+        self.mark("figures", "beside", beside)
         if (wide := f"width: {table.width if beside else '100%'};") != self._parts_style:
             self._parts_style = wide  # setting a style lays the screen out, changed or not
-            self.query("#parts").set_styles(wide)
+            if (target := self.widget("parts")) is not None:
+                target.set_styles(wide)
         airy = self.size.height >= (_TALL if beside else 2 * _TALL)
         steps = tuple((case.name, case.steps.count, case.steps.last) for case in cases)
         known = "bars" in self._drawn
@@ -104,7 +105,7 @@ class OverviewScreen(RunScreen):
         self.put("title", (*seen, len(state.requests())), self._title)
         self.put("bars", (seen, airy), lambda: stacked_bars(bars(state, choice), app.ink, airy))
         progress = app.session.progress()
-        self.query("#progress").set_class(bool(progress), "shown")
+        self.mark("progress", "shown", bool(progress))
         self.put("progress", (progress,), lambda: Text(progress, style="dim", overflow="fold"))
         self.put("parts", (seen, small), lambda: table)
         self.put("notes", seen, lambda: self._notes(cases))

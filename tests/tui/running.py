@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from textual.pilot import Pilot
 
 from kvprof.records.events import Event
 from kvprof.tui.app import LiveApp
+from kvprof.tui.frame import RunScreen
 from kvprof.tui.session import Session
 from kvprof.tui.sources import Live
 from tests.records.streams import stream, write
@@ -87,10 +88,21 @@ async def until(app: LiveApp, pilot: "Pilot[int]", what: Callable[[], bool]) -> 
 
 
 async def settle(app: LiveApp, pilot: "Pilot[int]") -> None:
-    """Let the view draw, lay out and draw again for the widths that this gave."""
+    """Let the view draw, and lay out, until a further drawing for the widths of that adds nothing.
+
+    A curve that is drawn by itself, and what the widths of a table change, take three at most.
+    """
     for _ in range(3):
         app.draw()
         await pilot.pause(0.005)
+        before = _drawn(app)
+        app.draw()
+        if _drawn(app) == before:
+            break
+
+
+def _drawn(app: LiveApp) -> list[dict[str, Hashable]]:
+    return [dict(one._drawn) for one in app.screen_stack if isinstance(one, RunScreen)]
 
 
 async def press(app: LiveApp, pilot: "Pilot[int]", *keys: str) -> str:
