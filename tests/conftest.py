@@ -121,13 +121,15 @@ def share_models(patch: pytest.MonkeyPatch) -> None:
     from kvprof.benchmark import methods
     from kvprof.benchmark.jct import model
     from kvprof.commands import steps
+    from kvprof.models import locate
     from kvprof.models.load import load_model
 
     def shared(spec: str, **how: Any) -> Any:
-        # What ships is the same from any folder.
-        path = Path(spec if spec == "reference" else Path(spec).resolve())
+        # What ships is the same from any working folder.
+        ships = Path(str(locate.files("kvprof"))) / "assets" / "reference"
+        path = ships if spec == "reference" else Path(spec).resolve()
         files = sorted(path.iterdir()) if path.is_dir() else [path]
-        if (spec != "reference" and not path.exists()) or how.get("trust_remote_code"):
+        if not path.exists() or how.get("trust_remote_code"):
             return load_model(spec, **how)
         stats = [one.stat() for one in files if one.exists()]
         now = tuple((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in stats)
@@ -138,6 +140,32 @@ def share_models(patch: pytest.MonkeyPatch) -> None:
 
     for module in (methods, model, steps):
         patch.setattr(module, "load_model", shared)
+
+
+def few_layers(patch: pytest.MonkeyPatch, folder: Path, layers: int) -> None:
+    """Let ``reference`` be the first layers of the model that ships, written into a folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from kvprof.benchmark import shapes
+    from kvprof.models import locate
+
+    whole = Path(str(locate.files("kvprof"))) / "assets" / "reference"
+    cut = folder / "assets" / "reference"
+    cut.mkdir(parents=True)
+    weights: dict[str, torch.Tensor] = load_file(whole / "model.safetensors")
+    beyond = tuple(f"model.layers.{number}." for number in range(layers, 100))
+    kept = {name: one for name, one in weights.items() if not name.startswith(beyond)}
+    save_file(kept, cut / "model.safetensors", {"format": "pt"})
+    config = json.loads((whole / "config.json").read_text("utf-8"))
+    config["num_hidden_layers"] = layers
+    (cut / "config.json").write_text(json.dumps(config), "utf-8")
+    for path in whole.iterdir():
+        if not (cut / path.name).exists():
+            (cut / path.name).symlink_to(path)
+    of = shapes._folder
+    patch.setattr(locate, "files", lambda _: folder)
+    patch.setattr(shapes, "_folder", lambda given: cut if given == "reference" else of(given))
 
 
 @pytest.fixture(scope="session")

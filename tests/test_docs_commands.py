@@ -22,7 +22,7 @@ from kvprof.cli import COMMANDS, app
 from kvprof.commands.recipe_run import check_command
 from kvprof.reproduction.allowed import CELL_COMMANDS
 from tests.commands.running import Finished, kvprof
-from tests.conftest import calibrate_on_few, share_models
+from tests.conftest import calibrate_on_few, few_layers, share_models
 
 ROOT = Path(__file__).parents[1]
 
@@ -158,7 +158,8 @@ MADE = {
 def folder(tmp_path_factory: pytest.TempPathFactory, short_splits: Path) -> Iterator[Path]:
     """Return the folder that all lines run in, with a text of the reader's own.
 
-    Where a line says nothing of it, few tokens are calibrated on, and splits are short.
+    Where a line says nothing of it, few tokens are calibrated on, and splits are short. The model
+    that ships has four of its six layers: a first, a last, and as many between.
     """
     path = tmp_path_factory.mktemp("documentation")
     (path / "notes.txt").write_text("\n".join(documents().values()), encoding="utf-8")
@@ -168,6 +169,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, short_splits: Path) -> Iter
         patch.setenv("NO_COLOR", "1")
         calibrate_on_few(patch)
         share_models(patch)
+        few_layers(patch, tmp_path_factory.mktemp("reference"), 4)
         patch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
         patch.chdir(path)
         yield path
