@@ -68,13 +68,15 @@ REAL = (
 SECONDS = 60  # that anything may take on a machine that is busy
 
 
+SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}
+
+
 @pytest.fixture(scope="module")
-def machines() -> Iterator[Any]:
+def _head() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         from ray.cluster_utils import Cluster as Machines
 
-        small = {"object_store_memory": 80 << 20, "include_dashboard": False}
         # A killed machine is known to be dead soon, a slow one is not taken for dead.
         soon = {
             "health_check_period_ms": 500,
@@ -82,13 +84,31 @@ def machines() -> Iterator[Any]:
             "health_check_initial_delay_ms": 0,
         }
         found = Machines(
-            initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": soon, **small}
+            initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": soon, **SMALL}
         )
-        for _ in range(2):
-            found.add_node(wait=False, num_cpus=1, num_gpus=1, **small)
-        found.wait_for_nodes(SECONDS)
         yield found
         found.shutdown()
+
+
+def of(head: Any, number: int) -> Any:
+    """Return the cluster with so many machines at least.
+
+    Starting one takes seconds: those that a test has lost come back where another needs them.
+    """
+    for _ in range(len(head.worker_nodes), number):
+        head.add_node(wait=False, num_cpus=1, num_gpus=1, **SMALL)
+    head.wait_for_nodes(SECONDS)
+    return head
+
+
+@pytest.fixture
+def machine(_head: Any) -> Any:
+    return of(_head, 1)
+
+
+@pytest.fixture
+def machines(_head: Any) -> Any:
+    return of(_head, 2)
 
 
 @pytest.fixture
@@ -151,10 +171,10 @@ def kill(machines: Any, raylet: str) -> None:
     machines.remove_node(lost, allow_graceful=False)
 
 
-def test_a_real_cell_is_what_it_is_locally(machines: Any, tmp_path: Path) -> None:
+def test_a_real_cell_is_what_it_is_locally(machine: Any, tmp_path: Path) -> None:
     path = write(tmp_path, REAL)
     kept: dict[str, Any] = {}
-    for out, more in (("here", ()), ("there", ("--ray", machines.address))):
+    for out, more in (("here", ()), ("there", ("--ray", machine.address))):
         done = kvprof("recipe", "run", path, "--out", tmp_path / out, *more)
         assert done.code == 0, done.stderr
         (cell,) = (tmp_path / out / "cells").iterdir()
@@ -237,19 +257,38 @@ def test_a_lost_machines_cell_runs_on_another_and_a_failing_one_only_once(
     assert kept == {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()}
 
 
+def test_another_kvprof_is_refused_before_anything_runs(machine: Any) -> None:
+    with (
+        Cluster(machine.address) as cluster,
+        pytest.raises(LackingError, match=r"has kvprof 0\.\S+, and this one 9\.9\.9; install"),
+    ):
+        cluster.machine("9.9.9", [])
+
+
+def test_code_of_the_working_folder_is_not_run(
+    machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("yaml", "jsonschema", "kvprof"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    with Cluster(machine.address) as cluster:
+        cluster.machine(code_version(), [])
+    assert not (tmp_path / "trace").exists()
+
+
 def test_cells_that_no_machine_is_left_for_fail(
-    machines: Any, fake: tuple[str, ...], tmp_path: Path
+    machine: Any, fake: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "fdc.hold").touch()
 
     def lose() -> None:
         wait_for(lambda: started(tmp_path, "fdc"))
-        for node in list(machines.worker_nodes):
-            machines.remove_node(node, allow_graceful=False)
+        for node in list(machine.worker_nodes):
+            machine.remove_node(node, allow_graceful=False)
 
     killer = threading.Thread(target=lose, daemon=True)
     killer.start()
-    with Cluster(machines.address, program=fake, patience=1.0) as cluster:
+    with Cluster(machine.address, program=fake, patience=1.0) as cluster:
         cluster.machine(code_version(), [])
         found = run(planned(tmp_path, "fdc"), tmp_path / "cells", cluster, [])
     killer.join(SECONDS)
@@ -258,19 +297,10 @@ def test_cells_that_no_machine_is_left_for_fail(
         "plan-fdc: no machine that could run it is left in the cluster"
     )
     with (
-        Cluster(machines.address) as cluster,
+        Cluster(machine.address) as cluster,
         pytest.raises(LackingError, match="the cluster has no machine with a CPU for cells"),
     ):
         cluster.machine(code_version(), [])
-    machines.add_node(num_cpus=1, object_store_memory=80 << 20)
-
-
-def test_another_kvprof_is_refused_before_anything_runs(machines: Any) -> None:
-    with (
-        Cluster(machines.address) as cluster,
-        pytest.raises(LackingError, match=r"has kvprof 0\.\S+, and this one 9\.9\.9; install"),
-    ):
-        cluster.machine("9.9.9", [])
 
 
 def test_what_is_no_ray_cluster_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,17 +438,6 @@ def test_threads_are_what_they_are_here_and_not_what_ray_sets(
         one = task(tmp_path, "x", program=("-c", shows), environment=carried)
         seen.append(cluster_task.run_cell(one)["message"])
     assert seen == ["3", "unset"]
-
-
-def test_code_of_the_working_folder_is_not_run(
-    machines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("yaml", "jsonschema", "kvprof"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
-    monkeypatch.chdir(tmp_path)
-    with Cluster(machines.address) as cluster:
-        cluster.machine(code_version(), [])
-    assert not (tmp_path / "trace").exists()
 
 
 # What kvprof's own driver does where it finds no cluster, and what then listens.
