@@ -66,8 +66,9 @@ class PrintableConsole(Console):
     ) -> Iterable[Segment]:
         """Return the segments of what is drawn, each of them printable."""
         for segment in super().render(renderable, options):
-            clean = segment.text if segment.control else printable(segment.text)
-            yield segment if clean is segment.text else Segment(clean, segment.style)
+            text, style, control = segment
+            clean = text if control else printable(text)
+            yield segment if clean is text else Segment(clean, style)
 
     def out(self, *objects: Any, sep: str = " ", end: str = "\n", **style: Any) -> None:
         """Write text as it is, without wrapping; a terminal gets it printable."""

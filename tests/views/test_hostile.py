@@ -60,6 +60,12 @@ def test_joiners_and_marks_of_scripts_stay() -> None:
     assert printable("a\x1b[31mb\x9b0m\r\x00c\ud800") == "a[31mb0mc?"
 
 
+def test_what_python_calls_printable_holds_nothing_that_is_obeyed() -> None:
+    obeyed = UNPRINTABLE.findall("".join(map(chr, range(0x110000))))
+    assert len(obeyed) > 2000
+    assert [letter for letter in obeyed if printable(letter) not in ("", "?")] == []
+
+
 def test_a_terminal_gets_the_codes_of_this_program_alone() -> None:
     drawn = io.StringIO()
     console = PrintableConsole(file=drawn, force_terminal=True, width=100)
