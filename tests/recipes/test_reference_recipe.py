@@ -1,11 +1,13 @@
 """The recipe of the reference model: its steps do what its README says, at toy size."""
 
 import json
-import os
-import subprocess
+import runpy
+import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ import convert  # noqa: E402
 import documents  # noqa: E402
 import encode  # noqa: E402
 import ngram  # noqa: E402
+import recipe  # noqa: E402
 import splits  # noqa: E402
 import tasks  # noqa: E402
 import training  # noqa: E402
@@ -274,33 +277,35 @@ def work(tmp_path_factory: pytest.TempPathFactory, filler: np.ndarray, words: li
     return folder
 
 
-# The steps of the recipe, and one more of training, in one process, which loads torch once.
-STEPS = """\
-import runpy, shutil, sys
-from pathlib import Path
-import recipe
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return what runs a program of the recipe here, where torch is loaded, as a script of its own.
 
-work, run = Path(sys.argv[1]), Path(sys.argv[2])
+    Its own children are processes that load nothing but what they need.
+    """
 
-def step(name, *options):
-    sys.argv = [name, *map(str, options)]
-    runpy.run_path(str(recipe.HERE / f"{name}.py"), run_name="__main__")
+    def run(name: str, *options: Any) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, options)])
+        runpy.run_path(str(RECIPE / f"{name}.py"), run_name="__main__")
 
-recipe.step = step
-sys.argv = ["recipe", "train", "--work", str(work), "--model", "tiny", "--smoke"]
-recipe.main()
-shutil.copy(run / "training-log.csv", run / "first-log.csv")
-more = ("--rows", 2, "--micro-rows", 2, "--workers", 1, "--no-compile", "--log-every", 1)
-step("train", "--work", work, "--out", run, *more, "--model", "tiny", "--steps", 4, "--resume")
-"""
+    monkeypatch.setattr(recipe, "step", run)
+    precision = torch.get_float32_matmul_precision()
+    with torch.random.fork_rng():
+        yield run
+    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.mark.slow
-def test_training_exporting_and_evaluating_run_from_end_to_end(work: Path) -> None:
+def test_training_exporting_and_evaluating_run_from_end_to_end(
+    work: Path, step: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = work / "runs" / "tiny"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(RECIPE), *sys.path])}
-    command = [sys.executable, "-c", STEPS, str(work), str(run)]
-    subprocess.run(command, env=environment, check=True)
+    asked = ("train", "--work", str(work), "--model", "tiny", "--smoke")
+    monkeypatch.setattr(sys, "argv", ["recipe", *asked])
+    recipe.main()
+    shutil.copy(run / "training-log.csv", run / "first-log.csv")
+    more = ("--rows", 2, "--micro-rows", 2, "--workers", 1, "--no-compile", "--log-every", 1)
+    step("train", "--work", work, "--out", run, *more, "--model", "tiny", "--steps", 4, "--resume")
     for name, last in (("first", 3), ("training", 4)):
         log = (run / f"{name}-log.csv").read_text().splitlines()
         assert [line.split(",")[0] for line in log] == ["step", *map(str, range(1, last + 1))]
