@@ -23,7 +23,7 @@ NAMES = ("fdc-table-3", "zack-table-6", "palu-table-10", "tale-fig-2")
 
 SHIPPED = Path(__file__).parents[2] / "recipes"
 FEWER = {
-    "run: spectrum reference\n": "run: spectrum reference --tokens 1k\n",
+    "run: spectrum reference\n": "run: spectrum reference --tokens 256\n",
     "--seq 4k": "--seq 256",
 }
 
