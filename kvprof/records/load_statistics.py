@@ -424,8 +424,7 @@ def _moments(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> _Mome
 
 
 def _added(several: Sequence[_Moments]) -> _Moments:
-    size = len(several[0])
-    return [[sum(one[i][j] for one in several) for j in range(size)] for i in range(size)]
+    return [[sum(cell) for cell in zip(*rows, strict=True)] for rows in zip(*several, strict=True)]
 
 
 def _distinct(moments: _Moments) -> tuple[str, ...]:
