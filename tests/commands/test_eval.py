@@ -15,6 +15,7 @@ import torch
 from kvprof.commands import eval_run
 from kvprof.errors import LackingError
 from kvprof.evaluation.evaluator import Evaluator
+from kvprof.evaluation.tasks import embedded
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
 from tests.models.folder import byte_tokenizer
@@ -149,7 +150,11 @@ def test_full_by_name_runs_through_the_cache(
     assert rows["full"]["kl"]["worst"] < 1e-9
 
 
-def test_questions_on_the_reference_model(tmp_path: Path) -> None:
+def test_questions_on_the_reference_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tmp_path / "tasks.jsonl"
+    rows = embedded._ROWS.read_text("utf-8").splitlines(keepends=True)
+    short.write_text("".join(row for row in rows if json.loads(row)["length"] == 256), "utf-8")
+    monkeypatch.setattr(embedded, "_ROWS", short)
     result = eval_json(
         tmp_path,
         "--method",
@@ -157,7 +162,7 @@ def test_questions_on_the_reference_model(tmp_path: Path) -> None:
         "--rate",
         0.0,
         "--calibrate",
-        "random:1k",
+        "random:256",
         "--sequences",
         1,
         "--seq-len",
