@@ -315,10 +315,13 @@ class Compression:
             if hidden >= tokens:
                 continue
             whole = len(row_group.rows) == batch and row_group.rows == list(range(batch))
-            rows = slice(None) if whole else index_of(tuple(row_group.rows), query.device)
+            rows = None if whole else index_of(tuple(row_group.rows), query.device)
 
             def own(states: Tensor | None, rows: Any = rows, hidden: int = hidden) -> Any:
-                return None if states is None else states[rows][:, :, hidden:]
+                if states is None:
+                    return None
+                states = states if rows is None else states[rows]
+                return states[:, :, hidden:] if hidden else states
 
             result = runtime.run(
                 row_group,
@@ -345,7 +348,7 @@ class Compression:
                 break
             if output is None:
                 output = result.new_zeros(batch, tokens, result.shape[-1])
-            output[rows, hidden:] = result
+            output[slice(None) if rows is None else rows, hidden:] = result
         store.stored()
         self._fired.add(index)
         if output is None:  # nothing but padding so far

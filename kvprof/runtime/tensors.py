@@ -20,6 +20,7 @@ __all__ = [
     "inverse_of",
     "is_capturing",
     "on",
+    "side_by_side",
     "unflatten",
 ]
 
@@ -28,12 +29,16 @@ Pool = Any
 
 
 def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Split dimension `dim` into `sizes`, one of which may be -1; a view where possible.
+    """Split dimension `dim` into `sizes`, one of which may be -1: a view.
 
-    ``Tensor.unflatten`` itself carries no types.
+    ``Tensor.unflatten`` itself carries no types, and asks for names first.
     """
-    dim %= tensor.dim()
-    return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
+    return torch.unflatten(tensor, dim, sizes)
+
+
+def side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return tensors concatenated along `dim`; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
 
 
 @lru_cache(maxsize=1024)

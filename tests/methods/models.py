@@ -1,23 +1,24 @@
 """Tiny models with everything that methods ask for, made once each."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from kvprof.methods.family import MethodInputs
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.sources.grammar import parse_source
-from tests.models.tiny import tiny
+from tests.models.tiny import tiny, two_layers
 
 
 @cache
-def model(arch: str) -> LoadedModel:
-    return wrap_model(tiny(arch))
+def model(arch: str, layers: int = 2) -> LoadedModel:
+    """Return a model of two layers, or of the three that `tiny` has."""
+    return wrap_model(tiny(arch, **(two_layers(arch) if layers == 2 else {})))
 
 
 @cache
-def inputs(arch: str, *, joint_heads: int = 2, tokens: int = 512) -> MethodInputs:
-    loaded = model(arch)
+def inputs(arch: str, *, layers: int = 2, joint_heads: int = 2, tokens: int = 512) -> MethodInputs:
+    loaded = model(arch, layers)
     settings = CollectOptions(
         tokens,
         64,
@@ -31,8 +32,14 @@ def inputs(arch: str, *, joint_heads: int = 2, tokens: int = 512) -> MethodInput
     return MethodInputs(loaded.layout, loaded.fingerprint, moments, made={"model": arch})
 
 
-def with_weights(arch: str, **weights: dict[str, list[list[float]]]) -> MethodInputs:
-    return replace(inputs(arch), **weights)
+#: For tests that count three layers.
+deep_model, deep_inputs = partial(model, layers=3), partial(inputs, layers=3)
+
+
+def with_weights(
+    arch: str, *, layers: int = 3, **weights: dict[str, list[list[float]]]
+) -> MethodInputs:
+    return replace(inputs(arch, layers=layers), **weights)
 
 
 #: Methods that hand out what was measured before, and have nothing to plan without it.

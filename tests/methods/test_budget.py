@@ -29,7 +29,8 @@ from kvprof.methods.settings import FULL, Part, settings_of
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.records.result import build_result
 from kvprof.runtime.compressed import compressed
-from tests.methods.models import inputs, model
+from tests.methods.models import deep_inputs as inputs
+from tests.methods.models import deep_model as model
 from tests.models.tiny import token_ids
 from tests.records.hostile import mutations
 from tests.records.sample import ENVIRONMENT

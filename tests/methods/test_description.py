@@ -3,7 +3,9 @@ import pytest
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan_report import compare_plans, describe
 from kvprof.methods.registry import plan_family
-from tests.methods.models import FINE, inputs, model
+from tests.methods.models import FINE
+from tests.methods.models import deep_inputs as inputs
+from tests.methods.models import deep_model as model
 
 
 def told(name, knob, arch="Llama", **options):

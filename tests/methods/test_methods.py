@@ -13,7 +13,9 @@ from kvprof.methods.registry import plan_family
 from kvprof.methods.soundness import check_fits
 from kvprof.models.capture import capture, run_batch
 from kvprof.models.projections import output_slices
-from tests.methods.models import FINE, inputs, model, with_weights
+from tests.methods.models import FINE, with_weights
+from tests.methods.models import deep_inputs as inputs
+from tests.methods.models import deep_model as model
 from tests.models.tiny import ARCHITECTURES, MLA
 
 LOW_RANK = {

@@ -22,7 +22,8 @@ from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.runtime.backends.layer import LayerSpec
 from kvprof.runtime.backends.route import why_not
 from kvprof.sources.grammar import parse_source
-from tests.methods.models import inputs, model
+from tests.methods.models import deep_inputs as inputs
+from tests.methods.models import deep_model as model
 
 ROWS = ("hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar")
 

@@ -87,6 +87,18 @@ ARCHITECTURES = [
 ]
 
 
+def two_layers(arch: str) -> dict[str, Any]:
+    """Return what makes a model of two layers, of two kinds where its architecture has two.
+
+    Where layers share keys it keeps the four that it has.
+    """
+    if arch == "Gemma3n":
+        return {}
+    kinds = _CONFIGS[arch][1]
+    own = {name: kinds[name][:2] for name in ("layer_types", "no_rope_layers") if name in kinds}
+    return {"num_hidden_layers": 2, **own}
+
+
 def tiny(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Build a tiny model of an architecture in float32 on the CPU, in eval mode.
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.storage import Levels
 from kvprof.models.load import LoadedModel, wrap_model
-from tests.models.tiny import tiny
+from tests.models.tiny import tiny, two_layers
 
 Ranks = Callable[[int, str, int, int], tuple[int, ...]]
 
 
 @cache
 def loaded(arch: str, **overrides: Any) -> LoadedModel:
-    """Return a tiny model, examined once per test process."""
-    return wrap_model(tiny(arch, **overrides))
+    """Return a tiny model of two layers, examined once per test process."""
+    return wrap_model(tiny(arch, **{**two_layers(arch), **overrides}))
 
 
 def full(layer: int, side: str, first: int, width: int) -> tuple[int, ...]:

@@ -37,10 +37,9 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def model_of(arch: str) -> LoadedModel:
-    if arch == "GPT2":
-        return loaded(arch, hidden_size=64, num_attention_heads=2)
-    return loaded(arch, head_dim=32)
+def model_of(arch: str, layers: int = 2) -> LoadedModel:
+    wide = {"hidden_size": 64, "num_attention_heads": 2} if arch == "GPT2" else {"head_dim": 32}
+    return loaded(arch, **wide, num_hidden_layers=layers)
 
 
 def generated(model: LoadedModel, plan: Plan | None, kernels: str, **options: Any) -> Any:

@@ -77,7 +77,7 @@ def test_other_forms_are_none() -> None:
 def test_a_model_with_such_a_form_stays_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded("Llama", head_dim=32)
     plan = make_plan(model, placement=Placement.PRE_ROPE)
-    assert reasons(model, plan) == [None] * 3
+    assert reasons(model, plan) == [None] * 2
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", _permuted_once)
     assert all("in a form that the kernels" in str(x) for x in reasons(model, plan))
     with compressed(model, plan, "auto") as session, torch.inference_mode():
@@ -90,7 +90,7 @@ def test_a_model_with_such_a_form_stays_on_torch(monkeypatch: pytest.MonkeyPatch
     ):
         pass
     # Where nothing is rebuilt it does not matter.
-    assert reasons(model, make_plan(model)) == [None] * 3
+    assert reasons(model, make_plan(model)) == [None] * 2
 
 
 def _permuted_once(
@@ -145,7 +145,7 @@ def test_shapes_that_cannot_run_are_named() -> None:
     ):
         spec = LayerSpec(plan, layer, replace(facts, **changed), CPU, torch.float32)
         assert reason in str(RebuiltKernelLayer.why_not(spec))
-    assert kernel_reasons(plan, model.layout, CPU, torch.float32) == [None] * 3
+    assert kernel_reasons(plan, model.layout, CPU, torch.float32) == [None] * 2
     wide = loaded("Llama", num_attention_heads=4, num_key_value_heads=4, head_dim=160)
     joint = make_plan(wide, placement=Placement.PRE_ROPE, heads=4, ranks=lambda *a: (576,))
     found = kernel_reasons(joint, wide.layout, CPU, torch.float32)

@@ -70,8 +70,12 @@ QUANTISED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def model_for(arch: str, options: dict[str, Any]) -> LoadedModel:
+    return model_of(arch, len(options.get("by_layer", ())) or 2)
+
+
 def plan_of(arch: str, options: dict[str, Any]) -> Plan:
-    return plan_for(model_of(arch), options)
+    return plan_for(model_for(arch, options), options)
 
 
 def plan_for(model: LoadedModel, options: dict[str, Any]) -> Plan:
@@ -177,8 +181,9 @@ def from_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", QUANTISED)
 @pytest.mark.usefixtures("from_the_middle")
 def test_quantised_latents_say_what_they_say_on_torch(arch: str, name: str) -> None:
-    plan = plan_of(arch, QUANTISED[name])
-    found, wanted = (generated(model_of(arch), plan, kernels) for kernels in ("on", "off"))
+    model = model_for(arch, QUANTISED[name])
+    plan = plan_for(model, QUANTISED[name])
+    found, wanted = (generated(model, plan, kernels) for kernels in ("on", "off"))
     assert torch.equal(found.sequences, wanted.sequences)
     assert error(found, wanted) < A_FEW_CODES
 
@@ -202,10 +207,11 @@ def test_torch_rounds_other_numbers_as_far(name: str) -> None:
 def test_a_prompt_may_come_in_pieces(name: str, capacity: int | None) -> None:
     quantised = name.startswith("quantised ")
     options = QUANTISED[name.removeprefix("quantised ")] if quantised else PLANS[name]
-    plan = plan_of("Llama", options)
+    model = model_for("Llama", options)
+    plan = plan_for(model, options)
     cuts = [0, 4, 13, 14, 27, 28, 29]
-    found, *sizes = in_pieces(model_of("Llama"), plan, "on", cuts, capacity)
-    wanted, *others = in_pieces(model_of("Llama"), plan, "off", cuts, capacity)
+    found, *sizes = in_pieces(model, plan, "on", cuts, capacity)
+    wanted, *others = in_pieces(model, plan, "off", cuts, capacity)
     assert float((found - wanted).norm() / wanted.norm()) < (A_FEW_CODES if quantised else 1e-5)
     assert quantised or sizes[0] == others[0]
 
@@ -271,17 +277,16 @@ def test_three_bits_lie_in_the_container_of_four_and_say_so() -> None:
 
 
 def test_heads_of_a_layer_with_unlike_bits_run_on_torch_and_it_is_said() -> None:
-    unlike = with_own_bits(
-        make_plan(model_of("Llama")), (((8, 4), 8), (8, (8, None)), ((None, None), None))
-    )
-    with compressed(model_of("Llama"), unlike) as session:
+    model = model_of("Llama", 3)
+    unlike = with_own_bits(make_plan(model), (((8, 4), 8), (8, (8, None)), ((None, None), None)))
+    with compressed(model, unlike) as session:
         reasons = [str(reason) for reason in session.kernel_reasons]
     assert "the keys of one layer have unlike bits" in reasons[0]
     assert "the values of one layer have unlike bits" in reasons[1]
     assert "unlike" not in reasons[2]
     with (
         pytest.raises(UsageError, match="unlike bits"),
-        compressed(model_of("Llama"), unlike, "on"),
+        compressed(model, unlike, "on"),
     ):
         pass
 
@@ -310,9 +315,9 @@ def test_e4m3_has_no_groups() -> None:
 
 
 def test_layers_of_unlike_heads_share_the_kinds_of_the_model() -> None:
-    model = model_of("Llama")
+    model = model_of("Llama", 3)
     options = {"ranks": lambda layer, _, first, __: (16 if layer == first else 32,)}
-    plan = plan_of("Llama", {**options, "quantiser": per_token((8,))})
+    plan = plan_for(model, {**options, "quantiser": per_token((8,))})
     with compressed(model, plan, "on") as session, torch.no_grad():
         cache = session.new_cache()
         model.model(token_ids(1, 13), past_key_values=cache)

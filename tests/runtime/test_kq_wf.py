@@ -238,7 +238,7 @@ def test_measured_weights_move_bits_to_where_they_count() -> None:
     family = plan_family("kq-wf", inputs("Llama"), grid=4, **OWN)
     figures = [1.0] * len(family.targets)
     figures[0] = 1e6
-    given = with_weights("Llama", sensitivities=by_head(family.targets, figures))
+    given = with_weights("Llama", layers=2, sensitivities=by_head(family.targets, figures))
     plan = plan_at(plan_family("kq-wf", given, grid=4, allocation="budget"), 0.85)
     most = plan.layers[0].keys.groups[0].column_bits
     others = [

@@ -14,7 +14,7 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.quantisers import lloyd_max
 from kvprof.methods.registry import plan_family
 from kvprof.runtime.compressed import compressed
-from tests.methods.models import inputs, model
+from tests.methods.models import deep_inputs, deep_model, inputs
 from tests.models.tiny import ARCHITECTURES, token_ids
 from tests.runtime.calibrated import Array, known, one_layer
 from tests.runtime.test_exactness import generated
@@ -159,8 +159,8 @@ def test_a_rotation_alone_changes_nothing(arch: str) -> None:
 def test_on_the_kernels_codes_are_the_same_to_rounding() -> None:
     """The middle that kernels keep is rounded anew, so a code may differ where it is near."""
     pytest.importorskip("triton")
-    loaded, ids = model("Llama"), token_ids(1, 40)
-    plan = plan_family("hadamard-int4", inputs("Llama")).build(4.0)
+    loaded, ids = deep_model("Llama"), token_ids(1, 40)
+    plan = plan_family("hadamard-int4", deep_inputs("Llama")).build(4.0)
     found = {}
     for kernels in ("on", "off"):
         with compressed(loaded, plan, kernels=kernels) as session, torch.inference_mode():

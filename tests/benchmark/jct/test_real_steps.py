@@ -37,7 +37,7 @@ def test_tokens_are_those_of_generate() -> None:
 
 def test_a_sampled_step_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.perf_counter", Ticks())
-    model = loaded("Llama")
+    model = loaded("Llama", num_hidden_layers=3)
     plan = make_plan(model, ranks=ragged)
     with compressed(model, plan) as session:
         runner = Runner(model, session, token_ids(2, PROMPT), NEW, graph=False)
@@ -79,7 +79,7 @@ def test_a_step_may_time_its_layers_alone() -> None:
 
 
 def test_layers_take_turns_and_stand_for_each_other() -> None:
-    model = loaded("Llama")
+    model = loaded("Llama", num_hidden_layers=3)
     _, events = measured(model, make_plan(model, ranks=ragged), sample_layers=3)
     parts = of(events, "part")
     for step in range(NEW):
