@@ -55,11 +55,18 @@ def test_no_choice_of_as_many_bits_loses_less(seed, heads, width, knob):
     own, spent = lost(targets, given, weights), sum(map(size, given))
     allowed = max((1 - knob) * 8 * heads * width, 2 * heads)
     assert spent <= allowed + 1e-9
+    ways = [
+        {
+            choice: weight * bit_loss(one, tuple((1, bits) for bits in choice), DISTORTION)
+            for choice in itertools.product(DISTORTION, repeat=width)
+        }
+        for one, weight in zip(targets, weights, strict=True)
+    ]
     for choice in itertools.product(DISTORTION, repeat=heads * width):
         heads_of = [choice[head * width : (head + 1) * width] for head in range(heads)]
         if sum(choice) > spent or any(not bits[0] for bits in heads_of):
             continue
-        found = lost(targets, [tuple((1, bits) for bits in one) for one in heads_of], weights)
+        found = sum(known[one] for known, one in zip(ways, heads_of, strict=True))
         assert own <= found * (1 + 1e-9)
 
 

@@ -69,7 +69,7 @@ def quantised(batch: Batch, bits: int, **how: Any) -> FilledModel:
     return made
 
 
-@settings(max_examples=2 if interpreted() else 40)
+@settings(max_examples=2 if interpreted() else 25)
 @given(batches(), st.sampled_from([8, 4]), st.integers(0, 99))
 def test_over_quantised_pages_too(batch: Batch, bits: int, seed: int) -> None:
     agree(quantised(batch, bits, seed=seed), batch, 2e-5)

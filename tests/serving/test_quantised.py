@@ -59,7 +59,7 @@ def run_both(made: FilledModel, batch: Batch, close: float = 2e-5) -> None:
         assert torch.equal(mine, other)
 
 
-@settings(max_examples=2 if interpreted() else 40)
+@settings(max_examples=2 if interpreted() else 25)
 @given(batches(), st.sampled_from([8, 4]), st.booleans(), st.integers(0, 99))
 def test_prompts_together_are_prompts_one_by_one(
     batch: Batch, bits: int, spare: bool, seed: int
