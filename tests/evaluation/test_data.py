@@ -39,7 +39,10 @@ def test_an_embedded_name_gives_the_evaluation_split() -> None:
         assert text not in texts["calibration"]
 
 
-def test_a_small_sample_is_spread_over_the_split(loaded: LoadedModel) -> None:
+def test_a_small_sample_is_spread_over_the_split(
+    loaded: LoadedModel, short_splits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
     few, many = (
         text_samples(loaded, [parse_source("code")], seq_len=100, sequences=n)[0].ids
         for n in (3, 6)

@@ -1,6 +1,7 @@
 """Saves a tiny model with a tokenizer, as a user's local folder would hold them."""
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -33,8 +34,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny(folder: Path, *, seed: int = 0, arch: str = "Llama") -> Path:
+def save_tiny(folder: Path, *, seed: int = 0, arch: str = "Llama", **overrides: Any) -> Path:
     """Write a tiny model of `arch` and a byte tokenizer into `folder`."""
-    tiny(arch, seed=seed).save_pretrained(folder)
+    tiny(arch, seed=seed, **overrides).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

@@ -21,6 +21,7 @@ from kvprof.moments.calibrator import (
 from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.moments.files import save_moments
 from kvprof.sources.grammar import parse_source
+from tests.models.folder import save_tiny
 from tests.models.tiny import VOCABULARY, tiny
 
 
@@ -44,8 +45,9 @@ class Passes:
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_folder: Path) -> LoadedModel:
-    return load_model(str(tiny_folder), device="cpu")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = save_tiny(tmp_path_factory.mktemp("shallow"), num_hidden_layers=2)
+    return load_model(str(folder), device="cpu")
 
 
 @pytest.fixture
@@ -284,8 +286,8 @@ def test_fisher_and_budget_are_measured_once_on_text(loaded: LoadedModel, passes
 
     before = len(passes.titles)
     budget = given.family("kq", allocation="budget", grid=4, minimum=4)
-    assert passes.titles[before:] == ["probing 12 targets of kq on calibration text"]
-    assert passes.done[-1] == 12
+    assert passes.titles[before:] == ["probing 8 targets of kq on calibration text"]
+    assert passes.done[-1] == 8
     ranks = plan_for_rate(budget, 0.3, 96, itemsize=4)
     assert ranks.made["sensitivity"]["tokens"] == 2048
     # Another grid, and the same method quantised, have the same bases.

@@ -50,26 +50,31 @@ def small(arch: str) -> LoadedModel:
     return wrap_model(tiny(arch, **SMALL[arch][1]).double())
 
 
-def loss(model: nn.Module, sequence: Tensor) -> float:
+def losses(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the mean loss of each sequence."""
     with torch.no_grad():
-        logits = model(input_ids=sequence[None]).logits[0]
+        logits = model(input_ids=ids).logits
     chances = logits - logits.exp().sum(-1, keepdim=True).log()
-    return -float(sum(chances[t, sequence[t + 1]] for t in range(len(sequence) - 1))) / (
-        len(sequence) - 1
+    last = ids.shape[1] - 1
+    return torch.stack(
+        [
+            -sum(row[t, own[t + 1]] for t in range(last)) / last
+            for row, own in zip(chances, ids, strict=True)
+        ]
     )
 
 
-def differences(model: nn.Module, weight: Tensor, sequence: Tensor) -> Tensor:
-    """The gradient of the loss by central differences, element by element."""
-    found = torch.empty(weight.shape, dtype=torch.float64)
+def differences(model: nn.Module, weight: Tensor, ids: Tensor) -> Tensor:
+    """The gradient of each sequence's loss by central differences, element by element."""
+    found = torch.empty(len(ids), *weight.shape, dtype=torch.float64)
     with torch.no_grad():
         for i in range(weight.shape[0]):
             for j in range(weight.shape[1]):
                 before = weight[i, j].clone()
                 weight[i, j] = before + STEP
-                above = loss(model, sequence)
+                above = losses(model, ids)
                 weight[i, j] = before - STEP
-                found[i, j] = (above - loss(model, sequence)) / (2 * STEP)
+                found[:, i, j] = (above - losses(model, ids)) / (2 * STEP)
                 weight[i, j] = before
     return found
 
@@ -87,8 +92,7 @@ def test_both_forms_are_what_finite_differences_give(arch: str) -> None:
         for head in range(facts.num_kv_heads):
             slices = SMALL[arch][0](loaded.model, facts.index, head)
             for side, weight in slices.items():
-                squares = [differences(loaded.model, weight, row).square() for row in ids]
-                mean = (squares[0] + squares[1]) / 2
+                mean = differences(loaded.model, weight, ids).square().mean(0)
                 assert paper[side][facts.index][head] == pytest.approx(float(mean.sum()), rel=2e-3)
                 root = float(mean.sqrt().mean())
                 assert code[side][facts.index][head] == pytest.approx(root, rel=5e-3)
