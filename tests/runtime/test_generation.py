@@ -36,7 +36,7 @@ def generate(model: LoadedModel, plan: Plan | None = None, **options: Any) -> Te
     ids, mask = padded()
     settings = {
         "attention_mask": mask,
-        "max_new_tokens": 5,
+        "max_new_tokens": 4,
         "do_sample": False,
         "eos_token_id": None,
         "pad_token_id": 0,

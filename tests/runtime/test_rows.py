@@ -107,7 +107,7 @@ def test_what_is_remembered_is_what_is_stored(name: str) -> None:
 
     def stepped(session: Compression) -> tuple[Tensor, CompressedCache]:
         made = session.new_cache()
-        passes = [ids[:, :20], *ids[:, 20:].split(1, dim=1)]
+        passes = [ids[:, :30], *ids[:, 30:].split(1, dim=1)]
         found = [model.model(one, past_key_values=made).logits for one in passes]
         made.reorder_cache(torch.tensor([1, 0]))
         found.append(model.model(ids[:, :1], past_key_values=made).logits)
