@@ -103,6 +103,18 @@ def test_logits_through_the_cache_agree(arch: str) -> None:
             assert error < 1e-4, (name, error)
 
 
+def test_padding_that_all_rows_share_is_left_out() -> None:
+    model = loaded("Llama")
+    ids, mask = token_ids(2, 11), torch.ones(2, 11, dtype=torch.long)
+    mask[:, :4] = 0
+    places = {"attention_mask": mask, "position_ids": _positions(mask)}
+    with torch.inference_mode():
+        wanted = model.model(ids, **places).logits[:, 4:]
+        with compressed(model, make_plan(model)):
+            found = model.model(ids, **places).logits[:, 4:]
+    assert (found - wanted).norm() / wanted.norm() < 1e-4
+
+
 def _positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
