@@ -42,7 +42,8 @@ class RunningWeights:
     added : int
         By a server that folds once and for all: matrices that run online, W_O's own growth
         (negative where it shrinks), a second W_O. W_K, W_V and W_Q keep their width when a basis is
-        folded into them, because models cut their outputs by that width.
+        folded into them, because models cut their outputs by that width. ``serve`` adds less where
+        several heads share a latent of V that is wider than one: there it leaves W_O as it is.
     beside : int
         More than that by ``kvprof.compressed``, which keeps the projections that it replaces, so
         that it can give the model back, and every basis that it folded.

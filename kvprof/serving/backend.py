@@ -178,7 +178,7 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
             taken = self.served.working(self.longest)
             if self.served.codes is not None:
                 taken += own_pages(self.served, *_room(self._config)).elements
-            query.new_empty(taken)
+            self.model.reserve(query, taken)
             return query.new_zeros(len(query), self.served.outputs)
         return attend(self.served, metadata, query, key, value, self.scale)
 

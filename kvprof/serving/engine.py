@@ -40,7 +40,7 @@ from kvprof.serving.refusals import (
 )
 from kvprof.serving.rotary import QueriesAlone, keep_keys
 from kvprof.serving.served import check_identity
-from kvprof.serving.steps import Rebuilding, ServedLayer
+from kvprof.serving.steps import Rebuilding, ServedLayer, value_lifts
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 
 __all__ = [
@@ -349,8 +349,10 @@ def _folded(found: _Found, plan: LayerPlan, pages: LayerPages, rank: int) -> Ser
         matrices = [
             tuple(up.to(**how) for up in own) for own in (key_ups, value_ups if whole else ())
         ]
+        # Here, where the engine counts what weights take.
+        lifts = value_lifts(matrices[1], pages.heads, found.group)
         rebuilding = Rebuilding(
-            matrices[0], pages.heads, rotary.form, *rotary.tables, value_ups=matrices[1]
+            matrices[0], pages.heads, rotary.form, *rotary.tables, matrices[1], lifts
         )
         if plan.keys.fold_down:
             _fold_rows(inner, slice(-2 * tail, -tail), key_downs)

@@ -42,6 +42,7 @@ class ServedModel:
     layers: list[ServedLayer] = field(default_factory=list)
     alike: dict[Any, tuple[list[Any], Tensor]] = field(default_factory=dict)
     _met: set[tuple[int, int]] = field(default_factory=set)
+    _reserved: Tensor | None = None
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, int], ...]:
@@ -55,6 +56,19 @@ class ServedModel:
         own = (layer.whole(1, STEP) for layer in self.layers if layer.rebuilding is not None)
         pairs = (zip(one.key_widths, one.value_widths, strict=True) for one in own)
         return tuple(sorted(set().union(*pairs)))
+
+    def reserve(self, like: Tensor, values: int) -> None:
+        """Hold as much memory as layers share once they are bound, while the engine measures.
+
+        Parameters
+        ----------
+        like : Tensor
+            Of the model's dtype and device.
+        values : int
+        """
+        if self._reserved is None or len(self._reserved) < values:
+            self._reserved = None
+            self._reserved = like.new_empty(values)
 
     def bind(
         self,
@@ -114,7 +128,8 @@ class ServedModel:
     def _prepare(
         self, page: int, most_tokens: int, longest: int, captured: tuple[int, int]
     ) -> None:
-        # What steps over other pages had worked in goes first.
+        # What steps over other pages had worked in goes first, and what stood for it.
+        self._reserved = None
         for layer in self.layers:
             layer.steps = None
         shared = few_kinds(set(self.kinds))

@@ -16,7 +16,7 @@ and sequences whose pages find none there decode token by token.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,9 +70,6 @@ class RebuiltSteps:
         Over the pool, and over pages of rebuilt keys; of one sequence.
     rebuild : PageRebuild
         From the one to the other.
-    lifts : tuple of Tensor
-        ``[query heads, width, d]`` of latents beside one another that are as wide: what makes
-        values of what is decoded. None where W_O takes latents.
     room : int
         Pages that the longest sequence fills.
     scratch : Tensor
@@ -85,7 +82,6 @@ class RebuiltSteps:
     latents: ReconstructStep
     rows: RowsStep
     rebuild: PageRebuild
-    lifts: tuple[Tensor, ...]
     room: int
     scratch: Tensor
 
@@ -134,11 +130,11 @@ class RebuiltSteps:
 
     def _values(self, latents: Tensor) -> Tensor:
         """Return the values of what was decoded, which V's latents are where W_O takes them."""
-        if not self.lifts:
+        if not self.rebuilding.lifts:
             return latents
         found = latents.new_empty(len(latents), self.layer.outputs)
         begin = first = 0
-        for lift in self.lifts:
+        for lift in self.rebuilding.lifts:
             heads, width, depth = lift.shape
             own, begin = latents[:, begin : begin + heads * width], begin + heads * width
             made, first = found[:, first : first + heads * depth], first + heads * depth
@@ -302,16 +298,4 @@ def rebuilt_steps(
     rows = rows_step(whole, device, cache.dtype, pairs=kinds, **how)
     rebuild = page_rebuild(latents, whole, rebuilding.value_ups)
     room = -(-longest // page)
-    lifts = _lifts(layer, rebuilding)
-    return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild, lifts, room, scratch)
-
-
-def _lifts(layer: ServedLayer, rebuilding: Rebuilding) -> tuple[Tensor, ...]:
-    """Return `RebuiltSteps.lifts`."""
-    queries = layer.group // rebuilding.heads
-    return tuple(
-        torch.cat([unflatten(up, 0, (rebuilding.heads, -1)).mT for up in ups])
-        .repeat_interleave(queries, dim=0)
-        .contiguous()
-        for _, ups in groupby(rebuilding.value_ups, key=lambda up: up.shape[1])
-    )
+    return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild, room, scratch)

@@ -9,6 +9,7 @@ kvprof's plain kernels. Nothing here knows vLLM.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.segments.step import SegmentsStep
 from kvprof.runtime.backends.rebuilt import RotaryForm
 from kvprof.runtime.clock import part
+from kvprof.runtime.tensors import unflatten
 from kvprof.serving.pages import Codes
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "attend",
     "cut_key",
     "filled_up",
+    "value_lifts",
 ]
 
 _Made = TypeVar("_Made")
@@ -77,6 +80,8 @@ class Rebuilding:
     value_ups : tuple of Tensor
         Of each latent of V ``[n * d, width]``: what makes the values of its KV heads, for which
         W_O stays as it is. None where W_O takes latents.
+    lifts : tuple of Tensor
+        The same for what is decoded (`value_lifts`).
     """
 
     ups: tuple[Tensor, ...]
@@ -85,6 +90,7 @@ class Rebuilding:
     cos: Tensor
     sin: Tensor
     value_ups: tuple[Tensor, ...] = ()
+    lifts: tuple[Tensor, ...] = ()
 
     @property
     def head_dim(self) -> int:
@@ -174,6 +180,27 @@ class ServedLayer:
         if self.rebuilding is not None:  # whole pages of it
             return self.whole(-(-tokens // PAGE_TOKENS), PAGE_TOKENS).elements
         return 0 if self.codes is None else self.layout(1, tokens).elements
+
+
+def value_lifts(value_ups: Sequence[Tensor], heads: int, queries: int) -> tuple[Tensor, ...]:
+    """Return what makes values of what is decoded, ``[query heads, width, d]`` each.
+
+    One for all latents beside one another that are as wide, with a matrix for every query head: so
+    one product takes what lies in a row of outputs as it lies there.
+
+    Parameters
+    ----------
+    value_ups : sequence of Tensor
+        As `Rebuilding` has them.
+    heads, queries : int
+        KV heads of a latent, and query heads of a KV head.
+    """
+    return tuple(
+        torch.cat([unflatten(up, 0, (heads, -1)).mT for up in ups])
+        .repeat_interleave(queries, dim=0)
+        .contiguous()
+        for _, ups in groupby(value_ups, key=lambda up: up.shape[1])
+    )
 
 
 def filled_up(found: Sequence[Tensor], tokens: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Prefill without a GPU: blocked torch, torch's own kernels, and what is refused."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -21,6 +22,7 @@ from kvprof.kernels.prefill.paths import (
 )
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, measured_path, prefill, prefill_operator
+from kvprof.kernels.prefill.tuning import HOPPER_WIDEST, shared_bytes
 
 widths = st.integers(1, 10).map(lambda n: 16 * n)
 
@@ -169,6 +171,17 @@ def test_tuning_survives_as_numbers():
     small, large = Tuning().tile(128, 128, 2, 64 * 1024), Tuning().tile(128, 128)
     assert (small.keys, small.stages) == (16, 2)  # never one: the kernel says why
     assert large.keys > small.keys
+
+
+@pytest.mark.parametrize("widest", [Tuning.widest, HOPPER_WIDEST])
+@pytest.mark.parametrize("kilobytes", [64, 99, 163, 227])
+def test_tiles_fit_what_a_gpu_shares(kilobytes, widest):
+    tuning, shared = Tuning(widest=widest), kilobytes * 1024
+    widths = range(16, 257, 16)
+    elements = (2,) if kilobytes == 64 else (2, 4)  # no tile of float32 is small enough there
+    for key, value, element in itertools.product(widths, widths, elements):
+        tile = tuning.tile(key, value, element, shared)
+        assert shared_bytes(tile, key, value, element) <= shared, (key, value, element)
 
 
 def test_a_runtime_measures_only_what_is_soon_measured(monkeypatch):

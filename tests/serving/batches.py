@@ -12,7 +12,7 @@ from kvprof.kernels.project.bases import basis_set
 from kvprof.runtime.backends.rebuilt import RotaryForm
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import Codes, quantised_layout
-from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, attend
+from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, attend, value_lifts
 
 DEPTH, GROUP, SCALE = 64, 2, 64**-0.5
 #: Of K and of V, by layer and head.
@@ -146,6 +146,7 @@ class FilledModel:
             angles.cos().to(self.device),
             angles.sin().to(self.device),
             tuple(value_ups),
+            value_lifts(value_ups, self.shared, GROUP),
         )
         attention = SimpleNamespace(kv_cache=self.random(pages, row + 64), layer_name="layer")
         group = self.shared * GROUP

@@ -15,7 +15,7 @@ from kvprof.runtime.backends.rebuilt import RotaryForm
 from kvprof.serving.fixed import FixedStep
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import Codes, quantised_layout
-from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, attend
+from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, attend, value_lifts
 
 DEPTH, GROUP, PAGE, QUANTISED_PAGE = 32, 2, 16, 64
 WIDTHS = (((16, 32), (32, 16)), ((32, 16), (16, 16)))
@@ -68,7 +68,8 @@ def rebuilt_layer(
     angles = torch.arange(5 * PAGE)[:, None] / 20 ** torch.linspace(0, 1, turned // 2)
     form = RotaryForm(turned, True, 1)
     ups = (torch.randn(shared * DEPTH, value, generator=generator) / 6,) if valued else ()
-    rebuilding = Rebuilding((up,), shared, form, angles.cos(), angles.sin(), ups)
+    lifts = value_lifts(ups, shared, GROUP)
+    rebuilding = Rebuilding((up,), shared, form, angles.cos(), angles.sin(), ups, lifts)
     own = basis_set([down])
     return ServedLayer(attention, None, own, (value,), shared * GROUP, None, rebuilding)
 

@@ -17,6 +17,7 @@ from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks, row_stride
 from kvprof.kernels.prefill.kernel import prefill_blocks
 from kvprof.kernels.prefill.schedules import BlockRow, Blocks, Work, cut_blocks
 from kvprof.kernels.prefill.tuning import (
+    HOPPER_WIDEST,
     SHARED_MEMORY,
     Head,
     Kind,
@@ -294,6 +295,8 @@ def tiles_on(
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         shared = properties.shared_memory_per_multiprocessor - 1024
+        if properties.major == 9 and element_size == 2 and tuning.widest == Tuning.widest:
+            tuning = replace(tuning, widest=HOPPER_WIDEST)
     tiles = head_tiles(layout, tuning, element_size, shared)
     if device.type == "cuda" and properties.major < 9:
         # There queries stay in registers: with few of them they would be spilled.

@@ -3,7 +3,7 @@
 from kvprof.kernels.prefill.kernel import prefill_blocks
 from kvprof.kernels.prefill.launch import kind_table
 from kvprof.kernels.prefill.rows import cut_rows, stages_of
-from kvprof.kernels.prefill.tuning import TiledWidths, Tuning
+from kvprof.kernels.prefill.tuning import HOPPER_WIDEST, TiledWidths, Tuning
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
@@ -21,8 +21,9 @@ def _prefill(
     options: bool = False,
     page: int = 0,
     logs: bool = False,
+    tuning: Tuning | None = None,
 ) -> Variant:
-    tile = Tuning().tile(key_width, value_width, 2, _SHARED)
+    tile = (tuning or Tuning()).tile(key_width, value_width, 2, _SHARED)
     signature = {
         "queries": f"*{dtype}",
         "cache": f"*{dtype}",
@@ -78,14 +79,15 @@ def _cut() -> Variant:
     return Variant("prefill cut", cut_rows, signature, constants, 1)
 
 
-#: Full width, the uniform half, the most chunks, everything that models add, a wide latent, pages.
+#: Full width, the uniform half, the most chunks, everything that models add, a wide latent, wide
+#: heads and pages.
 VARIANTS = (
     _prefill("full", "bf16", 128, 128),
     _prefill("uniform", "fp16", 64, 64),
     _prefill("ragged", "bf16", 112, 48),
     _prefill("options", "bf16", 48, 80, options=True),
     _prefill("latent", "bf16", 512, 512),
-    _prefill("pages of 64", "bf16", 80, 64, page=64),
+    _prefill("wide as on Hopper", "bf16", 128, 256, page=64, tuning=Tuning(widest=HOPPER_WIDEST)),
     _prefill("pages of 64, sums", "bf16", 80, 64, page=64, logs=True),
     _prefill("small pages", "bf16", 128, 128, page=16),
     _cut(),

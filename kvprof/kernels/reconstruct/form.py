@@ -121,6 +121,7 @@ def tuning_for(target: Target, matrix: int, row: int, queries: int, element: int
 
 
 _LARGEST_HEAD = 512
+_BLOCK_BYTES = 64 << 10
 
 
 def blocks_of(width: int, most: int) -> tuple[int, ...]:
@@ -330,8 +331,11 @@ class Form:
 
     @cached_property
     def value_blocks(self) -> tuple[int, ...]:
-        """Blocks of a head's columns, for values that are rebuilt."""
-        return blocks_of(self.head_dim, self.tuning.columns)
+        """Blocks of a head's columns, for values that are rebuilt: a block is 64 KiB at most."""
+        most, row = self.tuning.columns, max(self.value_widths) * self.element
+        while most > STEP and most * row > _BLOCK_BYTES:
+            most //= 2
+        return blocks_of(self.head_dim, most)
 
     @property
     def padded(self) -> int:
