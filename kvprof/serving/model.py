@@ -58,7 +58,9 @@ class ServedModel:
         return tuple(sorted(set().union(*pairs)))
 
     def reserve(self, like: Tensor, values: int) -> None:
-        """Hold as much memory as layers share once they are bound, while the engine measures.
+        """Hold as much memory as layers share once they are bound, until they are.
+
+        So the engine, which measures what a step takes beside its pages, finds it taken all along.
 
         Parameters
         ----------
@@ -66,6 +68,8 @@ class ServedModel:
             Of the model's dtype and device.
         values : int
         """
+        if self.layers and self.layers[0].steps is not None:
+            return  # a step without attention, of an engine that warms up: layers hold their own
         if self._reserved is None or len(self._reserved) < values:
             self._reserved = None
             self._reserved = like.new_empty(values)

@@ -310,6 +310,17 @@ def test_padded_rows_of_a_decoding_graph() -> None:
     assert changed.any(dim=1).tolist() == [True, False, True, *[False] * 5]
 
 
+def test_what_layers_work_in_is_held_until_they_hold_it_themselves() -> None:
+    model = ServedModel([rebuilt_layer(6, WIDTHS[0], torch.Generator().manual_seed(4))])
+    for values in (20, 10, 30):
+        model.reserve(torch.zeros(1), values)
+    assert model._reserved is not None
+    assert len(model._reserved) == 30
+    model.bind(PAGE, 64, 60)
+    model.reserve(torch.zeros(1), 40)
+    assert model._reserved is None
+
+
 @pytest.mark.parametrize("kind", ["plain", "4 bits", "rebuilt"])
 def test_a_rehearsal_leaves_the_pages_as_they_are(kind: str) -> None:
     generator = torch.Generator().manual_seed(6)
