@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvprof.methods.plan import HeadGroup
 from kvprof.runtime.clock import part
-from kvprof.runtime.tensors import index_of, inverse_of, side_by_side, unflatten
+from kvprof.runtime.tensors import concatenated, index_of, inverse_of, unflatten
 
 __all__ = [
     "Bundle",
@@ -274,7 +274,7 @@ def block_output(probabilities: Tensor, value: Tensor) -> Tensor:
 def logits(sides: Sequence[KeySide], scoring: Scoring, queries: slice) -> Tensor:
     """Return scaled, capped and masked scores, ``[rows, Hkv, G, t', N]``, float32 or wider."""
     parts = [
-        side_by_side([block_scores(block, queries) for block in side.blocks], -1).flatten(1, 2)
+        concatenated([block_scores(block, queries) for block in side.blocks], -1).flatten(1, 2)
         for side in sides
     ]
     result = _in_head_order(parts, [side.bundle for side in sides], 1)
@@ -324,7 +324,7 @@ def attend(
         probabilities = probabilities.to(dtype)
         outputs = [_output(side, probabilities) for side in values]
         done.append(_side_by_side(outputs, [side.bundle for side in values]))
-    return side_by_side(done, 1)
+    return concatenated(done, 1)
 
 
 def _output(side: ValueSide, probabilities: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ __all__ = [
     "Pool",
     "aside",
     "capturing",
+    "concatenated",
     "index_of",
     "inverse_of",
     "is_capturing",
     "on",
-    "side_by_side",
     "unflatten",
 ]
 
@@ -36,7 +36,7 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return torch.unflatten(tensor, dim, sizes)
 
 
-def side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:
+def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Return tensors concatenated along `dim`; a single one is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
 

@@ -23,7 +23,7 @@ from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.segments.step import SegmentsStep
 from kvprof.runtime.backends.rebuilt import RotaryForm
 from kvprof.runtime.clock import part
-from kvprof.runtime.tensors import unflatten
+from kvprof.runtime.tensors import concatenated, unflatten
 from kvprof.serving.pages import Codes
 
 __all__ = [
@@ -208,7 +208,7 @@ def filled_up(found: Sequence[Tensor], tokens: int) -> Tensor:
     seen = sum(map(len, found))
     if seen < tokens:
         found = [*found, found[0].new_zeros(tokens - seen, found[0].shape[1])]
-    return found[0] if len(found) == 1 else torch.cat(list(found))
+    return concatenated(found, 0)
 
 
 def cut_key(step: Any) -> Any:
