@@ -3,7 +3,8 @@
 What a kernel does follows from widths, bits and levels, not from what bases hold. So a method plans
 here as it does anywhere, on moments that are the same for every head
 (`kvprof.moments.uncalibrated.stand_in_family`). Those whose ranks are known are given them: ``fdc``
-and ``kq`` the recorded ones (`kvprof.benchmark.ranks`), ``palu`` equal ones, ``tale`` its published
+and ``kq`` the recorded ones (`kvprof.benchmark.ranks`), ``zack`` those of ``fdc``, whose rule it
+shares, ``palu`` equal ones, ``tale`` its published
 setting. The benchmark's own are ``uniform``, which is ``fdc`` with equal widths, and
 ``palu-folded``, which is ``palu`` on the shape as it were without RoPE (Palu eq. 7).
 """
@@ -58,6 +59,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "full": {},
     "fp8": {"scale": ()},
     "fdc": {"kinds": ()},
+    "zack": {"kinds": ()},
     "kq": {"kinds": ()},
     "uniform": {},
     "palu": {"heads": ()},
@@ -311,7 +313,9 @@ def _recorded(
     if ranks is not None:
         return [ranks_from(ranks, shape)] * layers
     kinds = dict(asked.options).get("kinds", KINDS)
-    return resampled_layers(shape, layers, rate, asked.base, kinds=kinds)
+    # ZACK's heads lose by the same bases and share one removal rate as FDC's do.
+    profile = "fdc" if asked.base == "zack" else asked.base
+    return resampled_layers(shape, layers, rate, profile, kinds=kinds)
 
 
 def _equal(
@@ -355,6 +359,7 @@ def _tale(
 
 _RULES: dict[str, Callable[[Asked, Shape, float, str | None, int], list[Widths]]] = {
     "fdc": _recorded,
+    "zack": _recorded,
     "kq": _recorded,
     "uniform": _equal,
     "palu": _latents,

@@ -110,7 +110,9 @@ def test_what_cannot_be_timed_says_why_in_a_line(name, why):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["zack", "svd-kv", "fdc:grid=32", "palu:grid=64", "zack-4bit"])
+@pytest.mark.parametrize(
+    "name", ["zack:grid=32", "svd-kv", "fdc:grid=32", "palu:grid=64", "svd-kv-4bit"]
+)
 def test_what_is_calibrated_elsewhere_plans_here_on_heads_that_are_alike(name):
     (method,) = made(name)
     assert "singular values that fall alike" in method.warnings[0]
@@ -119,6 +121,18 @@ def test_what_is_calibrated_elsewhere_plans_here_on_heads_that_are_alike(name):
     assert built.error(sampler(built.runs, CPU).output()) < 1e-5
     counted = bytes_at(method.plan, 256, itemsize=4, batch=2).total
     assert method.nbytes(2, 256, torch.float32) * SMALL.layers == counted
+
+
+@pytest.mark.parametrize("rope", ["default", "none"])
+def test_zack_has_the_ranks_of_fdc_and_folds_where_there_is_no_rope(rope):
+    shape = replace(SMALL, rope=Rope(rope, 1e4 if rope == "default" else None))
+    zack, fdc = made("zack:kinds=4", "fdc:kinds=4", shape=shape, rate=0.4)
+    assert zack.kept == fdc.kept
+    assert len(set(zip(zack.kept.keys, zack.kept.values, strict=True))) > 1
+    assert not zack.warnings
+    folded = {layer.keys.fold_down for layer in zack.plan.layers}
+    assert folded == {rope == "none"}
+    assert not any(layer.keys.fold_down for layer in fdc.plan.layers)
 
 
 def test_an_installed_method_needs_no_weights_to_be_timed(site):
