@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 __all__ = [
     "LOOPBACK",
@@ -24,6 +25,13 @@ LOOPBACK = "127.0.0.1"
 
 #: Tokens of the longest step that is a graph: vLLM's own most, which it takes of 256 sequences on.
 _LONGEST_GRAPH = 512
+#: The steps that are graphs where one costs what it costs outside: up to which the host may take
+#: longer to launch a model's pieces than the GPU takes to run them. From vLLM's own sizes on they
+#: lie farther apart, for what they are filled up with costs a smaller share of a longer step.
+_LONG_GRAPHS = (
+    1, 2, 4, *range(8, 256, 8), *range(256, 513, 16),
+    *range(576, 1025, 64), *range(1152, 2049, 128), *range(2304, 3073, 256),
+)  # fmt: skip
 
 #: Methods that are served, as the help and the shell offer them; of others `refusals` says why not.
 SERVED = (
@@ -56,6 +64,8 @@ def engine_options(
     port: int = 8000,
     dtype: str = "auto",
     ranks: int = 1,
+    long_graphs: bool = False,
+    given: Sequence[str] = (),
 ) -> list[Setting]:
     """Return the options of ``vllm serve``.
 
@@ -66,16 +76,23 @@ def engine_options(
     dtype : str
     ranks : int
         Of tensor parallelism.
+    long_graphs : bool
+        Whether a step that reads prompts costs as a graph what it costs outside, however long
+        (`kvprof.serving.served.holds_long_steps`).
+    given : sequence of str
+        What somebody gives to vLLM, which refuses sizes of graphs that are given twice.
     """
     listens = "only this machine reaches it" if host == LOOPBACK else "as asked"
-    compilation = {
-        "mode": 0,
-        "cudagraph_mode": "FULL",
-        "max_cudagraph_capture_size": _LONGEST_GRAPH,
-    }
+    compilation: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL"}
+    fewer = "as many tokens as asked, or fewer,"
+    if not named(list(given)) & {"--cudagraph-capture-sizes", "--max-cudagraph-capture-size"}:
+        if long_graphs:
+            compilation["cudagraph_capture_sizes"] = _LONG_GRAPHS
+        else:
+            compilation["max_cudagraph_capture_size"] = _LONGEST_GRAPH
+        fewer = f"{_LONG_GRAPHS[-1] if long_graphs else _LONGEST_GRAPH} tokens or fewer"
     graphs = (
-        f"on a GPU a step of {_LONGEST_GRAPH} tokens or fewer is one CUDA graph, "
-        "whether it reads prompts or all decode"
+        f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
     )
     return [
         Setting("--host", host, listens),

@@ -54,6 +54,14 @@ def test_the_fixed_form_gives_what_the_eager_form_gives(batch: Batch, page: int,
     agree(made, batch)
 
 
+@pytest.mark.skipif(interpreted(), reason="the interpreter takes minutes for so many tokens")
+def test_a_step_of_many_tokens_too() -> None:
+    """More than vLLM's own graphs hold, of sequences that decode and prompts short and long."""
+    new = (1,) * 20 + (300, 17, 128, 1, 250)
+    batch = Batch(tuple(range(25)), new, 768, 64)
+    agree(FilledModel(64, 6, len(new)), batch)
+
+
 def quantised(batch: Batch, bits: int, **how: Any) -> FilledModel:
     """Return a model whose quantised pages hold what came before a batch."""
     made = FilledModel(

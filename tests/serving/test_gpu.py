@@ -111,12 +111,15 @@ def test_a_graph_is_replayed_for_other_batches(
             assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "columns"), [((TOKENS, 24, 8), COLUMNS), ((3072, 1024, 576), 50)]
+)
 @torch.inference_mode()
-def test_graphs_of_several_sizes_share_their_memory() -> None:
+def test_graphs_of_several_sizes_share_their_memory(sizes: tuple[int, ...], columns: int) -> None:
     """As an engine captures them, the largest first, and replays them in any order."""
-    made = FilledModel(64, COLUMNS, ROWS, dtype=torch.bfloat16, device="cuda", widths=WIDTHS)
-    states, pool, kept = made.states(TOKENS), None, []
-    for tokens in (TOKENS, 24, 8):
+    made = FilledModel(64, columns, ROWS, dtype=torch.bfloat16, device="cuda", widths=WIDTHS)
+    states, pool, kept = made.states(sizes[0]), None, []
+    for tokens in sizes:
         rows = min(tokens, ROWS)
         batch = Batch((0,), (tokens,), tokens, rows)
         buffers = made.numbers(batch)
