@@ -295,14 +295,19 @@ LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
 
 def attains(one: LoadRequest, limits: Mapping[str, float]) -> bool:
     """Whether a request is within every limit; one that failed is within none."""
+    own = _seconds(one)
+    return own is not None and all(own[name] <= limit for name, limit in limits.items())
+
+
+def _seconds(one: LoadRequest) -> dict[str, float] | None:
+    """Return what an objective may limit of a request; None of one that was not served."""
     if one.failure is not None or one.first is None or one.last is None or not one.tokens:
-        return False
-    own = {
+        return None
+    return {
         "ttft_seconds": one.first - one.arrival,
         "tbt_seconds": _between(one) if one.tokens > 1 else 0.0,
         "normalised_latency_seconds": (one.last - one.arrival) / one.tokens,
     }
-    return all(own[name] <= limit for name, limit in limits.items())
 
 
 def _between(one: LoadRequest) -> float:
@@ -472,12 +477,13 @@ def _contexts(fit: Fit | None, baseline: Fit | None) -> list[dict[str, Any]]:
 
 
 def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, Any]:
-    """Compare normalised latency at equal rates, request by request.
+    """Compare latencies at equal rates, request by request.
 
     Returns
     -------
     dict
-        ``ratios``: per rate that both completed; ``from_rate``: the smallest rate from which on the
+        ``ratios``: per rate that both completed, of the latency per token, and of the times to the
+        first token and between tokens; ``from_rate``: the smallest rate from which on the
         whole interval lies below 1 at every rate, None where there is none. Where either lost more
         than a hundredth of its requests, those that were served do not tell which is faster.
     """
@@ -489,9 +495,17 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
             continue
         if any(_lost(one) > LOSSY for one in (case, theirs[rate])):
             lossy.add(rate)
-        pairs = _pairs(case, theirs[rate])
-        if (found := mean_ratio(pairs)) is not None:
-            ratios.append({"rate": rate, **found})
+        latency, ttft, tbt = (
+            mean_ratio(_pairs(case, theirs[rate], name))
+            for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds")
+        )
+        if latency is None:
+            continue
+        row = {"rate": rate, **latency}
+        for name, found in (("ttft", ttft), ("tbt", tbt)):
+            known = found or {"ratio": None, "interval": None}
+            row |= {f"{name}_ratio": known["ratio"], f"{name}_ratio_interval": known["interval"]}
+        ratios.append(row)
     from_rate = None
     for row in reversed(ratios):
         if row["interval"] is None or row["interval"][1] >= 1 or row["rate"] in lossy:
@@ -509,18 +523,14 @@ def _complete(case: LoadCase) -> bool:
     return case.finished is not None and case.finished.complete
 
 
-def _pairs(case: LoadCase, other: LoadCase) -> list[tuple[float, float]]:
-    """Return the normalised latencies of requests that both served, inside both windows."""
-    latencies = [
+def _pairs(case: LoadCase, other: LoadCase, name: str) -> list[tuple[float, float]]:
+    """Return a figure of requests that both served, inside both windows, in order of arrival."""
+    found = [
         {
-            one.number: ((one.last or 0.0) - one.arrival) / one.tokens
+            one.number: own[name]
             for one in counted_of(each).served
-            if one.tokens
+            if (own := _seconds(one)) is not None and (name != "tbt_seconds" or one.tokens > 1)
         }
         for each in (case, other)
     ]
-    return [
-        (latencies[0][number], latencies[1][number])
-        for number in latencies[0]
-        if number in latencies[1]
-    ]
+    return [(found[0][number], found[1][number]) for number in found[0] if number in found[1]]

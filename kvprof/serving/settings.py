@@ -91,9 +91,7 @@ def engine_options(
         else:
             compilation["max_cudagraph_capture_size"] = _LONGEST_GRAPH
         fewer = f"{_LONG_GRAPHS[-1] if long_graphs else _LONGEST_GRAPH} tokens or fewer"
-    graphs = (
-        f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
-    )
+    graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
     return [
         Setting("--host", host, listens),
         Setting("--port", str(port), "as asked" if port != 8000 else "vLLM's own"),

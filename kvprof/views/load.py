@@ -367,7 +367,7 @@ def _called(row: Row) -> str:
 
 
 def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
-    lines = []
+    lines, tables = [], []
     for method in data["methods"]:
         pays = method["pays"]
         if pays is None or not pays["ratios"]:
@@ -375,10 +375,6 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
         name = method["method"]
         base = baseline_of(name, data["baseline"])
         rate = pays["from_rate"]
-        ratios = ", ".join(
-            f"{interval(one['ratio'], one['interval'])} at {one['rate']:g}/s"
-            for one in pays["ratios"]
-        )
         sure = [
             f"{one['rate']:g}/s"
             for one in pays["ratios"]
@@ -390,9 +386,29 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
             said = f"is surely faster than {base} only at {', '.join(sure)}"
         else:
             said = f"is at no measured rate surely faster than {base}"
-        lines.append(f"{name} {said}; latency per token over {base}'s: {ratios}")
+        lines.append(f"{name} {said}, by its latency per token")
         lines += [_context_said(name, base, one) for one in pays["contexts"]]
-    return [heading("From where on it pays"), bullets(lines)] if lines else []
+        tables += [heading(f"{name} over {base}, of the same requests"), _over(pays["ratios"])]
+    return [heading("From where on it pays"), bullets(lines), *tables] if lines else []
+
+
+def _over(ratios: Sequence[Row]) -> RenderableType:
+    """Return a method's mean latencies over the baseline's, rate by rate."""
+    cells = [
+        [
+            f"{one['rate']:g}",
+            interval(one["ratio"], one["interval"]),
+            # Records of before know latencies per token alone.
+            *(
+                interval(one.get(f"{name}_ratio"), one.get(f"{name}_ratio_interval"))
+                for name in ("ttft", "tbt")
+            ),
+            f"{one['count']:,}",
+        ]
+        for one in ratios
+    ]
+    titles = ("latency per token", "TTFT", "TBT", "requests")
+    return SplitTable(columns("requests/s", figures=titles), cells, (1, 1, 1, 1))
 
 
 def _fit_said(fit: Row) -> str:

@@ -175,6 +175,32 @@ def test_from_which_rate_a_method_pays():
     assert method("fdc", never)["pays"]["from_rate"] is None
 
 
+@pytest.mark.parametrize("rate", [2, 6, 12])
+def test_ratios_are_those_of_the_means_over_requests_that_both_served(rate):
+    found = {}
+    for name in ("fdc", "full"):
+        begin, end = row(f"{name} @ {rate}/s")["window"]
+        found[name] = {
+            one.number: one
+            for one in EVENTS
+            if isinstance(one, LoadRequest)
+            and one.case == load_case(name, rate)
+            and begin <= one.arrival <= end
+        }
+    both = sorted(found["fdc"].keys() & found["full"].keys())
+    (own,) = (one for one in method("fdc")["pays"]["ratios"] if one["rate"] == rate)
+    assert own["count"] == len(both)
+    figures = {
+        "ttft": lambda one: one.first - one.arrival,
+        "tbt": lambda one: (one.last - one.first) / (one.tokens - 1),
+    }
+    for key, figure in figures.items():
+        mine, theirs = (np.mean([figure(found[name][n]) for n in both]) for name in found)
+        assert own[f"{key}_ratio"] == pytest.approx(mine / theirs)
+        low, high = own[f"{key}_ratio_interval"]
+        assert low - 1e-9 <= own[f"{key}_ratio"] <= high + 1e-9
+
+
 def test_rows_are_within_beyond_or_open():
     base = {"complete": True, "grows": False, "attained_share": 0.95}
     assert is_within(base, 0.9)

@@ -22,7 +22,13 @@ def test_where_a_method_is_faster_at_some_rates_only_they_are_named():
         {"rate": 1.0, "ratio": 0.9, "interval": [0.85, 0.95], "count": 90},
         {"rate": 2.0, "ratio": 0.9, "interval": [0.7, 1.1], "count": 90},
     ]
-    assert "fdc is surely faster than full only at 1/s; latency per token" in text_of(result)
+    said = text_of(result)
+    assert "fdc is surely faster than full only at 1/s, by its latency per token" in said
+    # A record of before knows no other ratios.
+    assert "1 0.900 [0.850, 0.950] – – 90" in said
+    pays["ratios"][0] |= {"ttft_ratio": 1.2, "ttft_ratio_interval": [1.1, 1.3]}
+    pays["ratios"][0] |= {"tbt_ratio": 0.8, "tbt_ratio_interval": None}
+    assert "1 0.900 [0.850, 0.950] 1.20 [1.10, 1.30] 0.800 90" in text_of(result)
     pays["ratios"] = pays["ratios"][1:]
     assert "fdc is at no measured rate surely faster than full" in text_of(result)
 
