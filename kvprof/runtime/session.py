@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -39,6 +40,12 @@ def _uncompiled(function: Callable[_Given, _Returned]) -> Callable[_Given, _Retu
     """Mark a function that ``torch.compile`` runs as it is: it keeps count on the host."""
     marked: Callable[_Given, _Returned] = torch.compiler.disable(function)
     return marked
+
+
+@lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return what a function takes, which every pass asks."""
+    return inspect.signature(function)
 
 
 class Compression:
@@ -184,7 +191,7 @@ class Compression:
     @_uncompiled
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the decoder's forward: see to the cache and to where real tokens begin."""
-        bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
+        bound = _signature(type(module).forward).bind_partial(module, *args, **kwargs)
         given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs

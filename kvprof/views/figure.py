@@ -5,7 +5,8 @@ it (pyplot, backends, rcParams) is touched.
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -151,9 +152,41 @@ def figure_bytes(figure: Any, fmt: str, *, dpi: int = 200) -> bytes:
     metadata = {"Date": None, "Creator": "kvprof"} if fmt == "svg" else {"Software": "kvprof"}
     out = io.BytesIO()
     _take_literally(figure)
-    with matplotlib.rc_context({"svg.hashsalt": "kvprof", "svg.fonttype": "path"}):
+    with (
+        matplotlib.rc_context({"svg.hashsalt": "kvprof", "svg.fonttype": "path"}),
+        _laid_out(figure, fmt, dpi),
+    ):
         figure.savefig(out, format=fmt, metadata=metadata, dpi=dpi)
     return out.getvalue()
+
+
+@contextmanager
+def _laid_out(figure: Any, fmt: str, dpi: int) -> Iterator[None]:
+    """Lay a figure out as it will be drawn, which ``savefig`` would draw twice for."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    engine, canvas, own = figure.get_layout_engine(), figure.canvas, figure.dpi
+    if engine is None:
+        yield
+        return
+    if fmt == "svg":
+        FigureCanvasSVG(figure)
+        figure.dpi = 72  # as matplotlib writes it
+    else:
+        FigureCanvasAgg(figure)
+        figure.dpi = dpi
+    try:
+        if figure.axes:
+            engine.execute(figure)
+    finally:
+        figure.dpi = own
+        figure.set_canvas(canvas)
+    figure.set_layout_engine(None)
+    try:
+        yield
+    finally:
+        figure.set_layout_engine(engine)
 
 
 def _take_literally(figure: Any) -> None:

@@ -10,19 +10,25 @@ import pytest
 import torch
 
 FILES = sorted(Path(__file__).with_name("cases").glob("*_cases.py"))
-# Processes: each loads torch and Triton before it runs a case, and one transformers too.
-WITH_MODELS = {"rebuilt_cases", "runtime_cases", "serving_cases"}
-TOGETHER = [[x for x in FILES if (x.stem in WITH_MODELS) is models] for models in (False, True)]
+# One process, which loads torch, Triton and transformers once, and ends without unloading them.
+RUN = """
+import os, sys
+import pytest
+
+told = pytest.main(sys.argv[1:])
+sys.stdout.flush()
+os._exit(told)
+"""
 
 
-@pytest.mark.parametrize("cases", TOGETHER, ids=lambda own: "-".join(x.stem[:-6] for x in own))
-def test_kernels_compute_what_their_references_compute(cases: list[Path]) -> None:
+@pytest.mark.slow
+def test_kernels_compute_what_their_references_compute() -> None:
     # Triton decides between compiler and interpreter when it is first imported, which in this
     # process may have happened already.
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     if not torch.cuda.is_available():
         settings["TRITON_INTERPRET"] = "1"
-    command = ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *map(str, cases)]
+    command = ["-c", RUN, "-q", "-n0", "-p", "no:cacheprovider", *map(str, FILES)]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=Path(__file__).parents[2],

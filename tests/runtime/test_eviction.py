@@ -13,7 +13,7 @@ from kvprof.methods.storage import Eviction
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.keeping import gumbel, snapped
-from tests.models.tiny import token_ids
+from tests.models.tiny import seeded, token_ids
 from tests.runtime.plans import loaded, make_plan, ragged
 from tests.runtime.test_formula import (
     LENGTH,
@@ -173,7 +173,7 @@ def test_snapkv_looks_again_at_every_pass_of_several_tokens(sizes: tuple[int, ..
     Independent of the oracle above: what is read is the model's own attention over all keys, which
     it is as long as nothing left.
     """
-    torch.manual_seed(3)
+    seeded(3)
     eviction = Eviction("snapkv", 0.5, sink=0, recent_share=0.0, window=4, pool=3)
     probabilities = torch.rand(1, 2, 2, sizes[0], sizes[0]).tril().double()
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)

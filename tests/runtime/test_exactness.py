@@ -5,6 +5,7 @@ the methods' own, calibrated.
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from kvprof.models.load import load_model
 from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.runtime.compressed import compressed
 from kvprof.sources.grammar import parse_source
+from tests.conftest import few_layers
 from tests.methods.models import FINE, inputs, model
-from tests.models.tiny import ARCHITECTURES
+from tests.models.tiny import ARCHITECTURES, seeded
 from tests.runtime.test_generation import padded
 
 #: Every method but those that quantise or evict, and their options that change what is computed.
@@ -99,7 +101,7 @@ def generated(arch: str, plan: Plan | None, **options: Any) -> Any:
         "return_dict_in_generate": True,
         **options,
     }
-    torch.manual_seed(3)
+    seeded(3)
     if plan is None:
         return model(arch).model.generate(ids, **settings)
     with compressed(model(arch), plan):
@@ -146,9 +148,9 @@ def test_sampled_tokens_beams_and_static_caches_too(arch: str, options: dict[str
         assert torch.equal(found, wanted), name
 
 
-@pytest.mark.slow
-def test_on_the_reference_model() -> None:
-    """The same with the model that ships with kvprof, calibrated on 512 tokens."""
+def test_on_the_reference_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same with two layers of the model that ships with kvprof, calibrated on 512 tokens."""
+    few_layers(monkeypatch, tmp_path, 2)
     loaded = load_model("reference", device="cpu", dtype="float32")
     settings = CollectOptions(
         512, 128, pre_rope=True, joint_heads=loaded.layout.layers[0].num_kv_heads

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvprof.methods.plan import Placement, Plan
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
-from tests.models.tiny import ARCHITECTURES, token_ids
+from tests.models.tiny import ARCHITECTURES, seeded, token_ids
 from tests.runtime.plans import loaded, make_plan
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -25,10 +25,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def padded() -> tuple[Tensor, Tensor]:
-    """Return a batch of 3 whose rows begin at tokens 0, 4 and 1."""
+    """Return a batch of 3 whose rows begin at tokens 0, 4 and 4: two are stored together."""
     ids, mask = token_ids(3, 11), torch.ones(3, 11, dtype=torch.long)
-    mask[1, :4] = 0
-    mask[2, :1] = 0
+    mask[1:, :4] = 0
     return ids, mask
 
 
@@ -42,7 +41,7 @@ def generate(model: LoadedModel, plan: Plan | None = None, **options: Any) -> Te
         "pad_token_id": 0,
         **options,
     }
-    torch.manual_seed(3)
+    seeded(3)
     if plan is None:
         return model.model.generate(ids, **settings)
     with compressed(model, plan):

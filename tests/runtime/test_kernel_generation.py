@@ -12,13 +12,14 @@ from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import Placement, Plan
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
-from tests.models.tiny import token_ids
+from tests.models.tiny import seeded, token_ids
 from tests.runtime.plans import loaded, make_plan
 from tests.runtime.test_generation import padded
 
 # Soft-caps and windows, sinks and windows, QK-norm, no RoPE, some layers without RoPE, one window.
 ARCHITECTURES = ["Llama", "Qwen3", "Gemma2", "GptOss", "GPT2", "SmolLM3", "Mistral"]
-NEW = 7  # the prompt's last token gives one; the others go once round windows of 6
+# The prompt's last token gives one; the others go once round windows of 6.
+NEW, NEW_IN_WINDOWS = 4, 7
 
 
 def half(layer: int, side: str, first: int, width: int) -> tuple[int, ...]:
@@ -44,9 +45,10 @@ def model_of(arch: str, layers: int = 2) -> LoadedModel:
 
 def generated(model: LoadedModel, plan: Plan | None, kernels: str, **options: Any) -> Any:
     ids, mask = padded()
+    windows = any(layer.sliding_window for layer in model.layout.layers)
     settings = {
         "attention_mask": mask,
-        "max_new_tokens": NEW,
+        "max_new_tokens": NEW_IN_WINDOWS if windows else NEW,
         "do_sample": False,
         "eos_token_id": None,
         "pad_token_id": 0,
@@ -54,7 +56,7 @@ def generated(model: LoadedModel, plan: Plan | None, kernels: str, **options: An
         "return_dict_in_generate": True,
         **options,
     }
-    torch.manual_seed(3)
+    seeded(3)
     if plan is None:
         return model.model.generate(ids, **settings)
     with compressed(model, plan, kernels) as session:

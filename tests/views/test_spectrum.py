@@ -36,7 +36,7 @@ def result(request):
     return spectrum_result(**SHAPES[request.param])
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("width", [40, 120])  # those between are below
 def test_widths_are_respected(result, width):
     assert max(map(len, render_text(report(result), width).splitlines())) <= width
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -292,6 +292,11 @@ class DenseParts:
     model: ModelShape
     _weights: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)
 
+    @cached_property
+    def _config(self) -> LlamaConfig:
+        """The model's, which is checked for longer than a small layer runs."""
+        return llama_config(self.model)
+
     def before(self, workload: Workload, attention: AttentionCalls) -> list[PartCall]:
         """Return norms and residuals of a layer, its projections and RoPE."""
         calls = [
@@ -327,7 +332,7 @@ class DenseParts:
 
         calls = [once("embedding", lambda: embedding(ids, table))]
         if shape.rope.kind != "none":
-            angles = LlamaRotaryEmbedding(llama_config(model)).to(workload.device)
+            angles = LlamaRotaryEmbedding(self._config).to(workload.device)
             first = workload.seq - 1 if workload.phase == "decode" else 0
             positions = torch.arange(first, first + workload.queries, device=workload.device)[None]
 
@@ -453,9 +458,7 @@ class DenseParts:
         runs: list[Callable[[], Tensor]] = []
         for weights in self._stack(workload, (up, up, down) if dense.gated else (up, down)):
             with torch.device("meta"):
-                layer: Any = (
-                    LlamaMLP(llama_config(self.model)) if dense.gated else _Plain(hidden, width)
-                )
+                layer: Any = LlamaMLP(self._config) if dense.gated else _Plain(hidden, width)
             for linear_layer, weight in zip(
                 [one for one in layer.children() if isinstance(one, nn.Linear)],
                 weights,

@@ -121,22 +121,31 @@ def block_of_known_shape(block: Any, element: Any, shape: Any) -> None:
     block.__dict__.update(blocks[measures], element_ty=element, name=f"<{measures}, {element}>")
 
 
-def tensor_of_known_shape(tensor: Any, handle: Any, kind: Any) -> None:
+def facts_of(kind: Any) -> tuple[Any, Any, Any]:
+    """Return a type's numbers, its shape and how many they are; the type keeps them."""
     measures = kind.shape if type(kind) is Block else ()
     if type(measures) is not tuple:
         measures = tuple(measures.values)
     if measures not in shapes:
         number = core.constexpr(math.prod(measures))
         shapes[measures] = core.tuple([core.constexpr(size) for size in measures]), number
-    tensor.shape, tensor.numel = shapes[measures]
-    tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+    kind.facts = kind.scalar, *shapes[measures]
+    facts: tuple[Any, Any, Any] = kind.facts
+    return facts
+
+
+def tensor_of_known_shape(tensor: Any, handle: Any, kind: Any) -> None:
+    tensor.dtype, tensor.shape, tensor.numel = kind.__dict__.get("facts") or facts_of(kind)
+    tensor.handle, tensor.type = handle, kind
 
 
 def made(data: Any, kind: Any) -> Any:
     """Return a tensor, without asking whether its numbers are as wide as their type: they are."""
+    element, shape, number = kind.__dict__.get("facts") or facts_of(kind)
     handle, tensor = new(Handle), new(Tensor)
-    handle.data, handle.dtype, handle.attr = data, kind.scalar, {}
-    tensor_of_known_shape(tensor, handle, kind)
+    handle.data, handle.dtype, handle.attr = data, element, {}
+    tensor.handle, tensor.type, tensor.dtype = handle, kind, element
+    tensor.shape, tensor.numel = shape, number
     return tensor
 
 
