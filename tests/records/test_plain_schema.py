@@ -15,8 +15,8 @@ from tests.records.sample import benchmark_result, spectrum_result, stability_re
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, -1, 1.0, 1.5, 10**30, math.nan, math.inf, np.float64(2),
     np.int64(1), "", "a", "abc", [], [1], ["a"], [1, "a"], [[1], [True]], (1,), {}, {"a": 1},
-    {"a": "b"}, {"a": None, "b": 2}, {"b": {"a": 1}}, {"kind": "x", "size": 1}, {"kind": "y", "size": 1},
-    {"kind": "x"}, OrderedDict(a="b"),
+    {"a": "b"}, {"a": None, "b": 2}, {"b": {"a": 1}}, {"kind": "x", "size": 1},
+    {"kind": "y", "size": 1}, {"kind": "x"}, OrderedDict(a="b"),
 ]  # fmt: skip
 SCHEMAS: list[dict[str, Any]] = [
     *({"type": name} for name in ("array", "boolean", "integer", "null", "number", "object")),
