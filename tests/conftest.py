@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,29 @@ def share_models(patch: pytest.MonkeyPatch) -> None:
 
     for module in (methods, model, steps):
         patch.setattr(module, "load_model", shared)
+
+
+#: Moments by model, its weights, where tokens come from and how many, with the model itself.
+_COLLECTED: dict[Any, Any] = {}
+
+
+def share_moments(patch: pytest.MonkeyPatch) -> None:
+    """Let commands that share a model share what it is calibrated with, where no file is read."""
+    from kvprof.moments import calibrator
+
+    collect = calibrator.collect_moments
+
+    def shared(loaded: Any, source: Any, options: Any, *, abandon: Any, **told: Any) -> Any:
+        asked = id(loaded), loaded.fingerprint, source, options
+        if source.paths or abandon():
+            yield from collect(loaded, source, options, abandon=abandon, **told)
+            return
+        if asked not in _COLLECTED:
+            *_, moments = collect(loaded, source, options, abandon=abandon, **told)
+            _COLLECTED[asked] = loaded, moments
+        yield deepcopy(_COLLECTED[asked][1])
+
+    patch.setattr(calibrator, "collect_moments", shared)
 
 
 def few_layers(patch: pytest.MonkeyPatch, folder: Path, layers: int) -> None:

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ import typer
 from kvprof.cli import COMMANDS, app
 from kvprof.commands.recipe_run import check_command
 from kvprof.reproduction.allowed import CELL_COMMANDS
+from kvprof.triton_probe import probe_triton
 from tests.commands.running import Finished, kvprof
-from tests.conftest import calibrate_on_few, few_layers, share_models
+from tests.conftest import calibrate_on_few, few_layers, share_models, share_moments
 
 ROOT = Path(__file__).parents[1]
 
@@ -169,6 +171,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, short_splits: Path) -> Iter
         patch.setenv("NO_COLOR", "1")
         calibrate_on_few(patch)
         share_models(patch)
+        share_moments(patch)
+        # Whether Triton works here is found out once: a compiler is started for it.
+        patch.setattr("kvprof.commands.doctor.probe_triton", cache(probe_triton))
         few_layers(patch, tmp_path_factory.mktemp("reference"), 4)
         patch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
         patch.chdir(path)

@@ -1,20 +1,12 @@
+"""What is told of a Triton that does not work; `test_child.py` asks one that does."""
+
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from kvprof import triton_probe
 from kvprof.triton_probe import probe_triton
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_a_kernel_compiles_here_even_when_the_user_asked_for_the_interpreter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    state = probe_triton()
-    assert (state.compiles, state.interpreted, state.problem) == (True, True, None)
 
 
 def test_a_compiler_that_fails_is_told_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ what eviction keeps beside the tokens. Weights that grow are counted apart (`wei
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import add
 
 from kvprof.methods.across import Across, coded_layers, coded_tokens
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
@@ -86,12 +86,9 @@ class CacheBytes:
         """All of it."""
         return sum(vars(self).values())
 
-    def __add__(self, other: "CacheBytes") -> "CacheBytes":
-        return CacheBytes(*map(add, vars(self).values(), vars(other).values()))
 
-    def times(self, factor: int) -> "CacheBytes":
-        """Return the same for `factor` sequences."""
-        return CacheBytes(*(count * factor for count in vars(self).values()))
+# The same while it is counted, as fast as plans for a rate ask for it.
+_Counts = Counter[str]
 
 
 @dataclass(frozen=True)
@@ -134,12 +131,13 @@ def bytes_at(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> Cache
     batch : int
         Sequences of that length.
     """
+    counts: _Counts = Counter()
     if plan.across is not None:
-        return _coded_bytes(plan, plan.across, tokens, itemsize).times(batch)
-    total = CacheBytes()
-    for layer in plan.layers:
-        total += layer_bytes(plan, layer, tokens, itemsize=itemsize)
-    return total.times(batch)
+        _count_coded(counts, plan, plan.across, tokens, itemsize)
+    else:
+        for layer in plan.layers:
+            _count_layer(counts, plan, layer, tokens, itemsize)
+    return CacheBytes(**{name: count * batch for name, count in counts.items()})
 
 
 def full_bytes(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> int:
@@ -236,7 +234,12 @@ def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> 
 
     Of a plan that codes across layers there is no such thing.
     """
-    total = CacheBytes()
+    counts: _Counts = Counter()
+    _count_layer(counts, plan, layer, tokens, itemsize)
+    return CacheBytes(**counts)
+
+
+def _count_layer(counts: _Counts, plan: Plan, layer: LayerPlan, tokens: int, itemsize: int) -> None:
     quantiser = None if layer.left_out else plan.quantiser
     aged = layer.sliding_window is None and not layer.left_out
     sink = min(plan.levels.sink, tokens) if aged else 0
@@ -250,12 +253,12 @@ def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> 
                 rank = group.ranks[segment.level]
                 reached = side is not None and group.quantised
                 if segment.quantised and quantiser is not None and side is not None and reached:
-                    total += _quantised(segment, group, quantiser, side, name, itemsize)
+                    _count_quantised(counts, segment, group, quantiser, side, name, itemsize)
                     continue
                 # What a quantiser has still to reach is its window; without one it is just stored.
                 part = "sinks" if in_sink else "window" if reached else name
-                total += CacheBytes(**{part: segment.tokens * rank * itemsize})
-    total += CacheBytes(eviction=_eviction_bytes(plan, layer, tokens))
+                counts[part] += segment.tokens * rank * itemsize
+    counts["eviction"] += _eviction_bytes(plan, layer, tokens)
     if plan.online_bases and not layer.shared:
         matrices = [
             group.width * group.rank
@@ -263,67 +266,65 @@ def layer_bytes(plan: Plan, layer: LayerPlan, tokens: int, *, itemsize: int) -> 
             for group in groups
             if group.down is None and not group.identity
         ]
-        total += CacheBytes(bases=sum(matrices) * itemsize)
-    return total
+        counts["bases"] += sum(matrices) * itemsize
 
 
-def _coded_bytes(plan: Plan, across: Across, tokens: int, itemsize: int) -> CacheBytes:
-    """Return what a context takes that is coded across layers, at rest or as latents."""
-    total = CacheBytes()
+def _count_coded(counts: _Counts, plan: Plan, across: Across, tokens: int, itemsize: int) -> None:
+    """Count what a context takes that is coded across layers, at rest or as latents."""
     coded = coded_tokens(across, plan.levels.sink, tokens)
     for group in across.groups:
         size = math.ceil(coded * group.token_bytes)
         if not across.at_rest:
             size = coded * group.rank * itemsize
-        own = group.width * group.rank * itemsize if coded and group.basis is None else 0
-        total += CacheBytes(**{group.side: size}, bases=own)
+        counts[group.side] += size
+        if coded and group.basis is None:
+            counts["bases"] += group.width * group.rank * itemsize
     for side in ("keys", "values"):
         together = coded_layers(across, side)
         for index, layer in enumerate(plan.layers):
             width = sum(group.width for group in getattr(layer, side).groups) * itemsize
             if index in together:
                 sink = min(plan.levels.sink, tokens)
-                newest = tokens - sink - coded
-                total += CacheBytes(sinks=sink * width, window=newest * width)
+                counts["sinks"] += sink * width
+                counts["window"] += (tokens - sink - coded) * width
             else:
-                total += CacheBytes(**{side: stored_tokens(plan, layer, tokens) * width})
-    return total
+                counts[side] += stored_tokens(plan, layer, tokens) * width
 
 
-def _quantised(
+def _count_quantised(
+    counts: _Counts,
     segment: Segment,
     group: HeadGroup,
     quantiser: Quantiser,
     side: SideQuantiser,
     name: str,
     itemsize: int,
-) -> CacheBytes:
+) -> None:
     tokens, rank = segment.tokens, group.ranks[segment.level]
     runs = group.runs(side, segment.level)
     if quantiser.kind in LIBRARIES:
         ((_, bits),) = runs  # check_plan has seen to it
         row = row_layout(quantiser.kind, bits, rank, side.group)
         scales = tokens * row.groups * itemsize  # in the model's own dtype
-        zeros = scales if row.zeros else 0
-        return CacheBytes(scales=scales, zeros=zeros, **{name: tokens * row.code_bytes})
-    codes = tokens * sum(math.ceil(columns * bits / 8) for columns, bits in runs)
+        counts["scales"] += scales
+        counts["zeros"] += scales if row.zeros else 0
+        counts[name] += tokens * row.code_bytes
+        return
+    counts[name] += tokens * sum(math.ceil(columns * bits / 8) for columns, bits in runs)
     kept = ARITHMETICS[quantiser.kind].kept
     if not kept:
-        return CacheBytes(**{name: codes})
+        return
     if side.axis == "channel":
         assert side.group is not None  # check_plan has seen to it
         scales = tokens // side.group * rank
     else:
         scales = tokens * math.ceil(rank / (side.group or rank))
     width = SCALE_BYTES[quantiser.scale_dtype]
+    counts["scales"] += scales * width * ("scale" in kept or "norm" in kept)
+    counts["zeros"] += scales * width * ("zero point" in kept)
     # Decimal shares again: 0.01 * 300 is 3 outliers.
     outliers = tokens * math.ceil(quantiser.outliers * rank - 1e-9)
-    return CacheBytes(
-        scales=scales * width * ("scale" in kept or "norm" in kept),
-        zeros=scales * width * ("zero point" in kept),
-        outliers=outliers * (itemsize + _INDEX_BYTES),
-        **{name: codes},
-    )
+    counts["outliers"] += outliers * (itemsize + _INDEX_BYTES)
 
 
 def _eviction_bytes(plan: Plan, layer: LayerPlan, tokens: int) -> int:

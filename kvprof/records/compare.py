@@ -298,15 +298,17 @@ def _bootstrapped(base: Figure, other: Figure, seed: int) -> list[tuple[float, f
         one.beside and len(one.beside) == len(one.samples or ()) and min(one.beside) > 0
         for one in (base, other)
     )
+    # Of each run, what is drawn together.
+    rows = [
+        [*zip(one.samples or (), *([one.beside or ()] if paired else []), strict=True)]
+        for one in (other, base)
+    ]
     raw, relative = [], []
     for _ in range(_RESAMPLES):
         values = []
-        for one in (other, base):
-            samples = one.samples or ()
-            drawn = chance.choices(range(len(samples)), k=len(samples))
-            values.append(math.log(median(samples[index] for index in drawn)))
-            if paired and one.beside:
-                values.append(math.log(median(one.beside[index] for index in drawn)))
+        for own in rows:
+            drawn = chance.choices(own, k=len(own))
+            values += [math.log(median(column)) for column in zip(*drawn, strict=True)]
         raw.append(values[0] - values[len(values) // 2])
         if paired:
             relative.append(values[0] - values[1] - (values[2] - values[3]))

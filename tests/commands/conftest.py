@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import calibrate_on_few, share_models
+from tests.conftest import calibrate_on_few, share_models, share_moments
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -13,6 +13,7 @@ def _few_documents(short_splits: Path) -> Iterator[None]:
     """Evaluate on the first documents of the splits, in what modules make once too."""
     with pytest.MonkeyPatch.context() as patch:
         share_models(patch)
+        share_moments(patch)
         patch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
         yield
 

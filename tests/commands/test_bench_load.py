@@ -30,7 +30,7 @@ from kvprof.serving.load.lengths import load_lengths
 from tests.commands.running import kvprof
 from tests.serving.load.fake_server import Behaviour, FakeServer
 
-SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--rates", "40,80")
+SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--rates", "80,160")
 
 #: Inputs of a load that starts its servers.
 SERVED = {
@@ -124,10 +124,10 @@ def test_a_load_is_measured_shown_compared_and_exported(
     done = load(server, "--slo", "ttft=2s,tbt=1s", "--out", run, "--csv", tmp_path / "a.csv")
     assert done.code == 0, done.stderr
     # So few requests do not tell whether the queue grows: nothing is claimed.
-    assert re.search(r"served (may serve|serves) (40|80) requests a second", done.stdout)
+    assert re.search(r"served (may serve|serves) (80|160) requests a second", done.stdout)
     result = read_result(run / "result.json")
     assert (result["kind"], result["complete"]) == ("load", True)
-    assert [row["case"] for row in result["data"]["rates"]] == ["served @ 40/s", "served @ 80/s"]
+    assert [row["case"] for row in result["data"]["rates"]] == ["served @ 80/s", "served @ 160/s"]
     assert result["data"]["objective"] == {"share": 0.9, "ttft_seconds": 2.0, "tbt_seconds": 1.0}
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 3
     assert kvprof("show", run).stdout == done.stdout
@@ -291,7 +291,7 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(
 ) -> None:
     run = tmp_path / "run"
     arguments = (
-        "--lengths", "in=64,out=8", "--requests", 40, "--rates", "2,20", "--out", run,
+        "--lengths", "in=64,out=8", "--requests", 40, "--rates", "5,20", "--out", run,
     )  # fmt: skip
     # The slow rate comes first: it is under way when the signal comes, and nothing is complete.
     child = started(server, *arguments)
@@ -300,7 +300,7 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(
         events = run / EVENTS_NAME
         if events.exists() and '"load_request"' in events.read_text():
             break
-        time.sleep(0.1)
+        time.sleep(0.02)
     child.send_signal(number)
     out, err = child.communicate(timeout=60)
     assert child.returncode == ExitCode.INTERRUPTED, err
@@ -319,7 +319,7 @@ def test_rates_that_are_there_are_not_measured_again(
     assert load(server, "--out", run).code == 0
     # As if it had been killed in the second rate.
     lines = (run / EVENTS_NAME).read_text().splitlines(keepends=True)
-    begun = next(n for n, line in enumerate(lines) if '"served @ 80/s"' in line)
+    begun = next(n for n, line in enumerate(lines) if '"served @ 160/s"' in line)
     # By a version that knew no --tokenizer, which is none of them.
     first = json.loads(lines[0])
     assert first["inputs"].pop("tokenizer", 0) is None

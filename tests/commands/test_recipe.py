@@ -18,14 +18,16 @@ from tests.commands.running import kvprof
 from tests.records.sample import benchmark_result
 from tests.reproduction.written import CPU, TEXT, FakeRunner, write
 
-# A method that nothing has to be measured for; it has this one rate in the model's float32.
+# A command that is soon done, as it loads no torch, and always finds the same.
+CELL = "bench --load --simulate --methods {method} --rates 1 --requests {rate}"
 REAL = (
-    TEXT.replace("method: [fdc, kq]", "method: [fp8]")
-    .replace("0.30", "0.5")
-    .replace("--rate {rate}", "--rate {rate} --calibrate-tokens 256")
-    .replace("plan-fdc", "plan-fp8")
-    .replace("method: fdc}", "method: fp8}")
-    .replace("at_least: 0.95", "about: 0.75")
+    TEXT.replace("method: [fdc, kq]", "method: [full]")
+    .replace('"0.30"', '"8"')
+    .replace("plan reference --method {method} --rate {rate}", CELL)
+    .replace("plan-fdc", "plan-full")
+    .replace("method: fdc}", "method: full}")
+    .replace("figure: rate", "figure: largest_rate")
+    .replace("at_least: 0.95", "about: 1")
 )
 
 
@@ -191,21 +193,18 @@ def test_a_real_cell_from_end_to_end(tmp_path: Path) -> None:
     assert done.code == 0, done.stderr
     entry = read_result(tmp_path / "j")["data"]["entries"][0]
     assert entry["verdict"] == "reproduced"
-    assert entry["measures"][0]["value"] == 0.75
+    assert entry["measures"][0]["value"] == 1
     start = time.monotonic()
     again = kvprof("recipe", "run", write(tmp_path, REAL), "--out", out)
-    assert "known: plan reference" in again.stderr
+    assert "known: bench --load" in again.stderr
     assert time.monotonic() - start < 5
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    text = REAL.replace(
-        "plan reference --method {method} --rate {rate} --calibrate-tokens 256",
-        "spectrum --tokens 512k",
-    )
-    path = write(tmp_path, text.replace('"plan-{method}"', "plan-fp8"))
+    text = REAL.replace(CELL, "spectrum --tokens 512k").replace('"plan-{method}"', "plan-full")
+    path = write(tmp_path, text)
     process = subprocess.Popen(
         [sys.executable, "-m", "kvprof", "recipe", "run", str(path), "--out", str(out)],
         stderr=subprocess.PIPE,

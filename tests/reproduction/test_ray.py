@@ -56,19 +56,21 @@ if not Path(f"{method}.json").exists():
 sys.stdout.write(Path(f"{method}.json").read_text())
 """
 # A command of kvprof's own that is soon done: it loads no torch.
+CELL = "bench --load --simulate --methods full --rates 1 --requests {rate}"
 REAL = (
-    TEXT.replace(
-        "plan reference --method {method} --rate {rate}",
-        "bench --load --simulate --methods full --rates 1 --requests {rate}",
-    )
+    TEXT.replace("plan reference --method {method} --rate {rate}", CELL)
     .replace('"0.30"', '"8"')
     .replace("judged: true", "judged: only its cell matters")
     .replace("method: [fdc, kq]", "method: [fdc]")
 )
+# Where GPUs count, Ray starts other processes for cells than for what machines are asked first.
+ON_CPU = ("--device", "cpu")
 SECONDS = 60  # that anything may take on a machine that is busy
 
 
 SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}
+# Processes that only look after a head's size and its logs take seconds to start.
+HEAD = {"num_cpus": 0, "no_monitor": True, "include_log_monitor": False, **SMALL}
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +83,10 @@ def _head() -> Iterator[Any]:
         soon = {
             "health_check_period_ms": 500,
             "health_check_timeout_ms": 10_000,
+            "health_check_failure_threshold": 2,
             "health_check_initial_delay_ms": 0,
         }
-        found = Machines(
-            initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": soon, **SMALL}
-        )
+        found = Machines(initialize_head=True, head_node_args={"_system_config": soon, **HEAD})
         yield found
         found.shutdown()
 
@@ -120,8 +121,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     return (str(tmp_path / "fake.py"),)
 
 
-def planned(folder: Path, methods: str) -> list[Planned]:
+def planned(folder: Path, methods: str, *options: str) -> list[Planned]:
     text = TEXT.replace("method: [fdc, kq]", f"method: [{methods}]")
+    text = text.replace("--method {method}", " ".join(("--method {method}", *options)))
     return prepare([load_recipe(write(folder, text))], "smoke", {}, None, CPU, code_version())
 
 
@@ -171,19 +173,25 @@ def kill(machines: Any, raylet: str) -> None:
     machines.remove_node(lost, allow_graceful=False)
 
 
-def test_a_real_cell_is_what_it_is_locally(machine: Any, tmp_path: Path) -> None:
+def test_a_real_cell_is_what_it_is_locally_and_no_code_of_the_working_folder_runs(
+    machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("yaml", "jsonschema", "kvprof"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
     path = write(tmp_path, REAL)
-    kept: dict[str, Any] = {}
-    for out, more in (("here", ()), ("there", ("--ray", machine.address))):
-        done = kvprof("recipe", "run", path, "--out", tmp_path / out, *more)
-        assert done.code == 0, done.stderr
-        (cell,) = (tmp_path / out / "cells").iterdir()
-        kept[out] = read_result(cell)
-        del kept[out]["created"], kept[out]["environment"]
-        (method,) = kept[out]["data"]["methods"]
-        del method["ready_seconds"]  # of a clock
+    done = kvprof("recipe", "run", path, "--out", "there", "--ray", machine.address)
+    assert done.code == 0, done.stderr
     assert re.search(r"^1/1 done on \S+ in .* s: bench --load", done.stderr, re.MULTILINE)
-    assert kept["here"] == kept["there"]
+    assert not (tmp_path / "trace").exists()
+    (cell,) = Path("there", "cells").iterdir()
+    assert kvprof("bench", *CELL.format(rate=8).split()[1:], "--json", "here.json").code == 0
+    kept = [read_result(cell), read_result(Path("here.json"))]
+    for result in kept:
+        del result["created"], result["environment"]
+        (method,) = result["data"]["methods"]
+        del method["ready_seconds"]  # of a clock
+    assert kept[0] == kept[1]
 
 
 def test_ctrl_c_ends_what_runs_and_keeps_what_has_ended(
@@ -195,7 +203,7 @@ def test_ctrl_c_ends_what_runs_and_keeps_what_has_ended(
         machine = cluster.machine(code_version(), [])
         assert machine.gpus == ("a GPU",)
         # Under the same digest: what one has measured on its CPU, the other knows.
-        on_cpu = ("plan", "--device", "cpu")
+        on_cpu = ("plan", *ON_CPU)
         assert machine.device(on_cpu) == this_machine().device(on_cpu)
         assert len(cluster.hosts) == 2
         found = run(
@@ -236,7 +244,7 @@ def test_a_lost_machines_cell_runs_on_another_and_a_failing_one_only_once(
     killer = threading.Thread(target=lose, daemon=True)
     killer.start()
     said: list[str] = []
-    plan = planned(tmp_path, "fdc, kq, zack")
+    plan = planned(tmp_path, "fdc, kq, zack", *ON_CPU)
     with Cluster(machines.address, program=fake) as cluster:
         cluster.machine(code_version(), [])
         found = run(plan, tmp_path / "there", cluster, said)
@@ -265,17 +273,6 @@ def test_another_kvprof_is_refused_before_anything_runs(machine: Any) -> None:
         cluster.machine("9.9.9", [])
 
 
-def test_code_of_the_working_folder_is_not_run(
-    machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("yaml", "jsonschema", "kvprof"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
-    monkeypatch.chdir(tmp_path)
-    with Cluster(machine.address) as cluster:
-        cluster.machine(code_version(), [])
-    assert not (tmp_path / "trace").exists()
-
-
 def test_cells_that_no_machine_is_left_for_fail(
     machine: Any, fake: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -290,7 +287,7 @@ def test_cells_that_no_machine_is_left_for_fail(
     killer.start()
     with Cluster(machine.address, program=fake, patience=1.0) as cluster:
         cluster.machine(code_version(), [])
-        found = run(planned(tmp_path, "fdc"), tmp_path / "cells", cluster, [])
+        found = run(planned(tmp_path, "fdc", *ON_CPU), tmp_path / "cells", cluster, [])
     killer.join(SECONDS)
     assert found.entries[0]["failed"]
     assert found.entries[0]["reasons"][0] == (

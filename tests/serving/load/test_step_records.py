@@ -1,13 +1,12 @@
 """Step times are read from what ships, from composed runs, and from loads that were served."""
 
 import json
-import subprocess
+import runpy
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from kvprof.child import child_python
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.events import (
     LoadRateFinished,
@@ -26,10 +25,11 @@ from kvprof.serving.load.step_times import StepTimes
 REPOSITORY = Path(__file__).parents[3]
 
 
-def test_what_ships_is_what_the_tool_gathers_from_the_records(tmp_path):
+def test_what_ships_is_what_the_tool_gathers_from_the_records(tmp_path, monkeypatch):
     made = tmp_path / "h200.json"
-    command = [*child_python(str(REPOSITORY / "tools/step_times.py"), "--out", str(made))]
-    subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY)
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr("sys.argv", ["step_times.py", "--out", str(made)])
+    runpy.run_path("tools/step_times.py", run_name="__main__")
     shipped = files("kvprof") / "assets" / "step_times" / "h200.json"
     assert json.loads(made.read_text()) == json.loads(shipped.read_text())
 

@@ -264,7 +264,9 @@ def quick(server, **options):
     return ServedTarget(Served("served", [parse_address(server.url)]), **options)
 
 
-SHORT = SweepOptions(load_lengths("in=50,out=8"), rates=(40.0, 80.0), requests=40)
+SHORT = SweepOptions(load_lengths("in=50,out=8"), rates=(80.0, 160.0), requests=40)
+# A request has ended before the next one comes.
+ONE_BY_ONE = replace(SHORT, rates=(40.0,))
 
 
 def test_a_server_is_measured_from_outside_and_by_its_marks():
@@ -297,7 +299,7 @@ def test_a_server_without_marks_is_measured_and_that_is_said():
     ("router", "spread"), [("round-robin", [20, 20]), ("shortest-queue", None)]
 )
 def test_the_client_spreads_requests_over_servers(router, spread):
-    slow, fast = Behaviour(slots=1, token_seconds=0.02), Behaviour(slots=8, token_seconds=0.001)
+    slow, fast = Behaviour(slots=1, token_seconds=0.01), Behaviour(slots=8, token_seconds=0.001)
     with FakeServer(slow) as one, FakeServer(fast) as two:
         target = ServedTarget(
             Served("served", [parse_address(one.url), parse_address(two.url)]), router=router
@@ -343,7 +345,9 @@ def test_steps_that_an_engine_samples_are_events_of_the_rate_they_fell_in(here):
     for row in rows:  # one for each answer, and none of those before the rate
         assert (row["sampled"], row["phase"]) == (SHORT.requests, "decode")
         assert row["waited_share"] == 0.25
-    _, _, without = sweep([ServedTarget(ServerProcess("fdc", child()))], SHORT)
+    _, _, without = sweep(
+        [ServedTarget(ServerProcess("fdc", child()))], replace(SHORT, rates=(160.0,))
+    )
     assert not any(isinstance(event, LoadStep) for event in without)
 
 
@@ -361,8 +365,10 @@ def test_a_server_that_is_killed_in_the_middle_is_told(here):
 
 def test_a_server_that_dies_of_a_rates_last_request_is_no_rate_that_fails(here):
     """One request lost of 40 looks like any failure; the rate must not be judged by it."""
-    process = ServerProcess("full", child('{"dies_after": 41, "lingers": 1}'))  # 2 before the rate
-    complete, problems, events = sweep([ServedTarget(process)], replace(SHORT, rates=(40.0,)))
+    process = ServerProcess(
+        "full", child('{"dies_after": 41, "lingers": 0.5}')
+    )  # 2 before the rate
+    complete, problems, events = sweep([ServedTarget(process)], ONE_BY_ONE)
     assert not complete
     assert str(problems[0]) == "full: its server was killed (signal 9)"
     (row,) = result_of(events)["data"]["rates"]
@@ -371,7 +377,7 @@ def test_a_server_that_dies_of_a_rates_last_request_is_no_rate_that_fails(here):
 
 def test_an_address_that_loses_a_rates_last_request_is_asked_whether_it_is_there():
     with FakeServer(Behaviour(fails={42: "cut"})) as server:
-        complete, problems, _ = sweep([quick(server)], replace(SHORT, rates=(40.0,)))
+        complete, problems, _ = sweep([quick(server)], ONE_BY_ONE)
     assert (complete, problems) == (True, [])
 
 
@@ -472,7 +478,7 @@ def test_a_server_that_does_not_start_says_why(here):
 def test_an_address_that_ceases_to_answer_ends_the_rate():
     options = SweepOptions(load_lengths("in=50,out=8"), rates=(40.0,), requests=200)
     with FakeServer(Behaviour(token_seconds=0.002)) as server:
-        closing = threading.Timer(1.0, server.close)
+        closing = threading.Timer(0.5, server.close)
         closing.start()
         complete, problems, _ = sweep([quick(server)], options)
     assert not complete
@@ -484,7 +490,7 @@ def test_one_of_several_that_ceases_to_answer_ends_the_rate(router):
     options = SweepOptions(load_lengths("in=50,out=8"), rates=(40.0,), requests=80)
     with FakeServer(Behaviour(token_seconds=0.002)) as one, FakeServer() as two:
         addresses = [parse_address(server.url) for server in (one, two)]
-        closing = threading.Timer(0.8, one.close)
+        closing = threading.Timer(0.4, one.close)
         closing.start()
         target = ServedTarget(Served("served", addresses), router=router)
         complete, problems, _ = sweep([target], options)
@@ -494,10 +500,10 @@ def test_one_of_several_that_ceases_to_answer_ends_the_rate(router):
 
 def test_a_stop_ends_a_rate_at_once_and_keeps_it_out_of_what_is_judged():
     began = time.monotonic()
-    options = SweepOptions(load_lengths("in=50,out=8"), rates=(2.0,), requests=200)
-    with FakeServer() as server:
+    options = SweepOptions(load_lengths("in=50,out=8"), rates=(10.0,), requests=1000)
+    with FakeServer() as server:  # which has two before the rate
         complete, problems, events = sweep(
-            [quick(server)], options, stop=lambda: time.monotonic() - began > 1.5
+            [quick(server)], options, stop=lambda: len(server.bodies) > 4
         )
     assert time.monotonic() - began < 30
     assert (complete, problems) == (False, [])
@@ -505,14 +511,16 @@ def test_a_stop_ends_a_rate_at_once_and_keeps_it_out_of_what_is_judged():
 
 
 def test_a_child_ends_with_its_parent(here, tmp_path):
-    log = tmp_path / "port"
+    log, follows = tmp_path / "port", tmp_path / "follows"
+    server = (
+        "import sys, time; from kvprof.leash import follow_parent; "
+        "follow_parent(); open(sys.argv[1], 'w'); time.sleep(60)"
+    )
     program = (
-        "import os, sys, time\n"
+        "import sys, time\n"
         "from pathlib import Path\n"
         "from kvprof.serving.load.server import ServerProcess\n"
-        "from kvprof.child import module_command\n"
-        "command = lambda port: [sys.executable, '-c', 'from kvprof.leash import follow_parent; "
-        "import time, os; follow_parent(); time.sleep(60)']\n"
+        f"command = lambda port: [sys.executable, '-c', {server!r}, {str(follows)!r}]\n"
         "process = ServerProcess('full', command)\n"
         "process.start()\n"
         f"Path({str(log)!r}).write_text(str(process._running[0][0].pid))\n"
@@ -522,10 +530,9 @@ def test_a_child_ends_with_its_parent(here, tmp_path):
 
     parent = subprocess.Popen([sys.executable, "-c", program])
     until = time.monotonic() + 30
-    while not (log.exists() and log.read_text()) and time.monotonic() < until:
+    while not (log.exists() and log.read_text() and follows.exists()) and time.monotonic() < until:
         time.sleep(0.05)
     pid = int(log.read_text())
-    time.sleep(1.0)  # until the child follows its parent
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     while time.monotonic() < until:
