@@ -4,10 +4,13 @@ Standard library only: the command reads it before anything is loaded.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+from kvprof.errors import UsageError
 
 __all__ = [
     "LOOPBACK",
@@ -25,13 +28,8 @@ LOOPBACK = "127.0.0.1"
 
 #: Tokens of the longest step that is a graph: vLLM's own most, which it takes of 256 sequences on.
 _LONGEST_GRAPH = 512
-#: The steps that are graphs where one costs what it costs outside: up to which the host may take
-#: longer to launch a model's pieces than the GPU takes to run them. From vLLM's own sizes on they
-#: lie farther apart, for what they are filled up with costs a smaller share of a longer step.
-_LONG_GRAPHS = (
-    1, 2, 4, *range(8, 256, 8), *range(256, 513, 16),
-    *range(576, 1025, 64), *range(1152, 2049, 128), *range(2304, 3073, 256),
-)  # fmt: skip
+#: vLLM's way to give one entry of its compilation's settings.
+_PARTS = re.compile(r"(-cc|--compilation[-_]config)\.")
 
 #: Methods that are served, as the help and the shell offer them; of others `refusals` says why not.
 SERVED = (
@@ -64,7 +62,6 @@ def engine_options(
     port: int = 8000,
     dtype: str = "auto",
     ranks: int = 1,
-    long_graphs: bool = False,
     given: Sequence[str] = (),
 ) -> list[Setting]:
     """Return the options of ``vllm serve``.
@@ -76,22 +73,37 @@ def engine_options(
     dtype : str
     ranks : int
         Of tensor parallelism.
-    long_graphs : bool
-        Whether a step that reads prompts costs as a graph what it costs outside, however long
-        (`kvprof.serving.served.holds_long_steps`).
     given : sequence of str
         What somebody gives to vLLM, which refuses sizes of graphs that are given twice.
+
+    Raises
+    ------
+    UsageError
+        For parts of ``--compilation-config`` by themselves, which vLLM would take in place of all
+        of it.
     """
+    parts = [word for word in given if _PARTS.match(word)]
+    if parts:
+        raise UsageError(
+            f"{parts[0]} would take the place of all that is set of --compilation-config; give the "
+            'whole of it: --compilation-config \'{"mode":0,"cudagraph_mode":"FULL",…}\''
+        )
     listens = "only this machine reaches it" if host == LOOPBACK else "as asked"
     compilation: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL"}
-    fewer = "as many tokens as asked, or fewer,"
-    if not named(list(given)) & {"--cudagraph-capture-sizes", "--max-cudagraph-capture-size"}:
-        if long_graphs:
-            compilation["cudagraph_capture_sizes"] = _LONG_GRAPHS
-        else:
-            compilation["max_cudagraph_capture_size"] = _LONGEST_GRAPH
-        fewer = f"{_LONG_GRAPHS[-1] if long_graphs else _LONGEST_GRAPH} tokens or fewer"
+    sized = [
+        option_value(given, option, least=least) is not None
+        for option, least in (
+            ("--max-cudagraph-capture-size", "--max-cu"),
+            ("--cudagraph-capture-sizes", "--cudagraph-c"),
+        )
+    ]
+    fewer = "as many tokens as asked"
+    if not any(sized):
+        compilation["max_cudagraph_capture_size"] = _LONGEST_GRAPH
+        fewer = f"{_LONGEST_GRAPH} tokens or fewer"
     graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
+    if "--enforce-eager" in named(list(given)):
+        graphs = "no CUDA graphs, as asked"
     return [
         Setting("--host", host, listens),
         Setting("--port", str(port), "as asked" if port != 8000 else "vLLM's own"),
@@ -128,7 +140,12 @@ def named(given: list[str]) -> set[str]:
     given : list of str
         Words of a command line.
     """
-    return {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("--")}
+    whole = [word.partition("=")[0] for word in given]
+    return {
+        "--compilation-config" if word == "-cc" else word.replace("_", "-")
+        for word in whole
+        if word.startswith("--") or word == "-cc"
+    }
 
 
 def option_value(given: Sequence[str], option: str, *, least: str, short: str = "") -> str | None:
