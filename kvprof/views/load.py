@@ -375,17 +375,17 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
         name = method["method"]
         base = baseline_of(name, data["baseline"])
         rate = pays["from_rate"]
-        sure = [
-            f"{one['rate']:g}/s"
-            for one in pays["ratios"]
-            if one["interval"] is not None and one["interval"][1] < 1
-        ]
+        bounded = [one for one in pays["ratios"] if one["interval"] is not None]
+        faster = [f"{one['rate']:g}/s" for one in bounded if one["interval"][1] < 1]
+        slower = [f"{one['rate']:g}/s" for one in bounded if one["interval"][0] > 1]
         if rate is not None:
             said = f"is faster than {base} from {_a_second(rate)} on"
-        elif sure:  # and not at one above them
-            said = f"is surely faster than {base} only at {', '.join(sure)}"
+        elif faster:  # and not at one above them
+            said = f"is surely faster than {base} only at {', '.join(faster)}"
         else:
             said = f"is at no measured rate surely faster than {base}"
+        if slower:
+            said += f" and surely slower at {', '.join(slower)}"
         lines.append(f"{name} {said}, by its latency per token")
         lines += [_context_said(name, base, one) for one in pays["contexts"]]
         tables += [heading(f"{name} over {base}, of the same requests"), _over(pays["ratios"])]
@@ -394,21 +394,22 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
 
 def _over(ratios: Sequence[Row]) -> RenderableType:
     """Return a method's mean latencies over the baseline's, rate by rate."""
+    names = {"ratio": "latency per token", "ttft_ratio": "TTFT", "tbt_ratio": "TBT"}
+    # Records of before know latencies per token alone.
+    known = [name for name in names if any(name in one for one in ratios)]
     cells = [
         [
             f"{one['rate']:g}",
-            interval(one["ratio"], one["interval"]),
-            # Records of before know latencies per token alone.
             *(
-                interval(one.get(f"{name}_ratio"), one.get(f"{name}_ratio_interval"))
-                for name in ("ttft", "tbt")
+                interval(one[name], one["interval" if name == "ratio" else f"{name}_interval"])
+                for name in known
             ),
             f"{one['count']:,}",
         ]
         for one in ratios
     ]
-    titles = ("latency per token", "TTFT", "TBT", "requests")
-    return SplitTable(columns("requests/s", figures=titles), cells, (1, 1, 1, 1))
+    titles = (*(names[name] for name in known), "requests")
+    return SplitTable(columns("requests/s", figures=titles), cells, (1,) * len(titles))
 
 
 def _fit_said(fit: Row) -> str:

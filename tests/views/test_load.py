@@ -25,12 +25,18 @@ def test_where_a_method_is_faster_at_some_rates_only_they_are_named():
     said = text_of(result)
     assert "fdc is surely faster than full only at 1/s, by its latency per token" in said
     # A record of before knows no other ratios.
-    assert "1 0.900 [0.850, 0.950] – – 90" in said
-    pays["ratios"][0] |= {"ttft_ratio": 1.2, "ttft_ratio_interval": [1.1, 1.3]}
-    pays["ratios"][0] |= {"tbt_ratio": 0.8, "tbt_ratio_interval": None}
-    assert "1 0.900 [0.850, 0.950] 1.20 [1.10, 1.30] 0.800 90" in text_of(result)
+    assert "requests/s latency per token requests" in said
+    assert "1 0.900 [0.850, 0.950] 90" in said
+    for one in pays["ratios"]:
+        one |= {"ttft_ratio": 1.2, "ttft_ratio_interval": [1.1, 1.3]}
+        one |= {"tbt_ratio": 0.8, "tbt_ratio_interval": None}
+    said = text_of(result)
+    assert "requests/s latency per token TTFT TBT requests" in said
+    assert "1 0.900 [0.850, 0.950] 1.20 [1.10, 1.30] 0.800 90" in said
     pays["ratios"] = pays["ratios"][1:]
-    assert "fdc is at no measured rate surely faster than full" in text_of(result)
+    assert "fdc is at no measured rate surely faster than full, by" in text_of(result)
+    pays["ratios"][0]["interval"] = [1.05, 1.2]
+    assert "surely faster than full and surely slower at 2/s, by its" in text_of(result)
 
 
 def test_a_cost_that_may_be_below_zero_is_not_resolved():
