@@ -309,7 +309,7 @@ def _measures(document: Document, key_path: KeyPath) -> Iterator[Problem]:
             yield Problem(here, f"{one['id']}: give one of figure, data, divide, subtract ({said})")
         elif kinds[0] in ("divide", "subtract"):
             for other in one[kinds[0]]:
-                if other not in known:
+                if isinstance(other, str) and other not in known:
                     yield Problem(
                         (*here, kinds[0]), f"{one['id']}: no measure {other!r} stands above it"
                     )

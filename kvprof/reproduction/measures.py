@@ -460,10 +460,13 @@ def _there(one: Measure, result: Mapping[str, Any]) -> str:
 
 def _together(
     found: Mapping[str, Measured],
-    pair: tuple[str, str],
+    pair: tuple[str | float, str | float],
     make: Callable[[Measured, Measured], Measured],
 ) -> Measured:
-    first, second = (found[one] for one in pair)
+    # A number is what it is.
+    first, second = (
+        found[one] if isinstance(one, str) else Measured(float(one), (one, one)) for one in pair
+    )
     for one in (first, second):
         if one.missing is not None:
             return one

@@ -298,7 +298,7 @@ class Measure:
         A path into the result's data instead.
     over : str or None
         How several matches become one number.
-    divide, subtract : pair of measures, or None
+    divide, subtract : pair of measures or numbers, or None
         Instead of `cell`.
     """
 
@@ -308,8 +308,8 @@ class Measure:
     where: Mapping[str, Any] = field(default_factory=dict)
     data: str | None = None
     over: str | None = None
-    divide: tuple[str, str] | None = None
-    subtract: tuple[str, str] | None = None
+    divide: tuple[str | float, str | float] | None = None
+    subtract: tuple[str | float, str | float] | None = None
     unit: str | None = None
     note: str | None = None
 

@@ -86,6 +86,9 @@ def test_figures_keep_their_interval_and_its_ends_make_those_of_a_quotient() -> 
     assert ratio.interval == pytest.approx((0.9, 1.25))
     gap = measured(FDC, KQ, Measure("gap", subtract=("kq", "fdc")))
     assert gap.interval == pytest.approx((-0.1, 0.2))
+    saved = measured(FDC, Measure("saved", subtract=(1, "fdc")))
+    assert (saved.value, *saved.interval) == pytest.approx((0.1, 0.0, 0.2))
+    assert measured(FDC, Measure("half", divide=("fdc", 2))).interval == (0.4, 0.5)
 
 
 def test_several_matches_need_to_be_told_how() -> None:
@@ -246,6 +249,17 @@ def test_nothing_is_divided_by_0() -> None:
     zero = Measure("none", subtract=("fdc", "fdc"))
     found = measured(FDC, zero, Measure("ratio", divide=("fdc", "none")))
     assert found.missing == "none is 0, and fdc cannot be divided by it"
+
+
+def test_times_over_the_baselines_bring_the_interval_of_the_same_requests():
+    result = result_of(load_stream())
+    path = "methods[method=fdc].pays.ratios[rate=6].ttft_ratio"
+    (own,) = (one for one in result["data"]["methods"] if one["method"] == "fdc")
+    (row,) = (one for one in own["pays"]["ratios"] if one["rate"] == 6)
+    steps = [Measure("over", cell="load", data=path), Measure("saved", subtract=(1, "over"))]
+    saved = measure_all(steps, {"load": result}, {})["saved"]
+    low, high = row["ttft_ratio_interval"]
+    assert (saved.value, *saved.interval) == (1 - row["ttft_ratio"], 1 - high, 1 - low)
 
 
 def test_a_largest_rate_that_nothing_bounds_decides_nothing():
