@@ -4,9 +4,9 @@ What a kernel does follows from widths, bits and levels, not from what bases hol
 here as it does anywhere, on moments that are the same for every head
 (`kvprof.moments.uncalibrated.stand_in_family`). Those whose ranks are known are given them: ``fdc``
 and ``kq`` the recorded ones (`kvprof.benchmark.ranks`), ``zack`` those of ``fdc``, whose rule it
-shares, ``palu`` equal ones, ``tale`` its published
-setting. The benchmark's own are ``uniform``, which is ``fdc`` with equal widths, and
-``palu-folded``, which is ``palu`` on the shape as it were without RoPE (Palu eq. 7).
+shares, ``palu`` equal ones, ``tale`` its published setting. The benchmark's own are ``uniform``,
+which is ``fdc`` with equal widths, and ``palu-folded``, which is ``palu`` on the shape as it were
+without RoPE (Palu eq. 7).
 """
 
 from collections.abc import Callable, Sequence

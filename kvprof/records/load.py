@@ -296,18 +296,24 @@ LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
 def attains(one: LoadRequest, limits: Mapping[str, float]) -> bool:
     """Whether a request is within every limit; one that failed is within none."""
     own = _seconds(one)
-    return own is not None and all(own[name] <= limit for name, limit in limits.items())
+    # A single token is in time whatever lies between tokens.
+    return own is not None and all(own.get(name, 0.0) <= limit for name, limit in limits.items())
 
 
 def _seconds(one: LoadRequest) -> dict[str, float] | None:
-    """Return what an objective may limit of a request; None of one that was not served."""
+    """Return what an objective may limit of a request; None of one that was not served.
+
+    Of a single token there is no time between tokens.
+    """
     if one.failure is not None or one.first is None or one.last is None or not one.tokens:
         return None
-    return {
+    found = {
         "ttft_seconds": one.first - one.arrival,
-        "tbt_seconds": _between(one) if one.tokens > 1 else 0.0,
         "normalised_latency_seconds": (one.last - one.arrival) / one.tokens,
     }
+    if one.tokens > 1:
+        found["tbt_seconds"] = _between(one)
+    return found
 
 
 def _between(one: LoadRequest) -> float:
@@ -483,9 +489,10 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
     -------
     dict
         ``ratios``: per rate that both completed, of the latency per token, and of the times to the
-        first token and between tokens; ``from_rate``: the smallest rate from which on the
-        whole interval lies below 1 at every rate, None where there is none. Where either lost more
-        than a hundredth of its requests, those that were served do not tell which is faster.
+        first token and between tokens; ``from_rate``: the smallest rate from which on the whole
+        interval of the former lies below 1 at every rate, None where there is none. Where either
+        lost more than a hundredth of its requests, those that were served do not tell which is
+        faster.
     """
     theirs = {case.started.rate: case for case in baseline if _complete(case)}
     ratios, lossy = [], set()
@@ -495,9 +502,16 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
             continue
         if any(_lost(one) > LOSSY for one in (case, theirs[rate])):
             lossy.add(rate)
-        latency, ttft, tbt = (
-            mean_ratio(_pairs(case, theirs[rate], name))
-            for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds")
+        both = _both(case, theirs[rate])
+        ttft, tbt, latency = (
+            mean_ratio(
+                [
+                    (mine[name], other[name])
+                    for mine, other in both
+                    if name in mine and name in other
+                ]
+            )
+            for name in LIMITS
         )
         if latency is None:
             continue
@@ -523,14 +537,10 @@ def _complete(case: LoadCase) -> bool:
     return case.finished is not None and case.finished.complete
 
 
-def _pairs(case: LoadCase, other: LoadCase, name: str) -> list[tuple[float, float]]:
-    """Return a figure of requests that both served, inside both windows, in order of arrival."""
+def _both(case: LoadCase, other: LoadCase) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Return the times of requests that both served, inside both windows, in order of arrival."""
     found = [
-        {
-            one.number: own[name]
-            for one in counted_of(each).served
-            if (own := _seconds(one)) is not None and (name != "tbt_seconds" or one.tokens > 1)
-        }
+        {one.number: own for one in counted_of(each).served if (own := _seconds(one)) is not None}
         for each in (case, other)
     ]
-    return [(found[0][number], found[1][number]) for number in found[0] if number in found[1]]
+    return [(own, found[1][number]) for number, own in found[0].items() if number in found[1]]

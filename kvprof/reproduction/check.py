@@ -308,6 +308,10 @@ def _measures(document: Document, key_path: KeyPath) -> Iterator[Problem]:
             said = " and ".join(kinds) or "none"
             yield Problem(here, f"{one['id']}: give one of figure, data, divide, subtract ({said})")
         elif kinds[0] in ("divide", "subtract"):
+            if not any(isinstance(other, str) for other in one[kinds[0]]):
+                yield Problem(
+                    (*here, kinds[0]), f"{one['id']}: two numbers are no measure; name one"
+                )
             for other in one[kinds[0]]:
                 if isinstance(other, str) and other not in known:
                     yield Problem(

@@ -153,7 +153,15 @@ def figure_bytes(figure: Any, fmt: str, *, dpi: int = 200) -> bytes:
     out = io.BytesIO()
     _take_literally(figure)
     with (
-        matplotlib.rc_context({"svg.hashsalt": "kvprof", "svg.fonttype": "path"}),
+        matplotlib.rc_context(
+            {
+                "svg.hashsalt": "kvprof",
+                "svg.fonttype": "path",
+                # A figure without a layout engine would get the user's own.
+                "figure.autolayout": False,
+                "figure.constrained_layout.use": False,
+            }
+        ),
         _laid_out(figure, fmt, dpi),
     ):
         figure.savefig(out, format=fmt, metadata=metadata, dpi=dpi)

@@ -394,7 +394,8 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
 
 def _over(ratios: Sequence[Row]) -> RenderableType:
     """Return a method's mean latencies over the baseline's, rate by rate."""
-    names = {"ratio": "latency per token", "ttft_ratio": "TTFT", "tbt_ratio": "TBT"}
+    called = (_LATENCIES[name] for name in _SHOWN)
+    names = dict(zip(("ratio", "ttft_ratio", "tbt_ratio"), called, strict=True))
     # Records of before know latencies per token alone.
     known = [name for name in names if any(name in one for one in ratios)]
     cells = [

@@ -42,6 +42,7 @@ def test_the_small_recipe_is_read(tmp_path: Path) -> None:
         ("published: kept", "published: keep", ":21: no published number 'keep': there are kept"),
         ("{measure: ratio", "{measure: rotio", ":22: no measure 'rotio': there are rate_fdc"),
         ("divide: [rate_fdc, worst]", "divide: [rate_fdc, best]", ":19: ratio: no measure 'best'"),
+        ("divide: [rate_fdc, worst]", "divide: [1, 2]", ":19: ratio: two numbers are no measure"),
         ("cell: plan-fdc", "cell: plan-zack", ":17: .*makes no cell 'plan-zack': there are plan-f"),
         ("figure: rate, where", "figure: rate, data: a, where", ":17: .*one of figure, data"),
         ("figure: rate, over", 'data: "a[b", over', r":18: worst: 'a\[b' is no path"),

@@ -36,6 +36,16 @@ def test_png_is_valid_and_the_same_every_time():
     assert first[-8:-4] == b"IEND"
 
 
+def test_layouts_that_a_user_has_set_change_no_figure():
+    import matplotlib
+
+    own = figure_bytes(drawn(), "svg")
+    for name in ("figure.autolayout", "figure.constrained_layout.use"):
+        figure = drawn()
+        with matplotlib.rc_context({name: True}):
+            assert figure_bytes(figure, "svg") == own
+
+
 def test_token_axis_and_gaps():
     axes = drawn().axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1k", "2k", "4k"]
