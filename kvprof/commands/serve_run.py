@@ -22,7 +22,7 @@ from kvprof.models.placement import main_device, parse_dtype
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.plugin import check_found
 from kvprof.serving.refusals import check_method, check_servable
-from kvprof.serving.served import served_plan
+from kvprof.serving.served import longest_graph, served_plan
 from kvprof.serving.settings import Setting, engine_options, engine_variables, load_format_of, named
 from kvprof.serving.shapes import drawn_plan, shape_folder, words_for_shape
 from kvprof.serving.unpacked import unpacked
@@ -193,11 +193,13 @@ def serve_plan(
     """
     check_found()
     # Refused before a process is started.
-    served_plan(str(plan))
+    longest = longest_graph(served_plan(str(plan)))
     kind = parse_dtype(dtype, main_device("auto"))
     words = str(kind).removeprefix("torch.")
     given = [*engine, *([] if load_format is None else ["--load-format", load_format])]
-    settings = engine_options(host=host, port=port, dtype=words, ranks=ranks, given=given)
+    settings = engine_options(
+        host=host, port=port, dtype=words, ranks=ranks, longest_graph=longest, given=given
+    )
     # vLLM knows hub ids and folders; the embedded model, a GGUF file's and a shape are folders to
     # it.
     local = spec == "reference"

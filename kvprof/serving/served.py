@@ -4,13 +4,14 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from kvprof.methods.plan import Plan
+from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.soundness import check_fits
 from kvprof.models.load import load_model
 from kvprof.serving.refusals import check_servable
+from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH
 
-__all__ = ["check_identity", "plan_digest", "served_plan"]
+__all__ = ["check_identity", "holds_long_steps", "longest_graph", "plan_digest", "served_plan"]
 
 
 @cache
@@ -25,6 +26,34 @@ def served_plan(path: str) -> Plan:
     plan = load_plan(Path(path).expanduser())
     check_servable(plan)
     return plan
+
+
+def holds_long_steps(plan: Plan) -> bool:
+    """Tell whether steps that read many tokens cost as CUDA graphs what they cost outside.
+
+    Over quantised latents a graph reads what came before a chunk once for each of its tokens, and
+    where keys are rebuilt, sequences that find no room among the rebuilt pages decode token by
+    token: the more tokens a graph has, the more of both.
+
+    Parameters
+    ----------
+    plan : Plan
+        That can be served.
+    """
+    return plan.quantiser is None and all(
+        layer.keys.placement is not Placement.PRE_ROPE for layer in plan.layers
+    )
+
+
+def longest_graph(plan: Plan) -> int:
+    """Return the tokens of the longest step that is a CUDA graph, unless somebody says otherwise.
+
+    Parameters
+    ----------
+    plan : Plan
+        That can be served.
+    """
+    return LONG_GRAPH if holds_long_steps(plan) else SHORT_GRAPH
 
 
 @cache

@@ -13,8 +13,10 @@ from typing import Any
 from kvprof.errors import UsageError
 
 __all__ = [
+    "LONG_GRAPH",
     "LOOPBACK",
     "SERVED",
+    "SHORT_GRAPH",
     "Setting",
     "engine_options",
     "engine_variables",
@@ -26,8 +28,19 @@ __all__ = [
 #: Where the server listens unless told otherwise.
 LOOPBACK = "127.0.0.1"
 
-#: Tokens of the longest step that is a graph: vLLM's own most, which it takes of 256 sequences on.
-_LONGEST_GRAPH = 512
+#: Tokens of the longest step that is a graph of vLLM's own, which has as many of 256 sequences on.
+SHORT_GRAPH = 512
+#: The same where a step costs as a graph what it costs outside: up to here the host may take longer
+#: to launch the pieces of a model of some billion parameters than the GPU to run them.
+LONG_GRAPH = 3072
+#: Steps that are graphs. Up to 512 these are vLLM's own; from there on they lie farther apart, for
+#: each takes time at the start, and a step is filled up by an eighth of its own tokens at most.
+_GRAPHS = (
+    1, 2, 4, *range(8, 256, 8), *range(256, 513, 16),
+    *range(576, 1025, 64), *range(1152, 2049, 128), *range(2304, 3073, 256),
+)  # fmt: skip
+#: vLLM's way to write a number of tokens.
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)")
 #: vLLM's way to give one entry of its compilation's settings.
 _PARTS = re.compile(r"(-cc|--compilation[-_]config)\.")
 
@@ -62,6 +75,7 @@ def engine_options(
     port: int = 8000,
     dtype: str = "auto",
     ranks: int = 1,
+    longest_graph: int = SHORT_GRAPH,
     given: Sequence[str] = (),
 ) -> list[Setting]:
     """Return the options of ``vllm serve``.
@@ -73,6 +87,8 @@ def engine_options(
     dtype : str
     ranks : int
         Of tensor parallelism.
+    longest_graph : int
+        Tokens of the longest step that may be a graph (`kvprof.serving.served.longest_graph`).
     given : sequence of str
         What somebody gives to vLLM, which refuses sizes of graphs that are given twice.
 
@@ -99,8 +115,13 @@ def engine_options(
     ]
     fewer = "as many tokens as asked"
     if not any(sized):
-        compilation["max_cudagraph_capture_size"] = _LONGEST_GRAPH
-        fewer = f"{_LONGEST_GRAPH} tokens or fewer"
+        fewer = f"{longest_graph} tokens or fewer"
+        if longest_graph <= SHORT_GRAPH:
+            compilation["max_cudagraph_capture_size"] = longest_graph
+        else:
+            sizes = _graphs(longest_graph, _most_tokens(given))
+            compilation["cudagraph_capture_sizes"] = sizes
+            fewer = f"{sizes[-1]} tokens or fewer"
     graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
     if "--enforce-eager" in named(list(given)):
         graphs = "no CUDA graphs, as asked"
@@ -115,6 +136,29 @@ def engine_options(
             graphs,
         ),
     ]
+
+
+def _graphs(longest: int, most: int | None) -> list[int]:
+    """Return the sizes of graphs, the longest step of the engine among them where it is shorter.
+
+    vLLM adds that one to sizes of its own alone.
+    """
+    sizes = [one for one in _GRAPHS if one <= longest]
+    if most is not None and most < longest:
+        sizes = sorted({*(one for one in sizes if one < most), most})
+    return sizes
+
+
+def _most_tokens(given: Sequence[str]) -> int | None:
+    """Return the tokens that somebody lets a step have; None where vLLM decides, or refuses."""
+    said = option_value(given, "--max-num-batched-tokens", least="--max-num-b") or ""
+    found = _COUNT.fullmatch(said.strip())
+    if found is None:
+        return None
+    number, unit = found.groups()
+    # 1k is 1,000 and 1K 1,024.
+    base, power = 1000 if unit.islower() else 1024, " kmgt".index(unit.lower() or " ")
+    return int(float(number) * base**power) or None
 
 
 def engine_variables(plan: str) -> list[Setting]:

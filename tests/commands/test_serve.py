@@ -27,19 +27,28 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-def serve(folder: Path, *engine: str) -> Finished:
-    own = ("--method", "fdc", "--rate", "0.5", "--load-format", "dummy")
+def serve(folder: Path, *engine: str, method: str = "fdc") -> Finished:
+    own = ("--method", method, "--rate", "0.5", "--load-format", "dummy")
     return kvprof("serve", save_config(folder), *own, "--", *engine)
 
 
 def test_a_server_gets_what_is_set_and_says_so(started: list[list[str]], tmp_path: Path) -> None:
-    done = serve(tmp_path / "shape", "--max-num-seqs", "64")
+    done = serve(tmp_path / "shape", "--max-num-seqs", "64", method="palu")
     assert done.code == 0, done.stderr
     (command,) = started
     assert command[command.index("--max-num-seqs") + 1] == "64"
     set_for_graphs = command[command.index("--compilation-config") + 1]
     assert json.loads(set_for_graphs)["max_cudagraph_capture_size"] == 512
     assert f"--compilation-config {set_for_graphs} (on a GPU a step of 512" in done.stderr
+
+
+def test_latents_as_they_are_have_longer_graphs(started: list[list[str]], tmp_path: Path) -> None:
+    done = serve(tmp_path / "shape", "--max-num-batched-tokens", "1000")
+    assert done.code == 0, done.stderr
+    (command,) = started
+    own = json.loads(command[command.index("--compilation-config") + 1])
+    assert own["cudagraph_capture_sizes"][-2:] == [960, 1000]
+    assert "(on a GPU a step of 1000 tokens or fewer is one CUDA graph" in done.stderr
 
 
 def test_what_somebody_gives_is_not_set_a_second_time(

@@ -1,18 +1,71 @@
 """What ``kvprof serve`` sets of vLLM's CUDA graphs."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.errors import UsageError
-from kvprof.serving.settings import engine_options, named
+from kvprof.serving.served import holds_long_steps, longest_graph
+from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options, named
+from kvprof.serving.shapes import drawn_plan
 
 
-def compilation(*given: str) -> tuple[dict[str, Any], str]:
+def compilation(*given: str, longest: int = SHORT_GRAPH) -> tuple[dict[str, Any], str]:
     """Return what is set of graphs, and why."""
-    (found,) = [one for one in engine_options(given=given) if one.name == "--compilation-config"]
+    options = engine_options(longest_graph=longest, given=given)
+    (found,) = [one for one in options if one.name == "--compilation-config"]
     return json.loads(found.value), found.why
+
+
+@pytest.mark.parametrize(
+    ("method", "long"),
+    [("fdc", True), ("zack", True), ("kq", True), ("fdc-4bit", False), ("palu", False)],
+)
+def test_long_steps_are_graphs_where_a_token_costs_the_same_in_them(
+    method: str, long: bool
+) -> None:
+    shape = load_model_shape("Llama-3.1-8B").of_layers(2).attention
+    plan = drawn_plan(method, shape, 0.5).plan
+    assert holds_long_steps(plan) is long
+    assert longest_graph(plan) == (LONG_GRAPH if long else SHORT_GRAPH)
+
+
+def test_a_long_step_is_filled_up_by_an_eighth_at_most() -> None:
+    own, why = compilation(longest=LONG_GRAPH)
+    sizes = own["cudagraph_capture_sizes"]
+    assert "max_cudagraph_capture_size" not in own
+    assert sizes == sorted(set(sizes))
+    # Up to 512 those that vLLM has by itself.
+    assert [one for one in sizes if one <= 512] == [
+        *(1, 2, 4), *range(8, 256, 8), *range(256, 513, 16)
+    ]  # fmt: skip
+    assert all(longer <= shorter * 9 / 8 for shorter, longer in pairwise(sizes) if shorter >= 512)
+    assert sizes[-1] == LONG_GRAPH
+    assert f"a step of {LONG_GRAPH} tokens or fewer" in why
+
+
+@pytest.mark.parametrize(
+    ("said", "most"),
+    [("2000", 2000), ("2048", 2048), ("1k", 1000), ("1K", 1024), ("0.3k", 300), ("7", 7)],
+)
+@pytest.mark.parametrize("option", ["--max-num-batched-tokens=", "--max_num_batched="])
+def test_the_engines_longest_step_is_a_graph_too(option: str, said: str, most: int) -> None:
+    """VLLM drops what is longer, and adds its own longest to no sizes that it is given."""
+    own, why = compilation(option + said, longest=LONG_GRAPH)
+    sizes = own["cudagraph_capture_sizes"]
+    everything = compilation(longest=LONG_GRAPH)[0]["cudagraph_capture_sizes"]
+    assert sizes == sorted({*(one for one in everything if one < most), most})
+    assert f"a step of {most} tokens or fewer" in why
+
+
+@pytest.mark.parametrize("said", ["3072", "8192", "8k", "0", "many", "-1"])
+def test_an_engine_that_takes_longer_steps_has_the_same_graphs(said: str) -> None:
+    """So has one that will refuse what it is told."""
+    own, _ = compilation("--max-num-batched-tokens", said, longest=LONG_GRAPH)
+    assert own == compilation(longest=LONG_GRAPH)[0]
 
 
 def test_steps_are_graphs_up_to_vllms_own_length() -> None:
@@ -21,6 +74,7 @@ def test_steps_are_graphs_up_to_vllms_own_length() -> None:
     assert "a step of 512 tokens or fewer" in why
 
 
+@pytest.mark.parametrize("longest", [SHORT_GRAPH, LONG_GRAPH])
 @pytest.mark.parametrize(
     "given",
     [
@@ -30,15 +84,16 @@ def test_steps_are_graphs_up_to_vllms_own_length() -> None:
         ["--cudagraph-capture", "1", "2"],
     ],
 )
-def test_sizes_that_somebody_gives_are_not_given_twice(given: list[str]) -> None:
+def test_sizes_that_somebody_gives_are_not_given_twice(given: list[str], longest: int) -> None:
     """VLLM would refuse them; it takes beginnings of names."""
-    own, why = compilation(*given)
+    own, why = compilation(*given, longest=longest)
     assert own == {"mode": 0, "cudagraph_mode": "FULL"}
     assert "as many tokens as asked" in why
 
 
 def test_graphs_that_are_switched_off_are_told() -> None:
-    assert compilation("--enforce-eager")[1] == "no CUDA graphs, as asked"
+    for longest in (SHORT_GRAPH, LONG_GRAPH):
+        assert compilation("--enforce-eager", longest=longest)[1] == "no CUDA graphs, as asked"
 
 
 @pytest.mark.parametrize("given", ["-cc", "--compilation-config", "--compilation_config={}"])
