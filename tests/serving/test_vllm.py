@@ -14,7 +14,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import fields
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +204,20 @@ def test_steps_that_decode_have_graphs_of_their_own() -> None:
     made.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1)
     ((_, captured),) = made.get_capture_descs()
     assert all(one.uniform for one in captured)
+
+
+def test_the_engine_lets_a_step_run_without_its_graph() -> None:
+    """As long steps over quantised latents do that read much, and those that are sampled."""
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    chosen = GPUModelRunner._determine_batch_execution_and_padding
+    assert "force_eager" in signature(chosen).parameters
+    for told, names in (
+        (NewRequestData, {"req_id", "num_computed_tokens"}),
+        (CachedRequestData, {"req_ids", "num_computed_tokens"}),
+    ):
+        assert names <= {one.name for one in fields(told)}
 
 
 def test_two_ranks_write_the_same(
