@@ -54,19 +54,13 @@ def test_the_fixed_form_gives_what_the_eager_form_gives(batch: Batch, page: int,
     agree(made, batch)
 
 
-@pytest.mark.skipif(interpreted(), reason="the interpreter takes minutes for so many tokens")
-def test_a_step_of_many_tokens_too() -> None:
-    """More than vLLM's own graphs hold, of sequences that decode and prompts short and long."""
-    new = (1,) * 20 + (300, 17, 128, 1, 250)
-    batch = Batch(tuple(range(25)), new, 768, 64)
-    agree(FilledModel(64, 6, len(new)), batch)
-
-
-def quantised(batch: Batch, bits: int, **how: Any) -> FilledModel:
+def quantised(
+    batch: Batch, bits: int, *, columns: int = -(-LONGEST // 64), **how: Any
+) -> FilledModel:
     """Return a model whose quantised pages hold what came before a batch."""
     made = FilledModel(
         64,
-        -(-LONGEST // 64),
+        columns,
         len(batch.new),
         codes=Codes(bits, bits, 16),
         most=max(batch.tokens, *batch.past),
@@ -75,6 +69,18 @@ def quantised(batch: Batch, bits: int, **how: Any) -> FilledModel:
     )
     made.store_past(batch)
     return made
+
+
+@pytest.mark.skipif(interpreted(), reason="the interpreter takes minutes for so many tokens")
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_step_of_many_tokens_too(bits: int | None) -> None:
+    """More than vLLM's own graphs hold, of sequences that decode and prompts short and long."""
+    new = (1,) * 20 + (300, 17, 128, 1, 250)
+    batch = Batch(tuple(range(25)), new, 768, 64)
+    if bits is None:
+        agree(FilledModel(64, 6, len(new)), batch)
+    else:
+        agree(quantised(batch, bits, columns=6), batch, 2e-5)
 
 
 @settings(max_examples=2 if interpreted() else 25)

@@ -112,16 +112,29 @@ def test_a_graph_is_replayed_for_other_batches(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "columns", "room"),
+    ("sizes", "columns", "room", "bits"),
     # Longer than vLLM's own, with as many places for sequences as it has on such GPUs.
-    [((TOKENS, 24, 8), COLUMNS, ROWS), ((3072, 1024, 576), 50, 1024)],
+    [
+        ((TOKENS, 24, 8), COLUMNS, ROWS, None),
+        ((3072, 1024, 576), 50, 1024, None),
+        ((1024, 576, 24), 18, 1024, 4),
+    ],
 )
 @torch.inference_mode()
 def test_graphs_of_several_sizes_share_their_memory(
-    sizes: tuple[int, ...], columns: int, room: int
+    sizes: tuple[int, ...], columns: int, room: int, bits: int | None
 ) -> None:
     """As an engine captures them, the largest first, and replays them in any order."""
-    made = FilledModel(64, columns, ROWS, dtype=torch.bfloat16, device="cuda", widths=WIDTHS)
+    made = FilledModel(
+        64,
+        columns,
+        ROWS,
+        dtype=torch.bfloat16,
+        device="cuda",
+        widths=WIDTHS,
+        codes=None if bits is None else Codes(bits, bits, 16),
+        captured=(sizes[0], room),
+    )
     states, pool, kept = made.states(sizes[0]), None, []
     for tokens in sizes:
         rows = min(tokens, room)
@@ -139,6 +152,8 @@ def test_graphs_of_several_sizes_share_their_memory(
     for at in (1, 0, 2, 1, 0):
         tokens, rows, buffers, own, graph, outputs = kept[at]
         batch = Batch((90, 31, 120), (1, 1, tokens - 4), tokens, rows)
+        if bits is not None:
+            made.store_past(batch)
         made.refill()
         wanted = [one.clone() for one in made.run(made.step(batch), own)]
         made.refill()

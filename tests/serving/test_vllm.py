@@ -31,6 +31,7 @@ from kvprof.methods.quantisers import quantised
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
 from kvprof.serving.sampled import SAMPLE_VARIABLE, StepReader, sampling_variable
+from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH, engine_options
 from tests.models.gguf_files import write_llama
 from tests.serving.tiny import VOCABULARY, rebuilt_plan, save_model, save_tiny_plan
 
@@ -204,6 +205,40 @@ def test_steps_that_decode_have_graphs_of_their_own() -> None:
     made.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1)
     ((_, captured),) = made.get_capture_descs()
     assert all(one.uniform for one in captured)
+
+
+@pytest.mark.parametrize(
+    ("longest", "given", "most", "count", "last"),
+    [
+        (LONG_GRAPH, [], 8192, 71, 3072),
+        (LONG_GRAPH, [], 2048, 67, 2048),
+        (CHOSEN_GRAPH, [], 8192, 59, 1024),
+        (LONG_GRAPH, ["--max-num-batched-tokens", "1000"], 1000, 59, 1000),
+        (SHORT_GRAPH, ["--max-num-batched-tokens", "300"], 300, 38, 300),
+        # What is asked for stands: as short as it was.
+        (LONG_GRAPH, ["--max-cudagraph-capture-size", "512"], 8192, 51, 512),
+    ],
+)
+def test_sizes_of_graphs_are_those_that_the_engine_takes(
+    longest: int, given: list[str], most: int, count: int, last: int
+) -> None:
+    from vllm.config import CompilationConfig, VllmConfig
+
+    options = engine_options(longest_graph=longest, given=given)
+    (text,) = [one.value for one in options if one.name == "--compilation-config"]
+    asked = {"max_cudagraph_capture_size": 512} if "--max-cudagraph-capture-size" in given else {}
+    own = CompilationConfig(**json.loads(text), **asked)
+    config = SimpleNamespace(
+        compilation_config=own,
+        model_config=SimpleNamespace(enforce_eager=False),
+        num_speculative_tokens=0,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        performance_mode="balanced",
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=most, max_num_seqs=256),
+    )
+    VllmConfig._set_cudagraph_sizes(config)
+    assert len(own.cudagraph_capture_sizes) == count
+    assert own.cudagraph_capture_sizes[-1] == own.max_cudagraph_capture_size == last
 
 
 def test_the_engine_lets_a_step_run_without_its_graph() -> None:
