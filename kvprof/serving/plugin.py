@@ -9,7 +9,6 @@ the engine.
 
 import os
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from importlib.metadata import entry_points
@@ -72,7 +71,6 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.engine import core
-    from vllm.v1.worker import gpu_model_runner
 
     if getattr(register, "done", False):
         return
@@ -85,8 +83,9 @@ def register() -> None:
     _take_weights(base_loader, path)
     _keep_decoding_apart(CudagraphDispatcher)
     _tell_tokens(core, path)
-    _choose_graphs(gpu_model_runner.GPUModelRunner, path)
     if (asked := asked_sampling(os.environ.get(SAMPLE_VARIABLE))) is not None:
+        from vllm.v1.worker import gpu_model_runner
+
         _sample_steps(gpu_model_runner.GPUModelRunner, *asked)
 
 
@@ -199,44 +198,10 @@ def _keep_decoding_apart(dispatcher: Any) -> None:
     dispatcher.dispatch = dispatch
 
 
-def _choose_graphs(runner: Any, path: str) -> None:
-    """Run long steps over quantised latents without their graphs where these read too much."""
-    ran = runner.execute_model
-
-    @wraps(ran)
-    def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        from kvprof.serving.choosing import graph_pays, scheduled_rows
-        from kvprof.serving.served import served_plan
-
-        quantised = served_plan(path).quantiser is not None
-        self._kvprof_eager = quantised and not graph_pays(scheduled_rows(scheduled))
-        try:
-            return ran(self, scheduled, *args, **kwargs)
-        finally:  # what the engine runs by itself is not asked for by anybody
-            self._kvprof_eager = False
-
-    runner.execute_model = execute_model
-    _run_eagerly(runner, lambda self: getattr(self, "_kvprof_eager", False))
-
-
-def _run_eagerly(runner: Any, asked: Callable[[Any], bool]) -> None:
-    """Let a step run without its graph where a runner is asked to, if vLLM lets a step run so."""
-    chosen = getattr(runner, "_determine_batch_execution_and_padding", None)
-    if chosen is None or "force_eager" not in signature(chosen).parameters:
-        return
-
-    @wraps(chosen)
-    def determine(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if asked(self):
-            kwargs["force_eager"] = True
-        return chosen(self, *args, **kwargs)
-
-    runner._determine_batch_execution_and_padding = determine
-
-
 def _sample_steps(runner: Any, every: int, folder: Path) -> None:
     """Time every n-th step in parts, without its graph where vLLM lets a step run so."""
     ran = runner.execute_model
+    chosen = getattr(runner, "_determine_batch_execution_and_padding", None)
 
     @wraps(ran)
     def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,12 +219,18 @@ def _sample_steps(runner: Any, every: int, folder: Path) -> None:
             reads=max(scheduled.num_scheduled_tokens.values(), default=0) > 1,
         )
 
-    def in_parts(self: Any) -> bool:
-        sampler = getattr(self, "_kvprof_sampler", None)
-        return sampler is not None and sampler.in_parts
-
     runner.execute_model = execute_model
-    _run_eagerly(runner, in_parts)
+    if chosen is None or "force_eager" not in signature(chosen).parameters:
+        return
+
+    @wraps(chosen)
+    def determine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sampler = getattr(self, "_kvprof_sampler", None)
+        if sampler is not None and sampler.in_parts:
+            kwargs["force_eager"] = True
+        return chosen(self, *args, **kwargs)
+
+    runner._determine_batch_execution_and_padding = determine
 
 
 def _tell_tokens(core: Any, path: str) -> None:

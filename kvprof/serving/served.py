@@ -9,7 +9,7 @@ from kvprof.methods.plan_files import load_plan
 from kvprof.methods.soundness import check_fits
 from kvprof.models.load import load_model
 from kvprof.serving.refusals import check_servable
-from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH
+from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH
 
 __all__ = ["check_identity", "holds_long_steps", "longest_graph", "plan_digest", "served_plan"]
 
@@ -46,16 +46,14 @@ def holds_long_steps(plan: Plan) -> bool:
 
 
 def longest_graph(plan: Plan) -> int:
-    """Return the tokens of the longest step that may be a graph, unless somebody says otherwise.
+    """Return the tokens of the longest step that is a CUDA graph, unless somebody says otherwise.
 
     Parameters
     ----------
     plan : Plan
         That can be served.
     """
-    if holds_long_steps(plan):
-        return LONG_GRAPH
-    return SHORT_GRAPH if plan.quantiser is None else CHOSEN_GRAPH
+    return LONG_GRAPH if holds_long_steps(plan) else SHORT_GRAPH
 
 
 @cache

@@ -13,7 +13,6 @@ from typing import Any
 from kvprof.errors import UsageError
 
 __all__ = [
-    "CHOSEN_GRAPH",
     "LONG_GRAPH",
     "LOOPBACK",
     "SERVED",
@@ -34,10 +33,6 @@ SHORT_GRAPH = 512
 #: The same where a step costs as a graph what it costs outside: up to here the host may take longer
 #: to launch the pieces of a model of some billion parameters than the GPU to run them.
 LONG_GRAPH = 3072
-#: The same over quantised latents, where a longer step is a graph if little came before its chunks
-#: (`kvprof.serving.choosing`). Each token is a row of a decoding step, and each row that sees
-#: something counts the work of all rows of the graph to find its own, so this grows as its square.
-CHOSEN_GRAPH = 1024
 #: Steps that are graphs. Up to 512 these are vLLM's own; from there on they lie farther apart, for
 #: each takes time at the start, and a step is filled up by an eighth of its own tokens at most.
 _GRAPHS = (
@@ -81,7 +76,6 @@ def engine_options(
     dtype: str = "auto",
     ranks: int = 1,
     longest_graph: int = SHORT_GRAPH,
-    chosen: bool = False,
     given: Sequence[str] = (),
 ) -> list[Setting]:
     """Return the options of ``vllm serve``.
@@ -95,9 +89,6 @@ def engine_options(
         Of tensor parallelism.
     longest_graph : int
         Tokens of the longest step that may be a graph (`kvprof.serving.served.longest_graph`).
-    chosen : bool
-        Whether steps of more than `SHORT_GRAPH` tokens are graphs only where little came before
-        their chunks (`kvprof.serving.choosing`).
     given : sequence of str
         What somebody gives to vLLM, which refuses sizes of graphs that are given twice.
 
@@ -132,8 +123,6 @@ def engine_options(
             compilation["cudagraph_capture_sizes"] = sizes
             fewer = f"{sizes[-1]} tokens or fewer"
     graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
-    if chosen:
-        graphs += f"; of more than {SHORT_GRAPH}, where little came before its chunks"
     if "--enforce-eager" in named(list(given)):
         graphs = "no CUDA graphs, as asked"
     return [

@@ -9,10 +9,8 @@ import pytest
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.errors import UsageError
 from kvprof.serving.served import holds_long_steps, longest_graph
-from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH, engine_options, named
+from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options, named
 from kvprof.serving.shapes import drawn_plan
-
-SIZES = "cudagraph_capture_sizes"
 
 
 def compilation(*given: str, longest: int = SHORT_GRAPH) -> tuple[dict[str, Any], str]:
@@ -23,30 +21,21 @@ def compilation(*given: str, longest: int = SHORT_GRAPH) -> tuple[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("method", "longest"),
-    [
-        ("fdc", LONG_GRAPH),
-        ("zack", LONG_GRAPH),
-        ("kq", LONG_GRAPH),
-        ("fdc-4bit", CHOSEN_GRAPH),
-        ("kq-8bit", CHOSEN_GRAPH),
-        ("palu", SHORT_GRAPH),
-    ],
+    ("method", "long"),
+    [("fdc", True), ("zack", True), ("kq", True), ("fdc-4bit", False), ("palu", False)],
 )
-def test_graphs_are_as_long_as_a_token_costs_in_them_what_it_costs_outside(
-    method: str, longest: int
+def test_long_steps_are_graphs_where_a_token_costs_the_same_in_them(
+    method: str, long: bool
 ) -> None:
     shape = load_model_shape("Llama-3.1-8B").of_layers(2).attention
     plan = drawn_plan(method, shape, 0.5).plan
-    assert holds_long_steps(plan) is (longest == LONG_GRAPH)
-    assert longest_graph(plan) == longest
-    sizes = compilation(longest=longest)[0]
-    assert longest in (sizes.get("max_cudagraph_capture_size"), *sizes.get(SIZES, []))
+    assert holds_long_steps(plan) is long
+    assert longest_graph(plan) == (LONG_GRAPH if long else SHORT_GRAPH)
 
 
 def test_a_long_step_is_filled_up_by_an_eighth_at_most() -> None:
     own, why = compilation(longest=LONG_GRAPH)
-    sizes = own[SIZES]
+    sizes = own["cudagraph_capture_sizes"]
     assert "max_cudagraph_capture_size" not in own
     assert sizes == sorted(set(sizes))
     # Up to 512 those that vLLM has by itself.
@@ -66,8 +55,8 @@ def test_a_long_step_is_filled_up_by_an_eighth_at_most() -> None:
 def test_the_engines_longest_step_is_a_graph_too(option: str, said: str, most: int) -> None:
     """VLLM drops what is longer, and adds its own longest to no sizes that it is given."""
     own, why = compilation(option + said, longest=LONG_GRAPH)
-    sizes = own[SIZES]
-    everything = compilation(longest=LONG_GRAPH)[0][SIZES]
+    sizes = own["cudagraph_capture_sizes"]
+    everything = compilation(longest=LONG_GRAPH)[0]["cudagraph_capture_sizes"]
     assert sizes == sorted({*(one for one in everything if one < most), most})
     assert f"a step of {most} tokens or fewer" in why
 

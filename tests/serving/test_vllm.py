@@ -14,9 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import fields
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +29,7 @@ from kvprof.methods.quantisers import quantised
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
 from kvprof.serving.sampled import SAMPLE_VARIABLE, StepReader, sampling_variable
-from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH, engine_options
+from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options
 from tests.models.gguf_files import write_llama
 from tests.serving.tiny import VOCABULARY, rebuilt_plan, save_model, save_tiny_plan
 
@@ -212,7 +210,6 @@ def test_steps_that_decode_have_graphs_of_their_own() -> None:
     [
         (LONG_GRAPH, [], 8192, 71, 3072),
         (LONG_GRAPH, [], 2048, 67, 2048),
-        (CHOSEN_GRAPH, [], 8192, 59, 1024),
         (LONG_GRAPH, ["--max-num-batched-tokens", "1000"], 1000, 59, 1000),
         (SHORT_GRAPH, ["--max-num-batched-tokens", "300"], 300, 38, 300),
         # What is asked for stands: as short as it was.
@@ -239,20 +236,6 @@ def test_sizes_of_graphs_are_those_that_the_engine_takes(
     VllmConfig._set_cudagraph_sizes(config)
     assert len(own.cudagraph_capture_sizes) == count
     assert own.cudagraph_capture_sizes[-1] == own.max_cudagraph_capture_size == last
-
-
-def test_the_engine_lets_a_step_run_without_its_graph() -> None:
-    """As long steps over quantised latents do that read much, and those that are sampled."""
-    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    chosen = GPUModelRunner._determine_batch_execution_and_padding
-    assert "force_eager" in signature(chosen).parameters
-    for told, names in (
-        (NewRequestData, {"req_id", "num_computed_tokens"}),
-        (CachedRequestData, {"req_ids", "num_computed_tokens"}),
-    ):
-        assert names <= {one.name for one in fields(told)}
 
 
 def test_two_ranks_write_the_same(
