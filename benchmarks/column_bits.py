@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from recording import add_only, keep, measure_parts
 
-from kvprof.benchmark.plans import full_widths
+from kvprof.benchmark.plans import Widths, full_widths
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.run import run_bench
 from kvprof.benchmark.shape_plans import plan_of_widths
@@ -49,6 +49,8 @@ NAME = "column-bits.json"
 SHAPE = "Llama-3.1-8B"
 SEQ, BATCHES = 102_400, (8, 1)
 SINK, WINDOW = 4, 32
+#: Columns of the rows of 4 bits that are timed beside it.
+WIDTH = 112
 #: How codes of keys and values become numbers.
 LEVELS = "uniform-rms", "uniform-rms"
 #: Largest relative error (Frobenius) in 16 bits.
@@ -191,6 +193,17 @@ def stored_alike(run: Run, layout: SegmentsLayout, buffer: torch.Tensor) -> bool
     )
 
 
+def rows_plan() -> Plan:
+    """Return the plan of one layer in 4 bits, groups of 32 of 112 columns, as exact at its ends."""
+    shape = load_shape(SHAPE)
+    alike = (WIDTH,) * shape.num_kv_heads
+    narrow = Widths(alike, alike, f"uniform width {WIDTH}")
+    plan = plan_of_widths("kq", replace(shape, layers=1), [narrow])
+    side = SideQuantiser((4,), group=32)
+    quantiser = Quantiser("affine", side, side, window=WINDOW)
+    return replace(plan, levels=Levels(SINK), quantiser=quantiser)
+
+
 def plan_of(kinds: list[tuple[Runs, Runs]]) -> Plan:
     """Return the plan of one layer of the shape whose heads are of these kinds, in turn."""
     shape = load_shape(SHAPE)
@@ -216,7 +229,7 @@ def plan_of(kinds: list[tuple[Runs, Runs]]) -> Plan:
 
 
 def decode(run: Run) -> dict[str, Any]:
-    """Time plans, 4 bits at full width, and the best full-width kernel."""
+    """Time plans, 4 bits at full width, and the best full-width kernel; 4 bits in as many bytes."""
     files = []
     for name, kinds in KINDS.items():
         files.append(run.folder / f"{name}.plan")
@@ -236,9 +249,21 @@ def decode(run: Run) -> dict[str, Any]:
     data, warnings = run_bench(request)
     return {
         **data,
+        "same_bytes": same_bytes(request, data),
         "warnings": warnings,
         "bits": {name: mean_bits(own) for name, own in KINDS.items()},
     }
+
+
+def same_bytes(request: BenchRequest, data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Time 4 bits beside exact tokens over as many bytes as the first plan's cache has."""
+    taken = {row["method"]: row["buffer_bytes"] for row in data["rows"] if row["batch"] == 1}
+    file = Path(request.plans[0]).with_name("rows-4bit.plan")
+    save_plan(rows_plan(), file)
+    tokens = round(request.seqs[0] * taken[request.methods[1]] / taken["uniform-4bit"])
+    request = replace(request, seqs=(tokens,), methods=(file.name,), plans=(str(file),))
+    rows: list[dict[str, Any]] = run_bench(request)[0]["rows"]
+    return rows
 
 
 def mean_bits(kinds: list[tuple[Runs, Runs]]) -> float:
@@ -410,11 +435,13 @@ def show(name: str, part: dict[str, Any]) -> None:
         print(f"  worst error {part['worst']:.1e}, limit {part['limit']:g}")
         for case in part["cases"]:
             print(f"  {case}")
-    for row in part.get("rows", ()) if name == "decode" else ():
+    rows = (*part.get("rows", ()), *part.get("same_bytes", ())) if name == "decode" else ()
+    for row in rows:
         middle = statistics.median(row["seconds"])
         bits = part["bits"].get(row["method"].removesuffix(".plan"))
         print(
-            f"  b{row['batch']} {row['method']} ({bits or '-'} bits): {middle * 1e6:.1f} us, "
+            f"  b{row['batch']} {row['method']} ({bits or '-'} bits), {row['seq']:,} tokens: "
+            f"{middle * 1e6:.1f} us, "
             f"{row['speedup'] or 0:.3f}x of {row['baseline']}, {row['tb_per_s']:.3f} TB/s, "
             f"error {row['error']:.1e}, rate {row['rate']}"
         )
