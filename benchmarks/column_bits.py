@@ -229,7 +229,7 @@ def plan_of(kinds: list[tuple[Runs, Runs]]) -> Plan:
 
 
 def decode(run: Run) -> dict[str, Any]:
-    """Time plans, 4 bits at full width, and the best full-width kernel; 4 bits in as many bytes."""
+    """Time plans, 4 bits of 112 columns, the best full-width kernel; 4 bits in as many bytes."""
     files = []
     for name, kinds in KINDS.items():
         files.append(run.folder / f"{name}.plan")
@@ -247,23 +247,26 @@ def decode(run: Run) -> dict[str, Any]:
         repeats=run.repeats,
     )
     data, warnings = run_bench(request)
+    rows, more = same_bytes(request, data)
     return {
         **data,
-        "same_bytes": same_bytes(request, data),
-        "warnings": warnings,
+        "same_bytes": rows,
+        "warnings": [*warnings, *more],
         "bits": {name: mean_bits(own) for name, own in KINDS.items()},
     }
 
 
-def same_bytes(request: BenchRequest, data: dict[str, Any]) -> list[dict[str, Any]]:
+def same_bytes(
+    request: BenchRequest, data: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Time 4 bits beside exact tokens over as many bytes as the first plan's cache has."""
     taken = {row["method"]: row["buffer_bytes"] for row in data["rows"] if row["batch"] == 1}
     file = Path(request.plans[0]).with_name("rows-4bit.plan")
     save_plan(rows_plan(), file)
     tokens = round(request.seqs[0] * taken[request.methods[1]] / taken["uniform-4bit"])
     request = replace(request, seqs=(tokens,), methods=(file.name,), plans=(str(file),))
-    rows: list[dict[str, Any]] = run_bench(request)[0]["rows"]
-    return rows
+    found, warnings = run_bench(request)
+    return found["rows"], warnings
 
 
 def mean_bits(kinds: list[tuple[Runs, Runs]]) -> float:

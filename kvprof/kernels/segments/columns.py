@@ -228,7 +228,7 @@ class ColumnSide(Side):
 
     @classmethod
     def tuned(cls, kinds: int) -> Tuning | None:
-        """Return what was fastest on an H100, and on an H200 where it says so."""
+        """Return what was fastest on an H100, and the registers on an H200 (docs/benchmarks)."""
         # As many programs as have room beside exact tokens' tiles, all of them at once: with one
         # that is not it takes 1.2 times as long on an H200. There shares pay for several kinds in
         # pieces of 37 tiles (0.88 of the time of shorter ones in order), and double it in pieces of
