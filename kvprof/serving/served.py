@@ -11,7 +11,7 @@ from kvprof.models.load import load_model
 from kvprof.serving.refusals import check_servable
 from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH
 
-__all__ = ["check_identity", "holds_long_steps", "longest_graph", "plan_digest", "served_plan"]
+__all__ = ["check_identity", "longest_graph", "plan_digest", "served_plan"]
 
 
 @cache
@@ -28,10 +28,11 @@ def served_plan(path: str) -> Plan:
     return plan
 
 
-def holds_long_steps(plan: Plan) -> bool:
-    """Tell whether steps that read many tokens cost as CUDA graphs what they cost outside.
+def longest_graph(plan: Plan) -> int:
+    """Return the tokens of the longest step that is a CUDA graph, unless somebody says otherwise.
 
-    Over quantised latents a graph reads what came before a chunk once for each of its tokens, and
+    Over latents as they are a step that reads many tokens costs as a graph what it costs outside.
+    Over quantised ones a graph reads what came before a chunk once for each of its tokens, and
     where keys are rebuilt, sequences that find no room among the rebuilt pages decode token by
     token: the more tokens a graph has, the more of both.
 
@@ -40,20 +41,8 @@ def holds_long_steps(plan: Plan) -> bool:
     plan : Plan
         That can be served.
     """
-    return plan.quantiser is None and all(
-        layer.keys.placement is not Placement.PRE_ROPE for layer in plan.layers
-    )
-
-
-def longest_graph(plan: Plan) -> int:
-    """Return the tokens of the longest step that is a CUDA graph, unless somebody says otherwise.
-
-    Parameters
-    ----------
-    plan : Plan
-        That can be served.
-    """
-    return LONG_GRAPH if holds_long_steps(plan) else SHORT_GRAPH
+    rebuilt = any(layer.keys.placement is Placement.PRE_ROPE for layer in plan.layers)
+    return SHORT_GRAPH if rebuilt or plan.quantiser is not None else LONG_GRAPH
 
 
 @cache

@@ -115,13 +115,12 @@ def engine_options(
     ]
     fewer = "as many tokens as asked"
     if not any(sized):
-        fewer = f"{longest_graph} tokens or fewer"
-        if longest_graph <= SHORT_GRAPH:
+        if longest_graph <= SHORT_GRAPH:  # the engine's own sizes do
             compilation["max_cudagraph_capture_size"] = longest_graph
         else:
             sizes = _graphs(longest_graph, _most_tokens(given))
-            compilation["cudagraph_capture_sizes"] = sizes
-            fewer = f"{sizes[-1]} tokens or fewer"
+            compilation["cudagraph_capture_sizes"], longest_graph = sizes, sizes[-1]
+        fewer = f"{longest_graph:,} tokens or fewer"
     graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
     if "--enforce-eager" in named(list(given)):
         graphs = "no CUDA graphs, as asked"

@@ -48,7 +48,7 @@ def test_latents_as_they_are_have_longer_graphs(started: list[list[str]], tmp_pa
     (command,) = started
     own = json.loads(command[command.index("--compilation-config") + 1])
     assert own["cudagraph_capture_sizes"][-2:] == [960, 1000]
-    assert "(on a GPU a step of 1000 tokens or fewer is one CUDA graph" in done.stderr
+    assert "(on a GPU a step of 1,000 tokens or fewer is one CUDA graph" in done.stderr
 
 
 def test_what_somebody_gives_is_not_set_a_second_time(

@@ -8,7 +8,7 @@ import pytest
 
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.errors import UsageError
-from kvprof.serving.served import holds_long_steps, longest_graph
+from kvprof.serving.served import longest_graph
 from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options, named
 from kvprof.serving.shapes import drawn_plan
 
@@ -29,7 +29,6 @@ def test_long_steps_are_graphs_where_a_token_costs_the_same_in_them(
 ) -> None:
     shape = load_model_shape("Llama-3.1-8B").of_layers(2).attention
     plan = drawn_plan(method, shape, 0.5).plan
-    assert holds_long_steps(plan) is long
     assert longest_graph(plan) == (LONG_GRAPH if long else SHORT_GRAPH)
 
 
@@ -44,21 +43,30 @@ def test_a_long_step_is_filled_up_by_an_eighth_at_most() -> None:
     ]  # fmt: skip
     assert all(longer <= shorter * 9 / 8 for shorter, longer in pairwise(sizes) if shorter >= 512)
     assert sizes[-1] == LONG_GRAPH
-    assert f"a step of {LONG_GRAPH} tokens or fewer" in why
+    assert f"a step of {LONG_GRAPH:,} tokens or fewer" in why
 
 
 @pytest.mark.parametrize(
-    ("said", "most"),
-    [("2000", 2000), ("2048", 2048), ("1k", 1000), ("1K", 1024), ("0.3k", 300), ("7", 7)],
+    ("said", "most", "count", "before"),
+    [
+        ("2000", 2000, 67, 1920),
+        ("2048", 2048, 67, 1920),
+        ("1k", 1000, 59, 960),
+        ("1K", 1024, 59, 960),
+        ("0.3k", 300, 38, 288),
+        ("7", 7, 4, 4),
+    ],
 )
 @pytest.mark.parametrize("option", ["--max-num-batched-tokens=", "--max_num_batched="])
-def test_the_engines_longest_step_is_a_graph_too(option: str, said: str, most: int) -> None:
+def test_the_engines_longest_step_is_a_graph_too(
+    option: str, said: str, most: int, count: int, before: int
+) -> None:
     """VLLM drops what is longer, and adds its own longest to no sizes that it is given."""
     own, why = compilation(option + said, longest=LONG_GRAPH)
     sizes = own["cudagraph_capture_sizes"]
-    everything = compilation(longest=LONG_GRAPH)[0]["cudagraph_capture_sizes"]
-    assert sizes == sorted({*(one for one in everything if one < most), most})
-    assert f"a step of {most} tokens or fewer" in why
+    assert sizes == sorted(set(sizes))
+    assert (len(sizes), *sizes[-2:]) == (count, before, most)
+    assert f"a step of {most:,} tokens or fewer" in why
 
 
 @pytest.mark.parametrize("said", ["3072", "8192", "8k", "0", "many", "-1"])

@@ -232,8 +232,8 @@ class ColumnSide(Side):
         # As many programs as have room beside exact tokens' tiles, all of them at once: with one
         # that is not it takes 1.2 times as long on an H200. There shares pay for several kinds in
         # pieces of 37 tiles (0.88 of the time of shorter ones in order), and double it in pieces of
-        # four. A scheduler's 16,384 registers are as many as three programs of 168 take; nobody has
-        # room for a fourth with more than 128.
+        # four. Three programs of 168 registers fill a scheduler's; a fourth has room beside
+        # three others where none has more than 128.
         return Tuning(12, registers=168, near=16 if kinds > 2 else 0)
 
     @cached_property
