@@ -193,12 +193,18 @@ def serve_plan(
     """
     check_found()
     # Refused before a process is started.
-    longest = longest_graph(served_plan(str(plan)))
+    read = served_plan(str(plan))
     kind = parse_dtype(dtype, main_device("auto"))
     words = str(kind).removeprefix("torch.")
     given = [*engine, *([] if load_format is None else ["--load-format", load_format])]
     settings = engine_options(
-        host=host, port=port, dtype=words, ranks=ranks, longest_graph=longest, given=given
+        host=host,
+        port=port,
+        dtype=words,
+        ranks=ranks,
+        longest_graph=longest_graph(read),
+        chosen=read.quantiser is not None,
+        given=given,
     )
     # vLLM knows hub ids and folders; the embedded model, a GGUF file's and a shape are folders to
     # it.

@@ -4,6 +4,7 @@ It says what vLLM asks of a back end; what runs is in `kvprof.serving.steps`.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
 from kvprof.serving.model import ServedModel
 from kvprof.serving.quantised import own_pages
+from kvprof.serving.runners import CAPTURE
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, attend
 
 __all__ = ["PlanBackend", "PlanBuilder", "PlanImpl"]
@@ -59,7 +61,10 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
             decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
             # Of sequences with several new tokens the host's numbers are those of the device.
             several = prefills > 0
-            lengths = common.seq_lens_cpu_upper_bound if several else None
+            starts = common.query_start_loc_cpu.tolist() if several else []
+            lengths = common.seq_lens_cpu_upper_bound.tolist() if several else []
+            if self._beyond(common):
+                lengths = self._cut(common, starts, lengths)
             found = EngineStep(
                 self._model.alike,
                 common.slot_mapping,
@@ -68,8 +73,8 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
                 common.seq_lens,
                 decodes,
                 decodes + prefills,
-                common.query_start_loc_cpu.tolist() if several else (),
-                () if lengths is None else lengths.tolist(),
+                starts,
+                lengths,
             )
             common._kvprof_step = found
         return found
@@ -83,11 +88,14 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
         the engine's own tensors, always the same ones.
         """
         common = common_attn_metadata
-        if common.max_query_len <= 1:
+        decodes = common.max_query_len <= 1 if CAPTURE.decodes is None else CAPTURE.decodes
+        if decodes:
             return self.build(0, common)
         found: EngineStep | None = getattr(common, "_kvprof_step", None)
         if found is None:
             self._bind(common)
+            if self._beyond(common):
+                self._cut(common, [], [])
             found = self._model.fixed_step(
                 common.slot_mapping,
                 common.block_table_tensor,
@@ -96,6 +104,30 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
             )
             common._kvprof_step = found
         return found
+
+    def _row_tokens(self, common: CommonAttentionMetadata) -> int:
+        """Return the tokens that a sequence's row of the table has pages for."""
+        return int(common.block_table_tensor.shape[1] * self.kv_cache_spec.block_size)
+
+    def _beyond(self, common: CommonAttentionMetadata) -> bool:
+        """Whether sequences may be longer than there are pages for: in no step that is somebody's.
+
+        When vLLM's first model runner tries a long step out, it calls every sequence as long as
+        that.
+        """
+        return int(common.max_query_len) > self._row_tokens(common)
+
+    def _cut(
+        self, common: CommonAttentionMetadata, starts: list[int], lengths: list[int]
+    ) -> list[int]:
+        """Keep such sequences within their pages; return the host's lengths, never fewer than new.
+
+        The device's are cut where they are: that is where a graph reads them.
+        """
+        room = self._row_tokens(common)
+        common.seq_lens.clamp_(max=room)
+        new = (stop - start for start, stop in pairwise(starts))
+        return [max(own, min(length, room)) for own, length in zip(new, lengths, strict=True)]
 
     def _bind(self, common: CommonAttentionMetadata) -> None:
         """Prepare the layers' steps, if this is the first one."""

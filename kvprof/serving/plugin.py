@@ -9,17 +9,16 @@ the engine.
 
 import os
 import subprocess
-from dataclasses import replace
 from functools import wraps
 from importlib.metadata import entry_points
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from kvprof.child import child_environment, child_python
 from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import extra_command
-from kvprof.serving.sampled import SAMPLE_VARIABLE, StepWriter, asked_sampling
+from kvprof.serving.runners import take_runners
+from kvprof.serving.sampled import SAMPLE_VARIABLE, asked_sampling
 
 __all__ = ["PLAN_VARIABLE", "check_found", "register"]
 
@@ -69,24 +68,22 @@ def register() -> None:
     from vllm.model_executor.layers.attention import attention
     from vllm.model_executor.model_loader import base_loader
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.engine import core
 
     if getattr(register, "done", False):
         return
     register.done = True  # type: ignore[attr-defined]  # none to mypy
-    # The second model runner of 0.26 and 0.27 is not tried.
+    # First tokens came later with the second model runner.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    # As `vllm serve` does by itself, and scripts do not: a process that read the checkpoint to hold
+    # the plan against it may not be forked into one that uses CUDA.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     register_backend(AttentionBackendEnum.CUSTOM, "kvprof.serving.backend.PlanBackend")
     _check_configuration(arg_utils.EngineArgs, path)
     _take_attention(attention.Attention, path)
     _take_weights(base_loader, path)
-    _keep_decoding_apart(CudagraphDispatcher)
     _tell_tokens(core, path)
-    if (asked := asked_sampling(os.environ.get(SAMPLE_VARIABLE))) is not None:
-        from vllm.v1.worker import gpu_model_runner
-
-        _sample_steps(gpu_model_runner.GPUModelRunner, *asked)
+    take_runners(path, asked_sampling(os.environ.get(SAMPLE_VARIABLE)))
 
 
 def _check_configuration(engine_args: Any, path: str) -> None:
@@ -164,73 +161,6 @@ def _take_weights(base_loader: Any, path: str) -> None:
 
     base_loader.initialize_model = initialize_model
     base_loader.process_weights_after_loading = process_weights_after_loading
-
-
-def _keep_decoding_apart(dispatcher: Any) -> None:
-    """Let steps in which all decode have graphs of their own where graphs hold any step.
-
-    vLLM has one or the other: its mode ``FULL`` runs such a step by the graph of any as long, in
-    which there are launches for several new tokens too.
-    """
-    begun, chosen = dispatcher.initialize_cudagraph_keys, dispatcher.dispatch
-
-    @wraps(begun)
-    def initialize_cudagraph_keys(self: Any, mode: Any, *args: Any, **kwargs: Any) -> None:
-        begun(self, mode, *args, **kwargs)
-        if mode.name != "FULL":
-            return
-        most = self.vllm_config.scheduler_config.max_num_seqs
-        own = self.cudagraph_keys[mode]
-        # A step of one token is one that decodes, or as good as that.
-        own |= {replace(one, uniform=True) for one in own if 1 < one.num_tokens <= most}
-
-    @wraps(chosen)
-    def dispatch(
-        self: Any, num_tokens: int, uniform_decode: bool = False, *args: Any, **kwargs: Any
-    ) -> Any:
-        mode, found = chosen(self, num_tokens, uniform_decode, *args, **kwargs)
-        if uniform_decode and mode.name == "FULL":
-            own = replace(found, uniform=True)
-            found = own if own in self.cudagraph_keys[mode] else found
-        return mode, found
-
-    dispatcher.initialize_cudagraph_keys = initialize_cudagraph_keys
-    dispatcher.dispatch = dispatch
-
-
-def _sample_steps(runner: Any, every: int, folder: Path) -> None:
-    """Time every n-th step in parts, without its graph where vLLM lets a step run so."""
-    ran = runner.execute_model
-    chosen = getattr(runner, "_determine_batch_execution_and_padding", None)
-
-    @wraps(ran)
-    def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-
-        from kvprof.serving.sampling import StepSampler, contents, on_gpu
-
-        if not hasattr(self, "_kvprof_sampler"):
-            first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank
-            writer = StepWriter(folder) if first else None
-            self._kvprof_sampler = StepSampler(every, writer, on_gpu=on_gpu(self))
-        return self._kvprof_sampler.step(
-            lambda: ran(self, scheduled, *args, **kwargs),
-            lambda: contents(self, scheduled),
-            reads=max(scheduled.num_scheduled_tokens.values(), default=0) > 1,
-        )
-
-    runner.execute_model = execute_model
-    if chosen is None or "force_eager" not in signature(chosen).parameters:
-        return
-
-    @wraps(chosen)
-    def determine(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sampler = getattr(self, "_kvprof_sampler", None)
-        if sampler is not None and sampler.in_parts:
-            kwargs["force_eager"] = True
-        return chosen(self, *args, **kwargs)
-
-    runner._determine_batch_execution_and_padding = determine
 
 
 def _tell_tokens(core: Any, path: str) -> None:

@@ -111,12 +111,20 @@ def contents(runner: Any, scheduled: Any) -> tuple[int, int, int]:
         Sequences that decode, the tokens that they hold together, and tokens of prompts.
     """
     decodes = context = prefill = 0
-    batch = runner.input_batch
+    # The second runner keeps a step's batch until its tokens are sampled.
+    batch: Any = getattr(runner, "input_batch", None)
+    if batch is None:
+        if (state := runner.execute_model_state) is None:
+            return 0, 0, 0  # nothing was scheduled
+        batch = state.input_batch
+        before = batch.num_computed_tokens_np
+    else:
+        before = batch.num_computed_tokens_cpu
     for row, name in enumerate(batch.req_ids):
         new = scheduled.num_scheduled_tokens.get(name, 0)
         if new == 1:
             decodes += 1
-            context += int(batch.num_computed_tokens_cpu[row]) + 1
+            context += int(before[row]) + 1
         else:
             prefill += new
     return decodes, context, prefill

@@ -13,6 +13,7 @@ from typing import Any
 from kvprof.errors import UsageError
 
 __all__ = [
+    "CHOSEN_GRAPH",
     "LONG_GRAPH",
     "LOOPBACK",
     "SERVED",
@@ -33,6 +34,10 @@ SHORT_GRAPH = 512
 #: The same where a step costs as a graph what it costs outside: up to here the host may take longer
 #: to launch the pieces of a model of some billion parameters than the GPU to run them.
 LONG_GRAPH = 3072
+#: The same over quantised latents, where a longer step is a graph if little came before its chunks
+#: (`kvprof.serving.choosing`). Each token is a row of a decoding step, and each row that sees
+#: something counts the work of all rows of the graph to find its own, so this grows as its square.
+CHOSEN_GRAPH = 1024
 #: Steps that are graphs. Up to 512 these are vLLM's own; from there on they lie farther apart, for
 #: each takes time at the start, and a step is filled up by an eighth of its own tokens at most.
 _GRAPHS = (
@@ -76,6 +81,7 @@ def engine_options(
     dtype: str = "auto",
     ranks: int = 1,
     longest_graph: int = SHORT_GRAPH,
+    chosen: bool = False,
     given: Sequence[str] = (),
 ) -> list[Setting]:
     """Return the options of ``vllm serve``.
@@ -89,6 +95,9 @@ def engine_options(
         Of tensor parallelism.
     longest_graph : int
         Tokens of the longest step that may be a graph (`kvprof.serving.served.longest_graph`).
+    chosen : bool
+        Whether steps of more than `SHORT_GRAPH` tokens are graphs only where little came before
+        their chunks (`kvprof.serving.choosing`).
     given : sequence of str
         What somebody gives to vLLM, which refuses sizes of graphs that are given twice.
 
@@ -122,6 +131,8 @@ def engine_options(
             compilation["cudagraph_capture_sizes"], longest_graph = sizes, sizes[-1]
         fewer = f"{longest_graph:,} tokens or fewer"
     graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
+    if chosen:
+        graphs += f"; of more than {SHORT_GRAPH}, where little came before its chunks"
     if "--enforce-eager" in named(list(given)):
         graphs = "no CUDA graphs, as asked"
     return [
@@ -170,7 +181,7 @@ def engine_variables(plan: str) -> list[Setting]:
     """
     return [
         Setting("KVPROF_PLAN", plan, "what is stored"),
-        Setting("VLLM_USE_V2_MODEL_RUNNER", "0", "the plug-in is tried with the first one"),
+        Setting("VLLM_USE_V2_MODEL_RUNNER", "0", "first tokens came later with the second one"),
         Setting("VLLM_NO_USAGE_STATS", "1", "nothing is sent to anybody"),
     ]
 

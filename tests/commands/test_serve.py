@@ -51,12 +51,22 @@ def test_latents_as_they_are_have_longer_graphs(started: list[list[str]], tmp_pa
     assert "(on a GPU a step of 1,000 tokens or fewer is one CUDA graph" in done.stderr
 
 
+def test_quantised_latents_have_some(started: list[list[str]], tmp_path: Path) -> None:
+    done = serve(tmp_path / "shape", method="fdc-4bit")
+    assert done.code == 0, done.stderr
+    (command,) = started
+    own = json.loads(command[command.index("--compilation-config") + 1])
+    assert own["cudagraph_capture_sizes"][-1] == 1024
+    assert "; of more than 512, where little came before its chunks)" in done.stderr
+
+
 def test_what_somebody_gives_is_not_set_a_second_time(
     started: list[list[str]], tmp_path: Path
 ) -> None:
-    assert serve(tmp_path / "one", "--max-cudagraph-capture-size", "64").code == 0
+    assert serve(tmp_path / "one", "--max-cudagraph-capture-size", "512").code == 0
     assert serve(tmp_path / "two", "-cc", "{}").code == 0
     sized, whole = started
+    assert sized[sized.index("--max-cudagraph-capture-size") + 1] == "512"
     own = json.loads(sized[sized.index("--compilation-config") + 1])
     assert own == {"mode": 0, "cudagraph_mode": "FULL"}
     assert "--compilation-config" not in whole

@@ -1,6 +1,8 @@
 """A program: serve token ids through vLLM in this process, and print what came of it as JSON.
 
-python -m tests.serving.serve_tokens FOLDER JSON   (JSON: prompts, tokens, waves, engine, fixed)
+python -m tests.serving.serve_tokens FOLDER JSON
+
+The JSON has prompts, tokens, waves, engine, graphs and fixed.
 """
 
 import json
@@ -19,7 +21,7 @@ def main() -> None:
         folder,
         dtype="float32",
         skip_tokenizer_init=True,
-        compilation_config={"mode": 0},
+        compilation_config={"mode": 0, **wanted["graphs"]},
         disable_log_stats=False,
         **wanted["engine"],
     )

@@ -109,3 +109,12 @@ def test_what_a_step_holds_is_what_was_scheduled():
     runner = SimpleNamespace(input_batch=batch)
     assert contents(runner, scheduled) == (2, 101 + 8, 256)
     assert json.dumps(contents(runner, SimpleNamespace(num_scheduled_tokens={}))) == "[0, 0, 0]"
+
+
+def test_the_second_runner_keeps_a_steps_batch_until_its_tokens_are_sampled():
+    batch = SimpleNamespace(req_ids=["c", "a"], num_computed_tokens_np=[512, 100])
+    scheduled = SimpleNamespace(num_scheduled_tokens={"a": 1, "c": 256})
+    runner = SimpleNamespace(execute_model_state=SimpleNamespace(input_batch=batch))
+    assert contents(runner, scheduled) == (1, 101, 256)
+    runner.execute_model_state = None
+    assert contents(runner, SimpleNamespace(num_scheduled_tokens={})) == (0, 0, 0)

@@ -9,7 +9,7 @@ import pytest
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.errors import UsageError
 from kvprof.serving.served import longest_graph
-from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options, named
+from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH, engine_options, named
 from kvprof.serving.shapes import drawn_plan
 
 
@@ -21,15 +21,19 @@ def compilation(*given: str, longest: int = SHORT_GRAPH) -> tuple[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("method", "long"),
-    [("fdc", True), ("zack", True), ("kq", True), ("fdc-4bit", False), ("palu", False)],
+    ("method", "longest"),
+    [
+        ("fdc", LONG_GRAPH),
+        ("zack", LONG_GRAPH),
+        ("kq", LONG_GRAPH),
+        ("fdc-4bit", CHOSEN_GRAPH),
+        ("palu", SHORT_GRAPH),
+    ],
 )
-def test_long_steps_are_graphs_where_a_token_costs_the_same_in_them(
-    method: str, long: bool
-) -> None:
+def test_graphs_are_as_long_as_a_token_costs_the_same_in_them(method: str, longest: int) -> None:
     shape = load_model_shape("Llama-3.1-8B").of_layers(2).attention
     plan = drawn_plan(method, shape, 0.5).plan
-    assert longest_graph(plan) == (LONG_GRAPH if long else SHORT_GRAPH)
+    assert longest_graph(plan) == longest
 
 
 def test_a_long_step_is_filled_up_by_an_eighth_at_most() -> None:

@@ -6,15 +6,15 @@ They run where vLLM is installed (a CPU build will do); ``.ci/run`` makes an env
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import fields
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,27 +28,24 @@ from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.quantisers import quantised
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
-from kvprof.serving.sampled import SAMPLE_VARIABLE, StepReader, sampling_variable
-from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options
+from kvprof.serving.sampled import StepReader
+from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH, engine_options
 from tests.models.gguf_files import write_llama
-from tests.serving.tiny import VOCABULARY, rebuilt_plan, save_model, save_tiny_plan
+from tests.serving.engine_runs import (
+    CHUNKS,
+    ENGINE,
+    ENVIRONMENT,
+    TOKENS,
+    drawn_prompts,
+    served_by_engine,
+    written_by_runtime,
+)
+from tests.serving.tiny import rebuilt_plan, save_model, save_tiny_plan
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-
-TOKENS = 24
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
-#: Of an engine that holds all prompts at once.
-ENGINE = {"max_model_len": 200, "max_num_seqs": 6}
-#: Prompts come in chunks of 32, and pages run out on the way.
-CHUNKS = {**ENGINE, "block_size": 16, "num_gpu_blocks_override": 17, "max_num_batched_tokens": 32}
 
 
 @pytest.fixture(scope="module")
@@ -63,85 +60,17 @@ def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_plan(model, tmp_path_factory.mktemp("plan") / "tiny.plan")
 
 
-def _prompts() -> list[list[int]]:
-    drawn = random.Random(5)
-    long = [drawn.randrange(3, VOCABULARY) for _ in range(150)]
-    others = [[drawn.randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 17, 40, 33)]
-    return [long, long[:100] + others[1], *others]
-
-
 @pytest.fixture(scope="module")
 def wanted(model: Path, plan: Path) -> list[list[int]]:
     """Return what kvprof's own runtime writes; it differs from the uncompressed model's."""
-    return _written(model, plan)
-
-
-def _written(model: Path, plan: Path) -> list[list[int]]:
-    loaded = load_model(str(model), device="cpu", dtype="float32")
-
-    def written() -> list[list[int]]:
-        found = []
-        for prompt in _prompts():
-            ids = torch.tensor([prompt])
-            made = loaded.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-            )
-            found.append(made[0, len(prompt) :].tolist())
-        return found
-
-    plain = written()
-    with compressed(loaded, load_plan(plan)):
-        own = written()
-    assert sum(a != b for a, b in zip(plain, own, strict=True)) >= 4
-    return own
-
-
-def _served(
-    model: Path,
-    plan: Path,
-    waves: int = 1,
-    *,
-    sampled: Path | None = None,
-    fixed: bool = False,
-    **engine: Any,
-) -> dict[str, Any]:
-    asked = {
-        "prompts": _prompts(),
-        "tokens": TOKENS,
-        "waves": waves,
-        "engine": engine,
-        "fixed": fixed,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.serving.serve_tokens", str(model), json.dumps(asked)],
-        env={
-            **os.environ,
-            **ENVIRONMENT,
-            **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if fixed else {}),
-            "KVPROF_PLAN": str(plan),
-            SAMPLE_VARIABLE: "" if sampled is None else sampling_variable(2, sampled),
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert said, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(said[0].removeprefix("RESULT "))
-    return found
+    return written_by_runtime(model, plan)
 
 
 def test_chunks_prefixes_and_preemption_change_no_token(
     model: Path, plan: Path, wanted: list[list[int]]
 ) -> None:
     """Prompts come in chunks of 32, prefixes are found again, and pages run out on the way."""
-    found = _served(model, plan, waves=2, **CHUNKS)
+    found = served_by_engine(model, plan, waves=2, **CHUNKS)
     assert found["waves"] == [wanted, wanted]
     assert found["hits"] > 0
     assert found["preemptions"] > 0
@@ -151,7 +80,9 @@ def test_the_form_that_graphs_hold_changes_no_token(
     model: Path, plan: Path, wanted: list[list[int]]
 ) -> None:
     """Steps that read prompts run as a GPU's graph would run them."""
-    found = _served(model, plan, waves=2, fixed=True, distributed_executor_backend="uni", **CHUNKS)
+    found = served_by_engine(
+        model, plan, waves=2, fixed=True, distributed_executor_backend="uni", **CHUNKS
+    )
     assert found["waves"] == [wanted, wanted]
     assert found["preemptions"] > 0
 
@@ -161,12 +92,12 @@ def test_steps_that_decode_have_graphs_of_their_own() -> None:
     from vllm.config import CUDAGraphMode
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-    from kvprof.serving.plugin import _keep_decoding_apart
+    from kvprof.serving.runners import _decode_apart_first
 
     class Dispatcher(CudagraphDispatcher):  # type: ignore[misc]  # vLLM has no types here
         """One that is kvprof's alone."""
 
-    _keep_decoding_apart(Dispatcher)
+    _decode_apart_first(Dispatcher)
     sizes = [1, 2, 4, 8, 16]
     compilation = SimpleNamespace(
         cudagraph_mode=CUDAGraphMode.FULL,
@@ -210,6 +141,7 @@ def test_steps_that_decode_have_graphs_of_their_own() -> None:
     [
         (LONG_GRAPH, [], 8192, 71, 3072),
         (LONG_GRAPH, [], 2048, 67, 2048),
+        (CHOSEN_GRAPH, [], 8192, 59, 1024),
         (LONG_GRAPH, ["--max-num-batched-tokens", "1000"], 1000, 59, 1000),
         (SHORT_GRAPH, ["--max-num-batched-tokens", "300"], 300, 38, 300),
         # What is asked for stands: as short as it was.
@@ -238,6 +170,118 @@ def test_sizes_of_graphs_are_those_that_the_engine_takes(
     assert own.cudagraph_capture_sizes[-1] == own.max_cudagraph_capture_size == last
 
 
+def test_the_second_runners_decoding_steps_have_graphs_of_their_own() -> None:
+    """What it captures a graph with says nothing of what the graph is for."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    from kvprof.serving.runners import CAPTURE, _decode_apart_second
+
+    class Manager(CudaGraphManager):  # type: ignore[misc]  # vLLM has no types here
+        """One that is kvprof's alone, and captures nothing."""
+
+        def capture(self, create_forward_fn: Any, progress_bar_desc: str = "") -> None:
+            for one in self._capture_descs[self.cudagraph_mode]:
+                create_forward_fn(one, warmup=True)
+
+    _decode_apart_second(Manager)
+
+    def manager(mode: CUDAGraphMode) -> Any:
+        made = object.__new__(Manager)
+        sizes = [1, 2, 4, 8, 16]
+        made.compilation_config = SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=16
+        )
+        made.vllm_config = SimpleNamespace(speculative_config=None)
+        made.cudagraph_mode, made.max_num_reqs, made.decode_query_len = mode, 6, 1
+        made.lora_capture_cases, made._lora_dispatch_map = [0], {}
+        made._candidates, made._capture_descs = {}, {}
+        made.use_breakable_cg, made._graphs_captured = False, True
+        made._init_candidates()
+        return made
+
+    made = manager(CUDAGraphMode.FULL)
+    met: list[tuple[int, int, bool | None]] = []
+    made.capture(lambda one, warmup: met.append((one.num_tokens, one.num_reqs, CAPTURE.decodes)))
+    mixed = [(1, 1, True), (2, 2, False), (4, 4, False), (8, 6, False), (16, 6, False)]
+    assert sorted(met) == sorted([*mixed, (2, 2, True), (4, 4, True)])
+    assert [tokens for tokens, _, _ in met] == [16, 8, 4, 4, 2, 2, 1]
+    assert CAPTURE.decodes is None
+
+    def asked(rows: int, tokens: int, uniform: int | None) -> tuple[str, int, int | None]:
+        own = made.dispatch(rows, tokens, uniform, num_active_loras=0)
+        return own.cg_mode.name, own.num_tokens, own.uniform_token_count
+
+    assert asked(3, 3, 1) == ("FULL", 4, 1)
+    assert asked(2, 3, None) == ("FULL", 4, None)
+    assert asked(1, 3, 3) == ("FULL", 4, None)
+    assert asked(6, 6, 1) == ("FULL", 8, None)
+    assert asked(1, 17, 17)[0] == "NONE"
+    apart = manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    assert {one.uniform_token_count for one in apart._capture_descs[CUDAGraphMode.FULL]} == {1}
+
+
+def test_both_runners_let_a_step_run_without_its_graph() -> None:
+    """As long steps over quantised latents do that read much, and those that are sampled."""
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    chosen = GPUModelRunner._determine_batch_execution_and_padding
+    assert "force_eager" in signature(chosen).parameters
+    assert "need_eager" in signature(model_runner.dispatch_cg_and_sync_dp).parameters
+    assert "dummy_run" in signature(model_runner.GPUModelRunner.execute_model).parameters
+    for told, names in (
+        (NewRequestData, {"req_id", "num_computed_tokens"}),
+        (CachedRequestData, {"req_ids", "num_computed_tokens"}),
+        (InputBatch, {"req_ids", "num_computed_tokens_np"}),
+    ):
+        assert names <= {one.name for one in fields(told)}
+
+
+def test_a_step_that_is_tried_out_stays_within_its_pages() -> None:
+    """The first runner calls every sequence as long as the step."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from kvprof.serving.backend import PlanBuilder
+
+    builder = object.__new__(PlanBuilder)
+    builder.kv_cache_spec = SimpleNamespace(block_size=16)
+    bound: list[Any] = []
+    builder._model = SimpleNamespace(alike={}, fixed_step=lambda *given: given)
+    builder._bind = bound.append
+
+    def common(most: int) -> CommonAttentionMetadata:
+        starts = torch.tensor([0, 1, 5, 9, 129], dtype=torch.int32)
+        lengths = torch.full((4,), most, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=lengths,
+            seq_lens_cpu_upper_bound=lengths.clone(),
+            num_reqs=4,
+            num_actual_tokens=129,
+            max_query_len=most,
+            max_seq_len=200,
+            block_table_tensor=torch.zeros(4, 6, dtype=torch.int32),
+            slot_mapping=torch.full((129,), -1),
+        )
+
+    tried = common(129)
+    step = builder.build(0, tried)
+    assert step.lengths.tolist() == [96] * 4
+    assert step.host_lengths == [96, 96, 96, 120]
+    assert (step.decodes, step.rows) == (1, 4)
+    assert common(96).seq_lens.tolist() == builder.build(0, common(96)).host_lengths == [96] * 4
+    tried = common(129)
+    *_, lengths = builder.build_for_cudagraph_capture(tried)
+    # Where a graph reads them.
+    assert lengths is tried.seq_lens
+    assert lengths.tolist() == [96] * 4
+    assert len(bound) == 3
+
+
 def test_two_ranks_write_the_same(
     model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path
 ) -> None:
@@ -245,20 +289,22 @@ def test_two_ranks_write_the_same(
 
     Nor where every second step is timed in parts, which the first rank writes down.
     """
-    found = _served(model, plan, sampled=tmp_path, tensor_parallel_size=2, **ENGINE)
+    found = served_by_engine(model, plan, sampled=tmp_path, tensor_parallel_size=2, **ENGINE)
     assert found["waves"] == [wanted]
     assert len(list(tmp_path.iterdir())) == 1
     steps = StepReader(tmp_path).new()
     parts = [one for one in steps if one.parts]
     assert 0.3 < len(parts) / len(steps) < 0.6
-    assert sum(one.prefill for one in steps) == sum(map(len, _prompts())) - 1  # one has one token
+    assert (
+        sum(one.prefill for one in steps) == sum(map(len, drawn_prompts())) - 1
+    )  # one has one token
     for one in parts:
         assert set(one.parts) == {"compress", "schedule", "attention"}
         assert 0 < sum(one.parts.values()) < one.seconds
     most = max(steps, key=lambda one: one.context)
-    assert (most.decodes, most.prefill) == (len(_prompts()), 0)
-    written = sum(map(len, _prompts())) + len(_prompts()) * TOKENS
-    assert written - len(_prompts()) * 4 < most.context < written
+    assert (most.decodes, most.prefill) == (len(drawn_prompts()), 0)
+    written = sum(map(len, drawn_prompts())) + len(drawn_prompts()) * TOKENS
+    assert written - len(drawn_prompts()) * 4 < most.context < written
 
 
 def test_rebuilt_keys_over_chunks_prefixes_preemption_and_ranks(
@@ -267,8 +313,8 @@ def test_rebuilt_keys_over_chunks_prefixes_preemption_and_ranks(
     """Keys rebuilt from pages give the runtime's tokens, with all of it at once."""
     plan, steps = save_tiny_plan(model, tmp_path / "palu.plan", rebuilt_plan), tmp_path / "steps"
     steps.mkdir()
-    found = _served(model, plan, waves=2, sampled=steps, tensor_parallel_size=2, **CHUNKS)
-    wanted = _written(model, plan)
+    found = served_by_engine(model, plan, waves=2, sampled=steps, tensor_parallel_size=2, **CHUNKS)
+    wanted = written_by_runtime(model, plan)
     assert found["waves"] == [wanted, wanted]
     parts = {name for one in StepReader(steps).new() for name in one.parts}
     assert parts == {"compress", "decompress", "schedule", "attention"}
@@ -279,8 +325,8 @@ def test_rebuilt_keys_over_chunks_prefixes_preemption_and_ranks(
 def test_the_form_that_graphs_hold_rebuilds_the_same_keys(model: Path, tmp_path: Path) -> None:
     """Sequences whose pages find no room decode token by token."""
     plan = save_tiny_plan(model, tmp_path / "palu.plan", rebuilt_plan)
-    found = _served(model, plan, fixed=True, distributed_executor_backend="uni", **CHUNKS)
-    assert found["waves"] == [_written(model, plan)]
+    found = served_by_engine(model, plan, fixed=True, distributed_executor_backend="uni", **CHUNKS)
+    assert found["waves"] == [written_by_runtime(model, plan)]
     assert found["preemptions"] > 0
 
 
@@ -291,7 +337,7 @@ def test_quantised_pages_serve_what_the_prompt_says(
     own = tmp_path / "tiny-4bit.plan"
     save_plan(quantised(load_plan(plan), "per-token", 4), own)
     (tmp_path / "steps").mkdir()
-    found = _served(
+    found = served_by_engine(
         model,
         own,
         sampled=tmp_path / "steps",
@@ -314,8 +360,8 @@ def test_quantised_pages_serve_the_same_in_the_form_that_graphs_hold(
     own = tmp_path / "tiny-8bit.plan"
     save_plan(quantised(load_plan(plan), "per-token", 8), own)
     how = {**ENGINE, "block_size": 64, "max_num_batched_tokens": 64}
-    eager = _served(model, own, **how)
-    fixed = _served(model, own, fixed=True, distributed_executor_backend="uni", **how)
+    eager = served_by_engine(model, own, **how)
+    fixed = served_by_engine(model, own, fixed=True, distributed_executor_backend="uni", **how)
     assert fixed["waves"] == eager["waves"]
 
 
@@ -347,7 +393,7 @@ def test_the_server_answers_and_ends(
     log = tmp_path / "log"
     engine = ("--skip-tokenizer-init", "--max-model-len", "200", "--block-size", "32")
     with _serving(model, plan, log, *engine) as answered:
-        assert answered({"prompt": _prompts()[4]}) == wanted[4]
+        assert answered({"prompt": drawn_prompts()[4]}) == wanted[4]
     said = log.read_text()
     assert "--host 127.0.0.1 (only this machine reaches it)" in said
     assert "tokens of cache fit, at full width" in said

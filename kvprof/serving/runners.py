@@ -1,0 +1,220 @@
+"""What the plug-in changes in vLLM's model runners: which steps run as graphs, and sampled steps.
+
+vLLM has two. The first makes a step's inputs up on the host, and is taken here unless
+``VLLM_USE_V2_MODEL_RUNNER`` says otherwise; the second, which 0.26 and 0.27 take for dense models
+by themselves, makes them up on the device. A graph that holds any step has launches for several new
+tokens, which a step in which all decode does not need: vLLM's mode ``FULL`` has no others, and here
+steps in which all decode have graphs of their own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from kvprof.serving.choosing import graph_pays, scheduled_rows
+from kvprof.serving.sampled import StepWriter
+
+__all__ = ["CAPTURE", "take_runners"]
+
+
+@dataclass
+class _Capture:
+    """The graph that the second model runner is capturing.
+
+    Attributes
+    ----------
+    decodes : bool or None
+        Whether all decode in the steps that it holds; None where nobody says so.
+    """
+
+    decodes: bool | None = None
+
+
+#: What the back end looks at; a process captures one graph at a time.
+CAPTURE = _Capture()
+
+
+@dataclass
+class _Eager:
+    """Whether the step under way has to run without its graph; a process runs one at a time."""
+
+    asked: bool = False
+
+    @contextmanager
+    def where(self, asked: bool) -> Iterator[None]:
+        """Ask for it in what runs here, or leave it as it is."""
+        before = self.asked
+        self.asked = before or asked
+        try:
+            yield
+        finally:
+            self.asked = before
+
+
+def take_runners(path: str, sampling: tuple[int, Path] | None) -> None:
+    """Change both of vLLM's model runners, whichever it is going to take.
+
+    Parameters
+    ----------
+    path : str
+        Of the plan.
+    sampling : (int, Path), optional
+        Every how manieth step is timed in parts, and where they are written down.
+    """
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+    _decode_apart_first(CudagraphDispatcher)
+    _decode_apart_second(cudagraph_utils.CudaGraphManager)
+    eager = _Eager()
+    first, second = gpu_model_runner.GPUModelRunner, model_runner.GPUModelRunner
+    _let_run_eagerly(first, "_determine_batch_execution_and_padding", "force_eager", eager)
+    _let_run_eagerly(model_runner, "dispatch_cg_and_sync_dp", "need_eager", eager)
+    for runner in (first, second):
+        _choose_graphs(runner, path, eager)
+        if sampling is not None:
+            _sample_steps(runner, *sampling, eager)
+
+
+# --- Graphs of steps in which all decode.
+
+
+def _decode_apart_first(dispatcher: Any) -> None:
+    """Let the first runner capture such graphs too, and run such steps by them."""
+    begun, chosen = dispatcher.initialize_cudagraph_keys, dispatcher.dispatch
+
+    @wraps(begun)
+    def initialize_cudagraph_keys(self: Any, mode: Any, *args: Any, **kwargs: Any) -> None:
+        begun(self, mode, *args, **kwargs)
+        if mode.name != "FULL":
+            return
+        most = self.vllm_config.scheduler_config.max_num_seqs
+        own = self.cudagraph_keys[mode]
+        # A step of one token is one that decodes, or as good as that.
+        own |= {replace(one, uniform=True) for one in own if 1 < one.num_tokens <= most}
+
+    @wraps(chosen)
+    def dispatch(
+        self: Any, num_tokens: int, uniform_decode: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        mode, found = chosen(self, num_tokens, uniform_decode, *args, **kwargs)
+        if uniform_decode and mode.name == "FULL":
+            own = replace(found, uniform=True)
+            found = own if own in self.cudagraph_keys[mode] else found
+        return mode, found
+
+    dispatcher.initialize_cudagraph_keys = initialize_cudagraph_keys
+    dispatcher.dispatch = dispatch
+
+
+def _decode_apart_second(manager: Any) -> None:
+    """Let the second runner do so; what it captures with has one token a sequence either way."""
+    begun, captured = manager._init_candidates, manager.capture
+
+    @wraps(begun)
+    def _init_candidates(self: Any) -> None:
+        begun(self)
+        if self.cudagraph_mode.name != "FULL":
+            return
+        # Lists that several numbers of tokens share, each of the graphs that may hold them.
+        for own in {id(one): one for one in self._candidates.values()}.values():
+            apart = [
+                replace(one, uniform_token_count=1)
+                for one in own
+                if 1 < one.num_tokens <= self.max_num_reqs
+            ]
+            own[:0] = apart
+            self._capture_descs[self.cudagraph_mode] += apart
+        self._capture_descs[self.cudagraph_mode].sort(key=lambda one: -one.num_tokens)
+
+    @wraps(captured)
+    def capture(self: Any, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def create(desc: Any, *args: Any, **kwargs: Any) -> Any:
+            CAPTURE.decodes = desc.num_tokens == 1 or desc.uniform_token_count == 1
+            try:
+                return create_forward_fn(desc, *args, **kwargs)
+            finally:
+                CAPTURE.decodes = None
+
+        return captured(self, create, *args, **kwargs)
+
+    manager._init_candidates = _init_candidates
+    manager.capture = capture
+
+
+# --- Steps without their graph.
+
+
+def _let_run_eagerly(place: Any, name: str, option: str, eager: _Eager) -> None:
+    """Let a step run without its graph where that is asked for, if vLLM lets a step run so.
+
+    Parameters
+    ----------
+    place : type or module
+        Where vLLM decides how a step runs: what `name` returns.
+    name, option : str
+        The option with which it runs without a graph.
+    eager : _Eager
+    """
+    chosen = getattr(place, name, None)
+    if chosen is None or option not in signature(chosen).parameters:
+        return
+
+    @wraps(chosen)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        if eager.asked:
+            kwargs[option] = True
+        return chosen(*args, **kwargs)
+
+    setattr(place, name, choose)
+
+
+def _choose_graphs(runner: Any, path: str, eager: _Eager) -> None:
+    """Run long steps over quantised latents without their graphs where these read too much."""
+    ran = runner.execute_model
+
+    @wraps(ran)
+    def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.served import served_plan
+
+        quantised = served_plan(path).quantiser is not None
+        with eager.where(quantised and not graph_pays(scheduled_rows(scheduled))):
+            return ran(self, scheduled, *args, **kwargs)
+
+    runner.execute_model = execute_model
+
+
+def _sample_steps(runner: Any, every: int, folder: Path, eager: _Eager) -> None:
+    """Time every n-th step in parts, without its graph where vLLM lets a step run so."""
+    ran = runner.execute_model
+
+    @wraps(ran)
+    def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+        from kvprof.serving.sampling import StepSampler, contents, on_gpu
+
+        if kwargs.get("dummy_run"):  # the second runner's own try
+            return ran(self, scheduled, *args, **kwargs)
+        if not hasattr(self, "_kvprof_sampler"):
+            first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank
+            writer = StepWriter(folder) if first else None
+            self._kvprof_sampler = StepSampler(every, writer, on_gpu=on_gpu(self))
+        sampler = self._kvprof_sampler
+
+        def run() -> Any:
+            with eager.where(sampler.in_parts):
+                return ran(self, scheduled, *args, **kwargs)
+
+        return sampler.step(
+            run,
+            lambda: contents(self, scheduled),
+            reads=max(scheduled.num_scheduled_tokens.values(), default=0) > 1,
+        )
+
+    runner.execute_model = execute_model
