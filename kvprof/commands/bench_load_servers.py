@@ -22,6 +22,7 @@ from kvprof.serving.load.server import (
     ServerProcess,
     serve_command,
     served_by_engine,
+    told_variables,
 )
 from kvprof.serving.settings import load_format_of
 
@@ -287,6 +288,8 @@ def _process(
         )
 
     shown = {"engine options": shlex.join(settings.words())}
+    if told := told_variables():
+        shown["engine variables"] = told
     own = plan is not None or served_by_engine(asked.name) is None
     return ServerProcess(
         asked.label,

@@ -30,6 +30,7 @@ __all__ = [
     "free_port",
     "serve_command",
     "served_by_engine",
+    "told_variables",
 ]
 
 _STOP_SECONDS = 20.0
@@ -270,6 +271,23 @@ def served_by_engine(method: str) -> str | None:
         ``full``, ``fp8``, or a type that vLLM names: ``fp8_e5m2``, ``turboquant_4bit_nc``.
     """
     return _OWN.get(method, method if method.startswith(_OWN_PREFIXES) else None)
+
+
+#: Variables that say how an engine runs, and what these are set to: no key, prompt or path.
+_TOLD = re.compile(r"VLLM_(USE_\w+|ALLREDUCE_USE_\w+|ATTENTION_BACKEND)")
+_WORD = re.compile(r"\w{1,40}")
+
+
+def told_variables() -> str:
+    """Return the environment's words on how an engine runs, ``NAME=VALUE NAME=VALUE``.
+
+    Servers inherit them, and a baseline that they slow down is no baseline.
+    """
+    return " ".join(
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if _TOLD.fullmatch(name) and _WORD.fullmatch(value)
+    )
 
 
 #: In vLLM's CPU build it counts for more than ``--kv-cache-memory-bytes``.

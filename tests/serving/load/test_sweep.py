@@ -21,10 +21,17 @@ from kvprof.records.events import (
 )
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
+from kvprof.serving.load import engine
 from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.lengths import load_lengths
 from kvprof.serving.load.requests import Outcome
-from kvprof.serving.load.server import EngineSettings, Served, ServerProcess, serve_command
+from kvprof.serving.load.server import (
+    EngineSettings,
+    Served,
+    ServerProcess,
+    serve_command,
+    told_variables,
+)
 from kvprof.serving.load.sweep import SweepOptions, cases_of, next_rate, run_sweep
 from kvprof.serving.load.target import Opened, Ran, ServedTarget
 from tests.records.load_stream import METHODS, load_inputs, load_stream, served
@@ -379,6 +386,36 @@ def test_an_address_that_loses_a_rates_last_request_is_asked_whether_it_is_there
     with FakeServer(Behaviour(fails={42: "cut"})) as server:
         complete, problems, _ = sweep([quick(server)], ONE_BY_ONE)
     assert (complete, problems) == (True, [])
+
+
+@pytest.mark.parametrize(("dtype", "runner"), [("turboquant_4bit_nc", "1"), ("fp8", "0")])
+def test_a_baseline_gets_the_model_runner_that_can_serve_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, runner: str
+) -> None:
+    """VLLM's first one ends with TurboQuant; the others keep what somebody chose."""
+    ran: list[str] = []
+    monkeypatch.setattr(engine.runpy, "run_module", lambda name, **how: ran.append(name))
+    monkeypatch.setattr(sys, "argv", ["kvprof"])
+    monkeypatch.setenv("KVPROF_PLAN", "a.plan")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    engine.main(["--model", "m", "--kv-cache-dtype", dtype])
+    assert ran == ["vllm.entrypoints.openai.api_server"]
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == runner
+    assert "KVPROF_PLAN" not in os.environ
+
+
+def test_variables_that_change_what_an_engine_runs_are_told_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    assert told_variables() == ""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
+    for name in ("VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_USE_MODELSCOPE_KEY"):
+        monkeypatch.setenv(name, "/a/path" if name.endswith("ROOT") else "sk-secret")
+    assert told_variables() == "VLLM_ATTENTION_BACKEND=FLASH_ATTN VLLM_USE_V2_MODEL_RUNNER=0"
 
 
 def test_methods_differ_in_what_they_store_and_nothing_else():
