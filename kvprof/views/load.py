@@ -648,6 +648,7 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         if method["cache_tokens"] or method["cache_bytes"]
     ]
     engines = dict.fromkeys(m["engine"] for m in data["methods"] if m["engine"])
+    told = dict.fromkeys(m["settings"].get("engine variables") for m in data["methods"])
     lengths = inputs.get("lengths", {})
     return {
         "model": data["shape"].get("name"),
@@ -656,6 +657,7 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         if (weights := inputs.get("weights"))
         else weights_row(inputs).get("weights"),
         "engine": ", ".join(engines) or None,
+        "engine variables": ", ".join(filter(None, told)) or None,
         "servers": {
             "served": "started for it, one method after the other",
             "url": "ran already",
