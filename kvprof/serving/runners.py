@@ -119,7 +119,8 @@ def _decode_apart_second(manager: Any) -> None:
     @wraps(begun)
     def _init_candidates(self: Any) -> None:
         begun(self)
-        if self.cudagraph_mode.name != "FULL":
+        mode = self.cudagraph_mode
+        if mode.name != "FULL" or mode not in self._capture_descs:
             return
         # Lists that several numbers of tokens share, each of the graphs that may hold them.
         for own in {id(one): one for one in self._candidates.values()}.values():
@@ -129,8 +130,8 @@ def _decode_apart_second(manager: Any) -> None:
                 if 1 < one.num_tokens <= self.max_num_reqs
             ]
             own[:0] = apart
-            self._capture_descs[self.cudagraph_mode] += apart
-        self._capture_descs[self.cudagraph_mode].sort(key=lambda one: -one.num_tokens)
+            self._capture_descs[mode] += apart
+        self._capture_descs[mode].sort(key=lambda one: -one.num_tokens)
 
     @wraps(captured)
     def capture(self: Any, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

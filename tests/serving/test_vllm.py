@@ -12,6 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from inspect import signature
@@ -186,9 +187,8 @@ def test_the_second_runners_decoding_steps_have_graphs_of_their_own() -> None:
 
     _decode_apart_second(Manager)
 
-    def manager(mode: CUDAGraphMode) -> Any:
+    def manager(mode: CUDAGraphMode, sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> Any:
         made = object.__new__(Manager)
-        sizes = [1, 2, 4, 8, 16]
         made.compilation_config = SimpleNamespace(
             cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=16
         )
@@ -217,6 +217,7 @@ def test_the_second_runners_decoding_steps_have_graphs_of_their_own() -> None:
     assert asked(1, 3, 3) == ("FULL", 4, None)
     assert asked(6, 6, 1) == ("FULL", 8, None)
     assert asked(1, 17, 17)[0] == "NONE"
+    assert not manager(CUDAGraphMode.FULL, ())._capture_descs
     apart = manager(CUDAGraphMode.FULL_DECODE_ONLY)
     assert {one.uniform_token_count for one in apart._capture_descs[CUDAGraphMode.FULL]} == {1}
 
