@@ -73,7 +73,7 @@ def register() -> None:
     if getattr(register, "done", False):
         return
     register.done = True  # type: ignore[attr-defined]  # none to mypy
-    # First tokens came later with the second model runner.
+    # The first of its model runners, as figures were measured; somebody's own choice stands.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     # As `vllm serve` does by itself, and scripts do not: a process that read the checkpoint to hold
     # the plan against it may not be forked into one that uses CUDA.

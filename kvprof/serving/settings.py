@@ -4,6 +4,7 @@ Standard library only: the command reads it before anything is loaded.
 """
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def engine_options(
             compilation["cudagraph_capture_sizes"], longest_graph = sizes, sizes[-1]
         fewer = f"{longest_graph:,} tokens or fewer"
     graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
-    if chosen:
+    if chosen and (any(sized) or longest_graph > SHORT_GRAPH):
         graphs += f"; of more than {SHORT_GRAPH}, where little came before its chunks"
     if "--enforce-eager" in named(list(given)):
         graphs = "no CUDA graphs, as asked"
@@ -171,6 +172,10 @@ def _most_tokens(given: Sequence[str]) -> int | None:
     return int(float(number) * base**power) or None
 
 
+#: Which of vLLM's model runners is taken; somebody's own choice stands.
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
 def engine_variables(plan: str) -> list[Setting]:
     """Return what the server's environment gets.
 
@@ -181,7 +186,7 @@ def engine_variables(plan: str) -> list[Setting]:
     """
     return [
         Setting("KVPROF_PLAN", plan, "what is stored"),
-        Setting("VLLM_USE_V2_MODEL_RUNNER", "0", "first tokens came later with the second one"),
+        Setting(_RUNNER, os.environ.get(_RUNNER, "0"), "0 is the first, as figures were measured"),
         Setting("VLLM_NO_USAGE_STATS", "1", "nothing is sent to anybody"),
     ]
 

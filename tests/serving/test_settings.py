@@ -9,7 +9,14 @@ import pytest
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.errors import UsageError
 from kvprof.serving.served import longest_graph
-from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH, engine_options, named
+from kvprof.serving.settings import (
+    CHOSEN_GRAPH,
+    LONG_GRAPH,
+    SHORT_GRAPH,
+    engine_options,
+    engine_variables,
+    named,
+)
 from kvprof.serving.shapes import drawn_plan
 
 
@@ -120,3 +127,15 @@ def test_parts_of_it_that_would_replace_all_are_refused(given: str) -> None:
     with pytest.raises(UsageError, match="would take the place of all") as refused:
         compilation(given)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_somebodys_own_model_runner_stands(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    monkeypatch.delenv(name, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(name, chosen)
+    (found,) = (one.value for one in engine_variables("a.plan") if one.name == name)
+    assert found == (chosen or "0")
