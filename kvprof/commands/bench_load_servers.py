@@ -22,6 +22,7 @@ from kvprof.serving.load.server import (
     ServerProcess,
     serve_command,
     served_by_engine,
+    server_variables,
     told_variables,
 )
 from kvprof.serving.settings import load_format_of
@@ -288,7 +289,8 @@ def _process(
         )
 
     shown = {"engine options": shlex.join(settings.words())}
-    if told := told_variables():
+    variables = server_variables(method, plan=plan is not None)
+    if told := told_variables(variables):
         shown["engine variables"] = told
     own = plan is not None or served_by_engine(asked.name) is None
     return ServerProcess(
@@ -299,6 +301,7 @@ def _process(
         gpus=settings.gpus,
         sample=inputs["sample_steps"] if own else None,
         unset=settings.unset,
+        variables=variables,
     )
 
 

@@ -19,6 +19,7 @@ from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import extra_command
 from kvprof.serving.runners import take_runners
 from kvprof.serving.sampled import SAMPLE_VARIABLE, asked_sampling
+from kvprof.serving.settings import RUNNER_VARIABLE, model_runner
 
 __all__ = ["PLAN_VARIABLE", "check_found", "register"]
 
@@ -73,8 +74,7 @@ def register() -> None:
     if getattr(register, "done", False):
         return
     register.done = True  # type: ignore[attr-defined]  # none to mypy
-    # The first of its model runners, as figures were measured; somebody's own choice stands.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ[RUNNER_VARIABLE] = model_runner()
     # As `vllm serve` does by itself, and scripts do not: a process that read the checkpoint to hold
     # the plan against it may not be forked into one that uses CUDA.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -7,7 +7,7 @@ tokens, which a step in which all decode does not need: vLLM's mode ``FULL`` has
 steps in which all decode have graphs of their own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -15,10 +15,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from kvprof.serving.choosing import graph_pays, scheduled_rows
 from kvprof.serving.sampled import StepWriter
+from kvprof.serving.settings import SHORT_GRAPH
 
-__all__ = ["CAPTURE", "take_runners"]
+__all__ = ["CAPTURE", "graph_pays", "scheduled_rows", "take_runners"]
 
 
 @dataclass
@@ -175,8 +175,47 @@ def _let_run_eagerly(place: Any, name: str, option: str, eager: _Eager) -> None:
     setattr(place, name, choose)
 
 
+def graph_pays(rows: Iterable[tuple[int, int]]) -> bool:
+    """Tell whether a step over quantised latents should be a graph, if there is one of its length.
+
+    A graph reads what came before a chunk once for each of the chunk's tokens, where a step that is
+    none writes it out once (`kvprof.serving.quantised`).
+    Steps as long as vLLM's own graphs always are: the host takes longer to launch them. A longer
+    one is where chunks read no more of what came before them than a prompt as long as the step
+    reads of itself, which no form of a step saves. Sequences that decode read theirs in either form
+    and do not count.
+
+    Parameters
+    ----------
+    rows : iterable of (int, int)
+        Of each sequence its new tokens, and those that came before them.
+    """
+    tokens = again = 0
+    for new, before in rows:
+        tokens += new
+        again += new * before if new > 1 else 0
+    return tokens <= SHORT_GRAPH or 2 * again <= tokens**2
+
+
+def scheduled_rows(scheduled: Any) -> Iterator[tuple[int, int]]:
+    """Give what `graph_pays` takes of a step that vLLM's scheduler has made up.
+
+    Parameters
+    ----------
+    scheduled : SchedulerOutput
+    """
+    new, known = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
+    for one in scheduled.scheduled_new_reqs:
+        yield new[one.req_id], one.num_computed_tokens
+    for name, before in zip(known.req_ids, known.num_computed_tokens, strict=True):
+        yield new[name], before
+
+
 def _choose_graphs(runner: Any, path: str, eager: _Eager) -> None:
-    """Run long steps over quantised latents without their graphs where these read too much."""
+    """Run long steps over quantised latents without their graphs where these read too much.
+
+    What a step holds is the scheduler's, which all ranks are told alike.
+    """
     ran = runner.execute_model
 
     @wraps(ran)

@@ -33,7 +33,7 @@ def longest_graph(plan: Plan) -> int:
 
     Over latents as they are a step that reads many tokens costs as a graph what it costs outside.
     Over quantised ones a graph reads what came before a chunk once for each of its tokens
-    (`kvprof.serving.choosing`), and where keys are rebuilt, sequences that find no room among the
+    (`kvprof.serving.runners`), and where keys are rebuilt, sequences that find no room among the
     rebuilt pages decode token by token: the more tokens a graph has, the more of both.
 
     Parameters

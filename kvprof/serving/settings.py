@@ -17,12 +17,14 @@ __all__ = [
     "CHOSEN_GRAPH",
     "LONG_GRAPH",
     "LOOPBACK",
+    "RUNNER_VARIABLE",
     "SERVED",
     "SHORT_GRAPH",
     "Setting",
     "engine_options",
     "engine_variables",
     "load_format_of",
+    "model_runner",
     "named",
     "option_value",
 ]
@@ -30,13 +32,15 @@ __all__ = [
 #: Where the server listens unless told otherwise.
 LOOPBACK = "127.0.0.1"
 
+#: Says which of vLLM's model runners is taken: 0 the first, 1 the second.
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 #: Tokens of the longest step that is a graph of vLLM's own, which has as many of 256 sequences on.
 SHORT_GRAPH = 512
 #: The same where a step costs as a graph what it costs outside: up to here the host may take longer
 #: to launch the pieces of a model of some billion parameters than the GPU to run them.
 LONG_GRAPH = 3072
 #: The same over quantised latents, where a longer step is a graph if little came before its chunks
-#: (`kvprof.serving.choosing`). Each token is a row of a decoding step, and each row that sees
+#: (`kvprof.serving.runners`). Each token is a row of a decoding step, and each row that sees
 #: something counts the work of all rows of the graph to find its own, so this grows as its square.
 CHOSEN_GRAPH = 1024
 #: Steps that are graphs. Up to 512 these are vLLM's own; from there on they lie farther apart, for
@@ -98,7 +102,7 @@ def engine_options(
         Tokens of the longest step that may be a graph (`kvprof.serving.served.longest_graph`).
     chosen : bool
         Whether steps of more than `SHORT_GRAPH` tokens are graphs only where little came before
-        their chunks (`kvprof.serving.choosing`).
+        their chunks (`kvprof.serving.runners`).
     given : sequence of str
         What somebody gives to vLLM, which refuses sizes of graphs that are given twice.
 
@@ -172,8 +176,9 @@ def _most_tokens(given: Sequence[str]) -> int | None:
     return int(float(number) * base**power) or None
 
 
-#: Which of vLLM's model runners is taken; somebody's own choice stands.
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+def model_runner() -> str:
+    """Return which of vLLM's model runners serves a plan: the first, or somebody's own choice."""
+    return os.environ.get(RUNNER_VARIABLE, "0")
 
 
 def engine_variables(plan: str) -> list[Setting]:
@@ -186,7 +191,7 @@ def engine_variables(plan: str) -> list[Setting]:
     """
     return [
         Setting("KVPROF_PLAN", plan, "what is stored"),
-        Setting(_RUNNER, os.environ.get(_RUNNER, "0"), "0 is the first, as figures were measured"),
+        Setting(RUNNER_VARIABLE, model_runner(), "0 is the first, as figures were measured"),
         Setting("VLLM_NO_USAGE_STATS", "1", "nothing is sent to anybody"),
     ]
 

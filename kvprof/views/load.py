@@ -648,7 +648,11 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         if method["cache_tokens"] or method["cache_bytes"]
     ]
     engines = dict.fromkeys(m["engine"] for m in data["methods"] if m["engine"])
-    told = dict.fromkeys(m["settings"].get("engine variables") for m in data["methods"])
+    told = [
+        f"{method['method']}: {own}"
+        for method in data["methods"]
+        if (own := method["settings"].get("engine variables"))
+    ]
     lengths = inputs.get("lengths", {})
     return {
         "model": data["shape"].get("name"),
@@ -657,7 +661,7 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         if (weights := inputs.get("weights"))
         else weights_row(inputs).get("weights"),
         "engine": ", ".join(engines) or None,
-        "engine variables": ", ".join(filter(None, told)) or None,
+        "engine variables": "; ".join(told) or None,
         "servers": {
             "served": "started for it, one method after the other",
             "url": "ran already",

@@ -1,4 +1,4 @@
-"""A step runs without its graph where that is asked for, in either model runner; without vLLM."""
+"""Which long steps are graphs, and that either model runner heeds it; without vLLM."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,10 +6,33 @@ from typing import Any
 import pytest
 
 from kvprof.serving import served
-from kvprof.serving.runners import _choose_graphs, _Eager, _let_run_eagerly
-from tests.serving.scheduled_steps import FRESH, LONG_PAST
+from kvprof.serving.runners import (
+    _choose_graphs,
+    _Eager,
+    _let_run_eagerly,
+    graph_pays,
+    scheduled_rows,
+)
 
 DECIDES = "_determine_batch_execution_and_padding"
+
+
+def scheduled(new: dict[str, tuple[int, int]], known: dict[str, tuple[int, int]]) -> Any:
+    """Return what vLLM's scheduler makes up: of requests, their new tokens and those before."""
+    return SimpleNamespace(
+        num_scheduled_tokens={name: count for name, (count, _) in (new | known).items()},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=before)
+            for name, (_, before) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(known), num_computed_tokens=[before for _, before in known.values()]
+        ),
+    )
+
+
+LONG_PAST = scheduled({"a": (20, 0)}, {"b": (1, 900), "c": (600, 8192)})
+FRESH = scheduled({"a": (600, 0)}, {"b": (1, 900)})
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +43,37 @@ def _plans(monkeypatch: pytest.MonkeyPatch) -> None:
         "a.plan": SimpleNamespace(quantiser=None),
     }
     monkeypatch.setattr(served, "served_plan", plans.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("rows", "pays"),
+    [
+        # As short as vLLM's own graphs, whatever came before.
+        ([(512, 100_000)], True),
+        ([(500, 100_000)] + [(1, 9_000)] * 12, True),
+        # Prompts of which nothing came before, and any that decode beside them.
+        ([(315, 0)] * 3, True),
+        ([(315, 0)] * 3 + [(1, 100_000)] * 64, True),
+        # All decode.
+        ([(1, 8_000)] * 700, True),
+        # A few tokens go on after a beginning that is found again.
+        ([(100, 256)] * 8, True),
+        ([(600, 0), (10, 8_192)], True),
+        # The rest of a long prompt.
+        ([(800, 400)], True),
+        ([(800, 401)], False),
+        ([(600, 8_192)] + [(1, 300)] * 20, False),
+        ([], True),
+    ],
+)
+def test_a_long_step_is_a_graph_where_little_came_before_its_chunks(
+    rows: list[tuple[int, int]], pays: bool
+) -> None:
+    assert graph_pays(rows) is pays
+
+
+def test_what_a_step_holds_is_what_was_scheduled() -> None:
+    assert list(scheduled_rows(LONG_PAST)) == [(20, 0), (1, 900), (600, 8192)]
 
 
 @pytest.mark.parametrize("path", ["codes.plan", "a.plan"])

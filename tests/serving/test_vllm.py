@@ -49,24 +49,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the tiny model."""
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the file of its ragged plan."""
-    return save_tiny_plan(model, tmp_path_factory.mktemp("plan") / "tiny.plan")
-
-
-@pytest.fixture(scope="module")
-def wanted(model: Path, plan: Path) -> list[list[int]]:
-    """Return what kvprof's own runtime writes; it differs from the uncompressed model's."""
-    return written_by_runtime(model, plan)
-
-
 def test_chunks_prefixes_and_preemption_change_no_token(
     model: Path, plan: Path, wanted: list[list[int]]
 ) -> None:

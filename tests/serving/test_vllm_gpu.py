@@ -8,51 +8,31 @@ import pytest
 import torch
 
 from kvprof.serving.sampled import StepReader
+from kvprof.serving.settings import RUNNER_VARIABLE
 from tests.serving.engine_runs import (
     CHUNKS,
     TOKENS,
     drawn_prompts,
     served_by_engine,
-    written_by_runtime,
 )
-from tests.serving.tiny import save_model, save_tiny_plan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the tiny model."""
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the file of its ragged plan."""
-    return save_tiny_plan(model, tmp_path_factory.mktemp("plan") / "tiny.plan")
-
-
-@pytest.fixture(scope="module")
-def wanted(model: Path, plan: Path) -> list[list[int]]:
-    """Return what kvprof's own runtime writes on a CPU."""
-    return written_by_runtime(model, plan)
 
 
 @pytest.mark.parametrize("runner", ["0", "1"])
 def test_graphs_of_either_runner_change_no_token(
     model: Path, plan: Path, wanted: list[list[int]], runner: str
 ) -> None:
-    """Prompts come in chunks of 32, pages run out on the way, and all steps are graphs."""
+    """Prompts come in chunks of 32, and all steps are graphs."""
     graphs = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
     found = served_by_engine(
-        model, plan, waves=2, graphs=graphs, variables={RUNNER: runner}, **CHUNKS
+        model, plan, graphs=graphs, variables={RUNNER_VARIABLE: runner}, **CHUNKS
     )
-    assert found["waves"] == [wanted, wanted]
+    assert found["waves"] == [wanted]
 
 
 @pytest.mark.parametrize("runner", ["0", "1"])
@@ -62,7 +42,7 @@ def test_a_graph_may_be_longer_than_a_sequence(
     """Sequences of the step with which it is captured would have more pages than there are."""
     graphs = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 8, 300]}
     how: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 2, "block_size": 16}
-    found = served_by_engine(model, plan, graphs=graphs, variables={RUNNER: runner}, **how)
+    found = served_by_engine(model, plan, graphs=graphs, variables={RUNNER_VARIABLE: runner}, **how)
     assert found["waves"] == [wanted]
 
 
@@ -73,7 +53,7 @@ def test_steps_of_either_runner_are_sampled(
     """One without its graph, in parts, and the one behind it as a whole."""
     graphs = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
     found = served_by_engine(
-        model, plan, sampled=tmp_path, graphs=graphs, variables={RUNNER: runner}, **CHUNKS
+        model, plan, sampled=tmp_path, graphs=graphs, variables={RUNNER_VARIABLE: runner}, **CHUNKS
     )
     assert found["waves"] == [wanted]
     steps = StepReader(tmp_path).new()

@@ -25,10 +25,6 @@ def main(words: list[str]) -> None:
     """
     os.environ.pop(_PLAN, None)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if any(word.startswith("turboquant_") for word in words):
-        # With the first of vLLM's two model runners its layers get pages of full width, and the
-        # engine ends (0.26, 0.27).
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     sys.argv = [_SERVER, *words]
     runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)
 

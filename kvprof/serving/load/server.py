@@ -20,7 +20,7 @@ from kvprof.printable import printable
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.load.http import Address
 from kvprof.serving.sampled import SAMPLE_VARIABLE, SampledStep, StepReader, sampling_variable
-from kvprof.serving.settings import option_value
+from kvprof.serving.settings import RUNNER_VARIABLE, model_runner, option_value
 
 __all__ = [
     "EngineSettings",
@@ -30,6 +30,7 @@ __all__ = [
     "free_port",
     "serve_command",
     "served_by_engine",
+    "server_variables",
     "told_variables",
 ]
 
@@ -104,6 +105,8 @@ class ServerProcess(Server):
         Every how manieth step kvprof's plug-in in them shall time in parts.
     unset : sequence of str
         Variables that they do not get.
+    variables : mapping of str
+        That they get beside this process's own.
     """
 
     own = True
@@ -118,9 +121,11 @@ class ServerProcess(Server):
         gpus: int = 0,
         sample: int | None = None,
         unset: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.method = method
         self._unset = unset
+        self._variables = dict(variables or {})
         self._sample = sample
         self._steps: StepReader | None = None
         self._commands = commands
@@ -211,6 +216,7 @@ class ServerProcess(Server):
 
     def _environment(self, number: int) -> dict[str, str]:
         found = {name: value for name, value in os.environ.items() if name not in self._unset}
+        found.update(self._variables)
         if self._sample is not None and self._folder is not None:
             where = Path(self._folder.name)
             found[SAMPLE_VARIABLE] = sampling_variable(self._sample, where)
@@ -274,18 +280,40 @@ def served_by_engine(method: str) -> str | None:
 
 
 #: Variables that say how an engine runs, and what these are set to: no key, prompt or path.
-_TOLD = re.compile(r"VLLM_(USE_\w+|ALLREDUCE_USE_\w+|ATTENTION_BACKEND)")
+_TOLD = re.compile(r"VLLM_(ALLREDUCE_)?USE_\w+")
 _WORD = re.compile(r"\w{1,40}")
 
 
-def told_variables() -> str:
-    """Return the environment's words on how an engine runs, ``NAME=VALUE NAME=VALUE``.
+def server_variables(method: str, *, plan: bool = False) -> dict[str, str]:
+    """Return what a method's server gets beside the environment: which of vLLM's model runners.
 
-    Servers inherit them, and a baseline that they slow down is no baseline.
+    A baseline has the one that vLLM takes, but for TurboQuant, to whose layers the first one gives
+    pages of full width, so that the engine ends (0.26, 0.27).
+
+    Parameters
+    ----------
+    method : str
+        Without its options.
+    plan : bool
+        Whether a saved plan stands in place of the method.
+    """
+    stored = None if plan else served_by_engine(method)
+    if stored is None:
+        return {RUNNER_VARIABLE: model_runner()}
+    return {RUNNER_VARIABLE: "1"} if stored.startswith("turboquant_") else {}
+
+
+def told_variables(variables: Mapping[str, str]) -> str:
+    """Return what a server's environment says of how it runs, ``NAME=VALUE NAME=VALUE``.
+
+    Parameters
+    ----------
+    variables : mapping of str
+        That it gets beside this process's own.
     """
     return " ".join(
         f"{name}={value}"
-        for name, value in sorted(os.environ.items())
+        for name, value in sorted({**os.environ, **variables}.items())
         if _TOLD.fullmatch(name) and _WORD.fullmatch(value)
     )
 

@@ -21,7 +21,6 @@ from kvprof.records.events import (
 )
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
-from kvprof.serving.load import engine
 from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.lengths import load_lengths
 from kvprof.serving.load.requests import Outcome
@@ -30,10 +29,12 @@ from kvprof.serving.load.server import (
     Served,
     ServerProcess,
     serve_command,
+    server_variables,
     told_variables,
 )
 from kvprof.serving.load.sweep import SweepOptions, cases_of, next_rate, run_sweep
 from kvprof.serving.load.target import Opened, Ran, ServedTarget
+from kvprof.serving.settings import RUNNER_VARIABLE
 from tests.records.load_stream import METHODS, load_inputs, load_stream, served
 from tests.records.sample import ENVIRONMENT
 from tests.serving.load.fake_server import Behaviour, FakeServer
@@ -388,34 +389,48 @@ def test_an_address_that_loses_a_rates_last_request_is_asked_whether_it_is_there
     assert (complete, problems) == (True, [])
 
 
-@pytest.mark.parametrize(("dtype", "runner"), [("turboquant_4bit_nc", "1"), ("fp8", "0")])
-def test_a_baseline_gets_the_model_runner_that_can_serve_it(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, runner: str
+@pytest.mark.parametrize(
+    ("method", "own", "runner"),
+    [
+        ("turboquant_4bit_nc", None, "1"),
+        ("turboquant_4bit_nc", "0", "1"),
+        ("fp8", None, None),
+        ("fp8", "0", "0"),
+        ("fdc", None, "0"),
+        ("fdc", "1", "1"),
+    ],
+)
+def test_a_server_gets_a_model_runner_that_can_serve_it(
+    monkeypatch: pytest.MonkeyPatch, method: str, own: str | None, runner: str | None
 ) -> None:
-    """VLLM's first one ends with TurboQuant; the others keep what somebody chose."""
-    ran: list[str] = []
-    monkeypatch.setattr(engine.runpy, "run_module", lambda name, **how: ran.append(name))
-    monkeypatch.setattr(sys, "argv", ["kvprof"])
-    monkeypatch.setenv("KVPROF_PLAN", "a.plan")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
-    engine.main(["--model", "m", "--kv-cache-dtype", dtype])
-    assert ran == ["vllm.entrypoints.openai.api_server"]
-    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == runner
-    assert "KVPROF_PLAN" not in os.environ
-
-
-def test_variables_that_change_what_an_engine_runs_are_told_and_no_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    """VLLM's first one ends with TurboQuant; else somebody's own choice stands, and all is told."""
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         monkeypatch.delenv(name)
-    assert told_variables() == ""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
-    for name in ("VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_USE_MODELSCOPE_KEY"):
-        monkeypatch.setenv(name, "/a/path" if name.endswith("ROOT") else "sk-secret")
-    assert told_variables() == "VLLM_ATTENTION_BACKEND=FLASH_ATTN VLLM_USE_V2_MODEL_RUNNER=0"
+    if own is not None:
+        monkeypatch.setenv(RUNNER_VARIABLE, own)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_USE_A_PATH", "/a/path")
+    variables = server_variables(method)
+    assert told_variables(variables) == ("" if runner is None else f"{RUNNER_VARIABLE}={runner}")
+    program = f"import os; raise SystemExit('ran with %s' % os.environ.get('{RUNNER_VARIABLE}'))"
+    server = ServerProcess(
+        method, lambda port: [sys.executable, "-c", program], variables=variables
+    )
+    server.start()
+    try:
+        until = time.monotonic() + 20
+        while (said := server.ended()) is None and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        server.stop()
+    assert said is not None
+    assert f"ran with {runner}" in said
+
+
+@pytest.mark.parametrize("plan", [True, False])
+def test_a_plan_of_any_name_is_kvprofs_own(monkeypatch: pytest.MonkeyPatch, plan: bool) -> None:
+    monkeypatch.delenv(RUNNER_VARIABLE, raising=False)
+    assert server_variables("turboquant_x", plan=plan) == {RUNNER_VARIABLE: "0" if plan else "1"}
 
 
 def test_methods_differ_in_what_they_store_and_nothing_else():
