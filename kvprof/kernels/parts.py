@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from kvprof.kernels.dispatch import dependent, launching, multiprocessors_of
+from kvprof.kernels.dispatch import early_launch, launching, multiprocessors_of
 from kvprof.kernels.tables import Output, Part, column
 
 __all__ = [
@@ -134,7 +134,7 @@ def merge_pieces(
     MOST
         Power of two: parts that are read at once; more of them take more rounds.
     DEPENDENT
-        Whether the launch did not wait for the parts (`kvprof.kernels.dispatch.dependent`).
+        Whether the launch did not wait for the parts (`kvprof.kernels.dispatch.early_launch`).
     """
     number = tl.program_id(0)
     query = tl.program_id(1)
@@ -146,7 +146,8 @@ def merge_pieces(
     columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     wanted = columns < width
     if DEPENDENT:
-        # What was read so far was there before the kernel that leaves the parts was launched.
+        # What was read so far was there before the kernel that leaves the parts, which waits first,
+        # let this one be launched.
         cuda.gdc_wait()
     if COUNTERS > 0:
         LANES: tl.constexpr = 128
@@ -190,6 +191,16 @@ def merge_pieces(
         total += tl.exp2(tl.load(sinks + head * GROUP + query) * _LOG2E - top)
     result = result * tl.where(total > 0.0, 1.0 / total, 0.0)
     tl.store(output + place, result.to(output.dtype.element_ty), mask=wanted)
+
+
+#: Tasks (or units) that a program cuts into items, and items of each that it writes at once.
+CUT_TASKS, CUT_LANES = 8, 32
+
+
+def sharing(count: int) -> dict[str, int]:
+    """Return how a program that shares items out to `count` tasks is launched: BLOCK and warps."""
+    block = min(1024, max(32, triton.next_power_of_2(count)))
+    return {"BLOCK": block, "num_warps": max(1, block // 128)}
 
 
 def empty_parts(query: Tensor, items: int, group: int, widest: int) -> tuple[Tensor, Tensor]:
@@ -269,7 +280,6 @@ def launch_merge(
     items, group, widest = partial.shape
     workers = multiprocessors_of(output.device)
     width, most, warps = merge_sizes(widest, items, parts.shape[0], group, workers)
-    early = dependent(output.device)
     launching(merge_pieces, (parts.shape[0], group, -(-widest // width)))(
         partial,
         logs,
@@ -290,7 +300,6 @@ def launch_merge(
         SINKS=sinks is not None,
         COUNTERS=0 if counters is None else len(counters),
         BESIDE=beside is not None,
-        DEPENDENT=early,
         num_warps=warps,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(output.device, len(output)),
     )

@@ -206,9 +206,8 @@ class QuantisedSteps:
 
     def _store(self, step: EngineStep, origins: Tensor) -> None:
         """Quantise the step's tokens into their pages."""
-        cache, segment = self.layer.attention.kv_cache, self.layout.segments[0]
-        tokens = len(origins)
-        slots = step.slots[:tokens]
+        cache = self.layer.attention.kv_cache
+        slots = step.slots[: len(origins)]
         if not uses_triton(cache.device):
             addresses = addresses_of(
                 self.layout, 0, slots[None], stride=row_stride(cache, self.pages)
@@ -222,16 +221,8 @@ class QuantisedSteps:
             write(cache, addresses, keys, values)
             return
         move = token_move(self.layout, 0, self.own, cache.device)
-
-        def apart() -> list[Tensor]:
-            # No two tokens of a move may share a byte. Those of sequences of their own do not.
-            if step.singly:
-                return [slots]
-            within = slots % segment.slots
-            return [slots.masked_fill(within != slot, -1) for slot in range(segment.slots)]
-
-        for targets in step.once(("moves", segment.slots, tokens), apart):
-            move.run(cache, self._planes, origins, targets, pooled=True)
+        # A sequence's tokens follow one another, in the step as in its pages.
+        move.run(cache, self._planes, origins, slots, pooled=True)
 
     def _chunk(
         self,

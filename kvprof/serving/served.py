@@ -9,7 +9,7 @@ from kvprof.methods.plan_files import load_plan
 from kvprof.methods.soundness import check_fits
 from kvprof.models.load import load_model
 from kvprof.serving.refusals import check_servable
-from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH
+from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH
 
 __all__ = ["check_identity", "longest_graph", "plan_digest", "served_plan"]
 
@@ -31,9 +31,9 @@ def served_plan(path: str) -> Plan:
 def longest_graph(plan: Plan) -> int:
     """Return the tokens of the longest step that may be a graph, unless somebody says otherwise.
 
-    Over latents as they are a step that reads many tokens costs as a graph what it costs outside.
-    Over quantised ones a graph reads what came before a chunk once for each of its tokens
-    (`kvprof.serving.runners`), and where keys are rebuilt, sequences that find no room among the
+    Over latents as they are a step that reads many tokens costs as a graph what it costs outside,
+    and over quantised ones where little came before its chunks, which is looked at step by step
+    (`kvprof.serving.runners`). Where keys are rebuilt, sequences that find no room among the
     rebuilt pages decode token by token: the more tokens a graph has, the more of both.
 
     Parameters
@@ -43,7 +43,7 @@ def longest_graph(plan: Plan) -> int:
     """
     if any(layer.keys.placement is Placement.PRE_ROPE for layer in plan.layers):
         return SHORT_GRAPH
-    return LONG_GRAPH if plan.quantiser is None else CHOSEN_GRAPH
+    return LONG_GRAPH
 
 
 @cache

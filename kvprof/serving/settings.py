@@ -14,7 +14,6 @@ from typing import Any
 from kvprof.errors import UsageError
 
 __all__ = [
-    "CHOSEN_GRAPH",
     "LONG_GRAPH",
     "LOOPBACK",
     "RUNNER_VARIABLE",
@@ -37,12 +36,9 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 #: Tokens of the longest step that is a graph of vLLM's own, which has as many of 256 sequences on.
 SHORT_GRAPH = 512
 #: The same where a step costs as a graph what it costs outside: up to here the host may take longer
-#: to launch the pieces of a model of some billion parameters than the GPU to run them.
+#: to launch the pieces of a model of some billion parameters than the GPU to run them. Over
+#: quantised latents that is where little came before its chunks (`kvprof.serving.runners`).
 LONG_GRAPH = 3072
-#: The same over quantised latents, where a longer step is a graph if little came before its chunks
-#: (`kvprof.serving.runners`). Each token is a row of a decoding step, and each row that sees
-#: something counts the work of all rows of the graph to find its own, so this grows as its square.
-CHOSEN_GRAPH = 1024
 #: Steps that are graphs. Up to 512 these are vLLM's own; from there on they lie farther apart, for
 #: each takes time at the start, and a step is filled up by an eighth of its own tokens at most.
 _GRAPHS = (

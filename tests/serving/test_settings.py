@@ -10,7 +10,6 @@ from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.errors import UsageError
 from kvprof.serving.served import longest_graph
 from kvprof.serving.settings import (
-    CHOSEN_GRAPH,
     LONG_GRAPH,
     SHORT_GRAPH,
     engine_options,
@@ -33,7 +32,7 @@ def compilation(*given: str, longest: int = SHORT_GRAPH) -> tuple[dict[str, Any]
         ("fdc", LONG_GRAPH),
         ("zack", LONG_GRAPH),
         ("kq", LONG_GRAPH),
-        ("fdc-4bit", CHOSEN_GRAPH),
+        ("fdc-4bit", LONG_GRAPH),
         ("palu", SHORT_GRAPH),
     ],
 )

@@ -30,7 +30,7 @@ from kvprof.methods.quantisers import quantised
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
 from kvprof.serving.sampled import StepReader
-from kvprof.serving.settings import CHOSEN_GRAPH, LONG_GRAPH, SHORT_GRAPH, engine_options
+from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options
 from tests.models.gguf_files import write_llama
 from tests.serving.engine_runs import (
     CHUNKS,
@@ -124,7 +124,6 @@ def test_steps_that_decode_have_graphs_of_their_own() -> None:
     [
         (LONG_GRAPH, [], 8192, 71, 3072),
         (LONG_GRAPH, [], 2048, 67, 2048),
-        (CHOSEN_GRAPH, [], 8192, 59, 1024),
         (LONG_GRAPH, ["--max-num-batched-tokens", "1000"], 1000, 59, 1000),
         (SHORT_GRAPH, ["--max-num-batched-tokens", "300"], 300, 38, 300),
         # What is asked for stands: as short as it was.

@@ -311,9 +311,11 @@ def decode_pieces(
         Query heads that a program takes, 16, 32 or 64; where a group has more, as many programs
         follow one another for each item.
     DEPENDENT
-        Whether what joins the parts may be launched meanwhile (`kvprof.kernels.decode.launch`).
+        Whether the launch did not wait for what comes before, nor what joins the parts for this one
+        (`kvprof.kernels.dispatch.early_launch`).
     """
     if DEPENDENT:
+        cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     program = tl.program_id(0)
@@ -359,6 +361,7 @@ def decode_lists(
     ``[workers]``: the items of each worker.
     """
     if DEPENDENT:
+        cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     worker = tl.program_id(0) // BLOCKS

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from kvprof.kernels.decode.cuts import (
     COST_PER_TOKEN,
@@ -24,8 +25,14 @@ from kvprof.kernels.decode.cuts import (
     tile_height,
 )
 from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
-from kvprof.kernels.dispatch import dependent, launching
-from kvprof.kernels.parts import empty_parts, launch_merge
+from kvprof.kernels.dispatch import early_launch, launching
+from kvprof.kernels.parts import (
+    CUT_LANES,
+    CUT_TASKS,
+    empty_parts,
+    launch_merge,
+    sharing,
+)
 from kvprof.kernels.planes import RaggedLayout, row_stride
 from kvprof.kernels.tables import Kind, Part, chunk_columns, column, joined_rows
 
@@ -37,6 +44,7 @@ __all__ = [
     "launch_cut",
     "launch_decode",
     "rank_tasks",
+    "share_equal",
 ]
 
 # --- A decoding step's work is cut and assigned on the device, so that a CUDA graph may hold
@@ -64,6 +72,7 @@ _HEIGHT = tl.constexpr(column(Head, "height"))
 _KIND = tl.constexpr(column(Head, "kind"))
 _DEEP = tl.constexpr(DEEP_TILES)
 _LEAST = tl.constexpr(LEAST_TILES)
+_LANES = tl.constexpr(CUT_LANES)
 
 
 @triton.jit
@@ -109,29 +118,26 @@ def _pieces(tiles, count, most, whole, workers):
     return tl.where(fewer, left, pieces)
 
 
-@triton.jit(do_not_specialize=["count", "capacity", "most", "whole", "workers", "room"])
-def cut_equal(
+@triton.jit(do_not_specialize=["count", "capacity", "most", "whole", "workers"])
+def share_equal(
     lengths,
     starts,
     heads,
-    items,
-    parts,
+    firsts,
     count,
     capacity,
     most,
     whole,
     workers,
-    room,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Cut all tasks of each layer into items of equal cost; a program per task.
+    """Share items of equal cost out to all tasks of a layer; a program per layer.
 
-    A task without tokens has no item, and its program ends at once unless it is the first: where a
-    CUDA graph has room for many, that is most of them. Every other program adds up the costs of all
-    tasks and the items of those before its own: with a few hundred tasks that is cheaper than a
-    second launch.
+    What each program of `cut_equal` would add up by itself is added up here once: a step of a few
+    hundred sequences has thousands of tasks, and the work would grow as their square.
 
     Parameters
     ----------
@@ -139,29 +145,23 @@ def cut_equal(
         ``[rows]`` int32: tokens, clamped to 0 … `capacity`, and the first that is visible.
     heads
         ``[layers, HEADS]`` rows of `kvprof.kernels.decode.cuts.Head`, int64.
-    items
-        ``[layers, room]`` rows of `kvprof.kernels.decode.cuts.Item`, int32, written; -1 as kind
-        behind the last of a layer.
-    parts
-        ``[layers, count]`` rows of `kvprof.kernels.tables.Part`, int32, written.
+    firsts
+        ``[layers, count + 1]`` int32, written: the items before each task's own, and all of them.
     count
         Tasks of a layer: rows times heads.
     most, whole, workers
         Items to aim at in long contexts, items of a whole round, and multiprocessors.
+    DEPENDENT
+        Whether the launch did not wait for what comes before, nor what cuts the tasks for this one
+        (`kvprof.kernels.dispatch.early_launch`).
     """
-    task = tl.program_id(0)
-    layer = tl.program_id(1)
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    layer = tl.program_id(0)
     heads += layer * HEADS * _COLUMNS
-    items += layer * room * _ITEM
-    parts += layer * count * _PART
+    firsts += layer * (count + 1)
     lane = tl.arange(0, BLOCK)
-    row = task // HEADS
-    head = task % HEADS
-    start, stop = _tokens(lengths, starts, row, True, capacity, STARTS)
-    if (stop <= start) & (task > 0):
-        tl.store(parts + task * _PART + _FIRST, 0)
-        tl.store(parts + task * _PART + _COUNT, 0)
-        return
     total = tl.zeros([], tl.int64)
     all_tiles = tl.zeros([], tl.int64)
     busy = tl.zeros([], tl.int32)
@@ -174,9 +174,6 @@ def cut_equal(
     total = tl.maximum(total, 1)
     pieces = _pieces(all_tiles, busy, most, whole, workers)
     first = tl.zeros([], tl.int32)
-    own = tl.zeros([], tl.int32)
-    last = tl.zeros([], tl.int32)
-    before = tl.zeros([], tl.int32)
     for at in range(0, count, BLOCK):
         number = at + lane
         tiles, costs = _costs(number, lengths, starts, heads, count, capacity, HEADS, STARTS)
@@ -184,28 +181,77 @@ def cut_equal(
         shares = (2 * costs * pieces + total) // (2 * total)
         shares = tl.minimum(tl.maximum(shares, 1), tiles).to(tl.int32)
         shares = tl.where(number < count, shares, 0)
-        first += tl.sum(tl.where(number < task, shares, 0), 0)
-        own += tl.sum(tl.where(number == task, shares, 0), 0)
-        last += tl.sum(shares, 0)
-        before += tl.sum(tl.where((number < task) & (shares > 0), 1, 0), 0)
-    height = tl.load(heads + head * _COLUMNS + _HEIGHT).to(tl.int32)
-    kind = tl.load(heads + head * _COLUMNS + _KIND).to(tl.int32)
+        tl.store(firsts + number, first + tl.cumsum(shares, 0) - shares, mask=number < count)
+        first += tl.sum(shares, 0)
+    tl.store(firsts + count, first)
+
+
+@triton.jit(do_not_specialize=["count", "capacity", "room"])
+def cut_equal(
+    lengths,
+    starts,
+    heads,
+    firsts,
+    items,
+    parts,
+    count,
+    capacity,
+    room,
+    HEADS: tl.constexpr,
+    TASKS: tl.constexpr,
+    STARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Cut the tasks of each layer into the items that `share_equal` gave each; TASKS a program.
+
+    Parameters
+    ----------
+    lengths, starts, heads, firsts, count, capacity
+        As `share_equal` has them.
+    items
+        ``[layers, room]`` rows of `kvprof.kernels.decode.cuts.Item`, int32, written; -1 as kind
+        behind the last of a layer.
+    parts
+        ``[layers, count]`` rows of `kvprof.kernels.tables.Part`, int32, written.
+    DEPENDENT
+        Whether the launch did not wait for `firsts`.
+    """
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    layer = tl.program_id(1)
+    heads += layer * HEADS * _COLUMNS
+    firsts += layer * (count + 1)
+    items += layer * room * _ITEM
+    parts += layer * count * _PART
+    task = tl.program_id(0) * TASKS + tl.arange(0, TASKS)
+    there = task < count
+    row = task // HEADS
+    of_head = heads + task % HEADS * _COLUMNS
+    start, stop = _tokens(lengths, starts, row, there, capacity, STARTS)
+    height = tl.load(of_head + _HEIGHT).to(tl.int32)
+    kind = tl.load(of_head + _KIND).to(tl.int32)
     tiles = (stop - start + height - 1) // height
-    tl.store(parts + task * _PART + _FIRST, first)
-    tl.store(parts + task * _PART + _COUNT, own)
-    for at in range(0, own, BLOCK):
-        part = at + lane
-        begin = tl.minimum(start + (tiles * part // own) * height, stop)
-        end = tl.minimum(start + (tiles * (part + 1) // own) * height, stop)
-        item = items + (first + part) * _ITEM
-        mine = part < own
-        tl.store(item + _ROW, row + part * 0, mask=mine)
-        tl.store(item + _HEAD, head + part * 0, mask=mine)
-        tl.store(item + _START, begin, mask=mine)
-        tl.store(item + _STOP, end, mask=mine)
-        tl.store(item + _ITEM_KIND, kind + part * 0, mask=mine)
-    # The programs that did not return divide what is left among them.
-    for at in range(last + before * BLOCK, room, tl.maximum(busy, 1) * BLOCK):
+    first = tl.load(firsts + task, mask=there, other=0)
+    own = tl.load(firsts + task + 1, mask=there, other=0) - first
+    tl.store(parts + task * _PART + _FIRST, tl.where(own > 0, first, 0), mask=there)
+    tl.store(parts + task * _PART + _COUNT, own, mask=there)
+    lane = tl.arange(0, _LANES)
+    each = tl.maximum(own, 1)[:, None]
+    for at in range(0, tl.max(own, 0), _LANES):
+        part = (at + lane)[None, :]
+        begin = start[:, None] + (tiles[:, None] * part // each) * height[:, None]
+        end = start[:, None] + (tiles[:, None] * (part + 1) // each) * height[:, None]
+        item = items + (first[:, None] + part) * _ITEM
+        mine = part < own[:, None]
+        tl.store(item + _ROW, row[:, None] + part * 0, mask=mine)
+        tl.store(item + _HEAD, (task % HEADS)[:, None] + part * 0, mask=mine)
+        tl.store(item + _START, tl.minimum(begin, stop[:, None]), mask=mine)
+        tl.store(item + _STOP, tl.minimum(end, stop[:, None]), mask=mine)
+        tl.store(item + _ITEM_KIND, kind[:, None] + part * 0, mask=mine)
+    # What is behind the last is divided among all.
+    behind = tl.load(firsts + count) + tl.program_id(0) * _LANES
+    for at in range(behind, room, tl.num_programs(0) * _LANES):
         none = items + (at + lane) * _ITEM + _ITEM_KIND
         tl.store(none, lane * 0 - 1, mask=at + lane < room)
 
@@ -232,7 +278,7 @@ def rank_tasks(
     order, costs_in_order
         ``[count]`` int32 and int64, written.
     lengths, starts, heads, items, parts, count, capacity
-        As for `cut_equal`, with room for exactly `count` items.
+        As for `share_equal` and `cut_equal`, with room for exactly `count` items.
     """
     task = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -293,7 +339,7 @@ def assign_longest(
     tl.store(counts + worker, filled, mask=worker < WORKERS)
 
 
-#: Tasks that a scheduling program looks at at once.
+#: Tasks that a program that ranks them looks at at once.
 _BLOCK = 256
 
 
@@ -384,34 +430,56 @@ def launch_cut(
     tasks = len(lengths) * heads.shape[1]
     items = lengths.new_empty(layers, room, len(Item._fields))
     parts = lengths.new_empty(layers, tasks, len(Part._fields))
-    shared: dict[str, Any] = {
-        "HEADS": heads.shape[1],
-        "STARTS": starts is not None,
-        "BLOCK": min(_BLOCK, max(32, triton.next_power_of_2(tasks))),
-        "num_warps": 1,
-    }
+    shared: dict[str, Any] = {"HEADS": heads.shape[1], "STARTS": starts is not None}
     first = lengths if starts is None else starts
     if pieces:
-        launching(cut_equal, (tasks, layers))(
+        firsts = lengths.new_empty(layers, tasks + 1)
+        launching(share_equal, (layers,))(
             lengths,
             first,
             heads,
-            items,
-            parts,
+            firsts,
             tasks,
             capacity,
             pieces,
             whole,
             workers,
-            room,
             **shared,
+            **sharing(tasks),
+            **early_launch(lengths.device, len(lengths)),
+        )
+        launching(cut_equal, (triton.cdiv(tasks, CUT_TASKS), layers))(
+            lengths,
+            first,
+            heads,
+            firsts,
+            items,
+            parts,
+            tasks,
+            capacity,
+            room,
+            TASKS=CUT_TASKS,
+            num_warps=1,
+            **shared,
+            **early_launch(lengths.device, len(lengths)),
         )
         return items, parts, lengths.new_empty(0), lengths.new_empty(0)
     order = lengths.new_empty(tasks)
     costs = lengths.new_empty(tasks, dtype=torch.int64)
     lists, counts = lengths.new_empty(workers, tasks), lengths.new_empty(workers)
     launching(rank_tasks, (tasks,))(
-        lengths, first, heads, items, parts, order, costs, tasks, capacity, **shared
+        lengths,
+        first,
+        heads,
+        items,
+        parts,
+        order,
+        costs,
+        tasks,
+        capacity,
+        BLOCK=min(_BLOCK, max(32, triton.next_power_of_2(tasks))),
+        num_warps=1,
+        **shared,
     )
     launching(assign_longest, (1,))(
         order,
@@ -505,8 +573,8 @@ def launch_decode(
         "PAGE": page,
         "CAPPED": softcap > 0.0,
         "TRACE": trace is not None,
-        "DEPENDENT": dependent(query.device),
         "num_warps": built.warps,
+        **early_launch(query.device, rows),
     }
     blocks = -(-layout.group // rows_of(family))
     if lists.numel():

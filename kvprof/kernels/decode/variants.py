@@ -2,8 +2,8 @@
 
 from kvprof.kernels.decode.cuts import Head, built_for, rows_of, tuning_for
 from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
-from kvprof.kernels.decode.launch import cut_equal, kind_table
-from kvprof.kernels.parts import merge_pieces
+from kvprof.kernels.decode.launch import cut_equal, kind_table, share_equal
+from kvprof.kernels.parts import CUT_TASKS, merge_pieces
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import Variant
 
@@ -89,22 +89,20 @@ def _merge(width: int, most: int, *, beside: bool) -> Variant:
     return Variant(name, merge_pieces, signature, constants, 4)
 
 
+_TASKS = {"lengths": "*i32", "starts": "*i32", "heads": "*i64", "firsts": "*i32"}
+
+
+def _share() -> Variant:
+    numbers = dict.fromkeys(("count", "capacity", "most", "whole", "workers"), "i32")
+    constants = {"HEADS": 8, "BLOCK": 1024, "STARTS": True, "DEPENDENT": True}
+    return Variant("decode share", share_equal, {**_TASKS, **numbers}, constants, 8)
+
+
 def _cut() -> Variant:
-    signature = {
-        "lengths": "*i32",
-        "starts": "*i32",
-        "heads": "*i64",
-        "items": "*i32",
-        "parts": "*i32",
-        "count": "i32",
-        "capacity": "i32",
-        "most": "i32",
-        "whole": "i32",
-        "workers": "i32",
-        "room": "i32",
-    }
-    constants = {"HEADS": 8, "BLOCK": 256, "STARTS": True}
-    return Variant("decode cut", cut_equal, signature, constants, 1)
+    tables = {"items": "*i32", "parts": "*i32"}
+    numbers = dict.fromkeys(("count", "capacity", "room"), "i32")
+    constants = {"HEADS": 8, "TASKS": CUT_TASKS, "STARTS": True, "DEPENDENT": True}
+    return Variant("decode cut", cut_equal, {**_TASKS, **tables, **numbers}, constants, 1)
 
 
 _RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
@@ -122,5 +120,6 @@ VARIANTS = (
     decode_form("ragged", "fp32", _RAGGED[:3]),
     _merge(32, 256, beside=False),
     _merge(128, 16, beside=True),
+    _share(),
     _cut(),
 )

@@ -9,6 +9,7 @@ of one block of rows are neighbours in the grid, so the states they share are re
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from kvprof.kernels.project.work import KEYS, QUERY, VALUES, Case, Unit
 from kvprof.kernels.tables import column as number_of
@@ -220,7 +221,7 @@ def project_rows(
     cos_token, sin_row, sin_token, CASES: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr,
     DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr, DIM: tl.constexpr, OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Make one unit's columns of one block of rows.
 
@@ -256,7 +257,13 @@ def project_rows(
         Whether a table has an entry per dimension, and not per pair.
     PAIRS, BLOCK, VALUE_BLOCK
         Pairs, and other dimensions, of one step of a product.
+    DEPENDENT
+        Whether the launch did not wait for what comes before, nor the next one for this
+        (`kvprof.kernels.dispatch.early_launch`).
     """
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     unit = units + (program % count) * _UNIT
     # All at once, before the branch: at decode every wait shows.

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvprof.kernels.dispatch import check_interpreter, launching
+from kvprof.kernels.dispatch import check_interpreter, early_launch, launching
 from kvprof.kernels.planes import LARGEST_WIDTH, STEP, row_stride
 from kvprof.kernels.project.kernel import project_rows
 from kvprof.kernels.project.work import (
@@ -287,6 +287,7 @@ def launch(work: Work) -> Tensor | None:
             ALIGNED=_aligned(work, output),
             **constants(turned, depth, rotary, tuning),
             num_warps=tuning.warps,
+            **early_launch(first.device, batch * tokens),
         )
     return output
 

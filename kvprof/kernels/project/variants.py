@@ -84,6 +84,7 @@ def _project(
         "BLOCK": block_of(depth - dim, tuning),
         "VALUE_BLOCK": block_of(value_depth, tuning),
         "STAGES": tuning.stages,
+        "DEPENDENT": True,
     }
     signature |= dict.fromkeys(_NUMBERS, "i32")
     return Variant(f"project {name} {dtype}", project_rows, signature, constants, tuning.warps)

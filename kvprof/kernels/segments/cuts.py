@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
+from kvprof.kernels.parts import CUT_LANES
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.segments.tables import Counter, Item, Unit
@@ -16,6 +18,7 @@ from kvprof.kernels.tables import Part, column
 
 __all__ = [
     "cut_units",
+    "share_units",
     "tile_places",
     "token_bytes",
     "token_cost",
@@ -146,6 +149,7 @@ _COST = tl.constexpr(column(Unit, "cost"))
 _HEIGHT = tl.constexpr(column(Unit, "height"))
 _CAPACITY = tl.constexpr(column(Unit, "capacity"))
 _SHARED = tl.constexpr(column(Counter, "shared"))
+_LANES = tl.constexpr(CUT_LANES)
 
 
 @triton.jit
@@ -183,29 +187,26 @@ def _share(before, cost, tiles, pieces, total):
     return tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["count", "batch", "pieces", "room", "counted", "near"])
-def cut_units(
+@triton.jit(do_not_specialize=["count", "batch", "pieces", "counted", "near"])
+def share_units(
     lengths,
     units,
-    items,
-    parts,
+    firsts,
     counters,
     count,
     batch,
     pieces,
-    room,
     counted,
     near,
     HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Cut all units of each layer into `pieces` items of equal cost; a program per head and row.
+    """Share `pieces` items of equal cost out to all units of a layer; a program per layer.
 
-    A head's row without tokens has no item, and its program ends at once unless it is the last:
-    where a CUDA graph has room for many, that is most of them. Every other program adds up all
-    costs and the items before its own: with a few hundred units that is cheaper than a second
-    launch.
+    What each program of `cut_units` would add up by itself is added up here once: a step of a few
+    hundred sequences has thousands of units, and the work would grow as their square.
 
     Parameters
     ----------
@@ -213,11 +214,8 @@ def cut_units(
         ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
     units
         ``[layers, SEGMENTS * HEADS]`` rows of `kvprof.kernels.segments.tables.Unit`, int64.
-    items
-        ``[layers, room]`` rows of `kvprof.kernels.segments.tables.Item`, int32, written; -1 as
-        segment behind the last of a layer.
-    parts
-        ``[layers, batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written.
+    firsts
+        ``[layers, count + 1]`` int32, written: the items before each unit's own, and all of them.
     counters
         ``[layers, counted]`` int32, a `kvprof.kernels.segments.tables.Counter` and one per
         multiprocessor: set to 0, but for whether pieces are long enough for shares.
@@ -225,33 +223,22 @@ def cut_units(
         Units of a layer: HEADS times batch times SEGMENTS, in that order.
     near
         Tiles that a piece has on average from which on pieces are long enough for shares.
+    DEPENDENT
+        Whether the launch did not wait for what comes before, nor what cuts the units for this one
+        (`kvprof.kernels.dispatch.early_launch`).
     """
-    task = tl.program_id(0)
-    layer = tl.program_id(1)
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    layer = tl.program_id(0)
     units += layer * SEGMENTS * HEADS * _UNIT
-    items += layer * room * _ITEM
-    parts += layer * batch * HEADS * _PART
+    firsts += layer * (count + 1)
     counters += layer * counted
-    row = task % batch
-    head = task // batch
-    own = parts + (row * HEADS + head) * _PART
-    final = tl.num_programs(0) - 1
-    tokens = tl.zeros([], tl.int64)
-    for segment in range(SEGMENTS):
-        length, tiles, costs, height = _unit(
-            task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS
-        )
-        tokens += length
-    # The last one's items end where all do, which is what the next kernel reads of it.
-    if (tokens == 0) & (task < final):
-        tl.store(own + _FIRST, 0)
-        tl.store(own + _COUNT, 0)
-        return
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     all_tiles = tl.zeros([], tl.int64)
     for at in range(0, count, BLOCK):
-        length, tiles, costs, height = _unit(
+        _length, tiles, costs, _height = _unit(
             at + lane, lengths, units, count, batch, HEADS, SEGMENTS
         )
         total += tl.sum(costs, 0)
@@ -260,7 +247,7 @@ def cut_units(
     shared = tl.zeros([], tl.int64)
     left = tl.zeros([], tl.int32) + pieces
     for at in range(0, count, BLOCK):
-        length, tiles, costs, height = _unit(
+        _length, tiles, costs, _height = _unit(
             at + lane, lengths, units, count, batch, HEADS, SEGMENTS
         )
         larger = _larger(costs, pieces, total)
@@ -270,44 +257,92 @@ def cut_units(
     fair = tl.maximum(shared * pieces // total, 1)
     left = tl.where(left * 8 >= fair * 7, left.to(tl.int64), fair)
     first = tl.zeros([], tl.int32)
-    last = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int64)
-    ended = tl.zeros([], tl.int64)
     for at in range(0, count, BLOCK):
         number = at + lane
-        length, tiles, costs, height = _unit(number, lengths, units, count, batch, HEADS, SEGMENTS)
-        costs = _larger(costs, pieces, total)
-        shares = _share(ended + tl.cumsum(costs, 0) - costs, costs, tiles, left, shared)
-        earlier = number < task * SEGMENTS
-        first += tl.sum(tl.where(earlier, shares, 0), 0)
-        before += tl.sum(tl.where(earlier, costs, 0), 0)
-        last += tl.sum(shares, 0)
-        ended += tl.sum(costs, 0)
-    begin = first
-    for segment in range(SEGMENTS):
-        length, tiles, cost, height = _unit(
-            task * SEGMENTS + segment, lengths, units, count, batch, HEADS, SEGMENTS
+        _length, tiles, costs, _height = _unit(
+            number, lengths, units, count, batch, HEADS, SEGMENTS
         )
-        cost = _larger(cost, pieces, total)
-        share = _share(before, cost, tiles, left, shared)
-        for at in range(0, share, BLOCK):
-            part = at + lane
-            item = items + (begin + part) * _ITEM
-            mine = part < share
-            tl.store(item + _ROW, row + part * 0, mask=mine)
-            tl.store(item + _HEAD, head + part * 0, mask=mine)
-            tl.store(item + _SEGMENT, segment + part * 0, mask=mine)
-            start = tl.minimum(tiles * part // share * height, length)
-            stop = tl.minimum(tiles * (part + 1) // share * height, length)
-            tl.store(item + _START, start.to(tl.int32), mask=mine)
-            tl.store(item + _STOP, stop.to(tl.int32), mask=mine)
-        begin += share
-        before += cost
-    tl.store(own + _FIRST, first)
-    tl.store(own + _COUNT, begin - first)
-    if task == final:
-        for at in range(0, counted, BLOCK):
-            long = (at + lane == _SHARED) & (all_tiles >= pieces * near)
-            tl.store(counters + at + lane, long.to(tl.int32), mask=at + lane < counted)
-        for at in range(last, room, BLOCK):
-            tl.store(items + (at + lane) * _ITEM + _SEGMENT, -1, mask=at + lane < room)
+        costs = _larger(costs, pieces, total)
+        shares = _share(before + tl.cumsum(costs, 0) - costs, costs, tiles, left, shared)
+        tl.store(firsts + number, first + tl.cumsum(shares, 0) - shares, mask=number < count)
+        first += tl.sum(shares, 0)
+        before += tl.sum(costs, 0)
+    tl.store(firsts + count, first)
+    for at in range(0, counted, BLOCK):
+        long = (at + lane == _SHARED) & (all_tiles >= pieces * near)
+        tl.store(counters + at + lane, long.to(tl.int32), mask=at + lane < counted)
+
+
+@triton.jit(do_not_specialize=["count", "batch", "room"])
+def cut_units(
+    lengths,
+    units,
+    firsts,
+    items,
+    parts,
+    count,
+    batch,
+    room,
+    HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    UNITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Cut the units of each layer into as many items as `share_units` gave each; UNITS a program.
+
+    Parameters
+    ----------
+    lengths, units, firsts, count, batch
+        As `share_units` has them.
+    items
+        ``[layers, room]`` rows of `kvprof.kernels.segments.tables.Item`, int32, written; -1 as
+        segment behind the last of a layer.
+    parts
+        ``[layers, batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written. The last
+        one's items end where all do, which is what the next kernel reads of it.
+    DEPENDENT
+        Whether the launch did not wait for `firsts`.
+    """
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    layer = tl.program_id(1)
+    units += layer * SEGMENTS * HEADS * _UNIT
+    firsts += layer * (count + 1)
+    items += layer * room * _ITEM
+    parts += layer * batch * HEADS * _PART
+    number = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    there = number < count
+    length, tiles, _costs, height = _unit(number, lengths, units, count, batch, HEADS, SEGMENTS)
+    task = number // SEGMENTS
+    row = task % batch
+    head = task // batch
+    segment = number % SEGMENTS
+    begin = tl.load(firsts + number, mask=there, other=0)
+    share = tl.load(firsts + number + 1, mask=there, other=0) - begin
+    leads = there & (segment == 0)
+    last = tl.load(firsts + number + SEGMENTS, mask=leads, other=0)
+    own = parts + (row * HEADS + head) * _PART
+    tl.store(own + _FIRST, begin, mask=leads)
+    tl.store(own + _COUNT, last - begin, mask=leads)
+    lane = tl.arange(0, _LANES)
+    each = tl.maximum(share, 1).to(tl.int64)
+    for at in range(0, tl.max(share, 0), _LANES):
+        part = (at + lane)[None, :]
+        mine = part < share[:, None]
+        item = items + (begin[:, None] + part) * _ITEM
+        start = tl.minimum(
+            tiles[:, None] * part // each[:, None] * height[:, None], length[:, None]
+        )
+        stop = tiles[:, None] * (part + 1) // each[:, None] * height[:, None]
+        stop = tl.minimum(stop, length[:, None])
+        tl.store(item + _ROW, row[:, None] + part * 0, mask=mine)
+        tl.store(item + _HEAD, head[:, None] + part * 0, mask=mine)
+        tl.store(item + _SEGMENT, segment[:, None] + part * 0, mask=mine)
+        tl.store(item + _START, start.to(tl.int32), mask=mine)
+        tl.store(item + _STOP, stop.to(tl.int32), mask=mine)
+    # What is behind the last is divided among all.
+    behind = tl.load(firsts + count) + tl.program_id(0) * _LANES
+    for at in range(behind, room, tl.num_programs(0) * _LANES):
+        tl.store(items + (at + lane) * _ITEM + _SEGMENT, -1, mask=at + lane < room)

@@ -3,7 +3,7 @@
 """The kernels over segments that are launched; in each a branch for every geometry.
 
 - `segment_pieces` decodes: a program per piece of work, code of its own for every kind of head.
-- `move_token` stores a step's token.
+- `move_tokens` stores a step's tokens.
 - `restore_tokens` dequantises tokens into planes.
 """
 
@@ -22,7 +22,9 @@ from kvprof.kernels.segments.move import (
     put_rows,
     row_values,
     scale_at,
+    source_of,
     states_of,
+    target_of,
 )
 from kvprof.kernels.segments.row_kernel import row_piece
 from kvprof.kernels.segments.side import PLACES
@@ -38,7 +40,7 @@ from kvprof.kernels.segments.tables import (
 )
 from kvprof.kernels.tables import Part, column
 
-__all__ = ["move_token", "restore_tokens", "segment_pieces"]
+__all__ = ["move_tokens", "restore_tokens", "segment_pieces"]
 
 _FULL = tl.constexpr(FULL)
 _BY_COLUMN = tl.constexpr(COLUMNS)
@@ -93,7 +95,6 @@ _STRETCH = tl.constexpr(len(Stretch._fields))
 _SIDE = tl.constexpr(column(Stretch, "side"))
 _FIRST_COLUMN = tl.constexpr(column(Stretch, "first"))
 _COLUMNS = tl.constexpr(column(Stretch, "columns"))
-_COLUMN = tl.constexpr(len(MovedColumn._fields))
 _SOURCE_FIRST = tl.constexpr(column(MovedColumn, "source_first"))
 _SOURCE_HEAD = tl.constexpr(column(MovedColumn, "source_head"))
 _SOURCE_PLACE = tl.constexpr(column(MovedColumn, "source_place"))
@@ -187,9 +188,11 @@ def segment_pieces(
     NEAR
         `Tuning.near`; only then the counters are read.
     DEPENDENT
-        Whether what joins the parts may be launched meanwhile (`kvprof.kernels.decode.launch`).
+        Whether the launch did not wait for what comes before, nor what joins the parts for this one
+        (`kvprof.kernels.dispatch.early_launch`).
     """
     if DEPENDENT:
+        cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     # The last task is the last head of the last row.
     behind = parts + _PART * tasks
@@ -310,8 +313,17 @@ def segment_pieces(
                     )
 
 
+@triton.jit
+def _same_place(one, other, capacity, SLOTS: tl.constexpr):
+    """Tell whether targets that count on from row to row lie in one place of a row's block."""
+    rows = one // capacity == other // capacity
+    return rows & (one % capacity // SLOTS == other % capacity // SLOTS) & (other >= 0)
+
+
 @triton.jit(
     do_not_specialize=[
+        "pitch",
+        "count",
         "source_capacity",
         "source_height",
         "source_first",
@@ -324,16 +336,18 @@ def segment_pieces(
         "stride",
     ]
 )
-def move_token(
+def move_tokens(
     source,
     octets,
     full,
     halfs,
     stretches,
     columns,
+    pitch,
     origins,
     targets,
     low,
+    count,
     source_capacity,
     source_height,
     source_first,
@@ -351,10 +365,12 @@ def move_token(
     WIDTH: tl.constexpr,
     LOW: tl.constexpr,
     POOLED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Move a token of each row, or several (POOLED); a program per stretch of columns and token.
 
-    No two tokens of a launch share a byte: those of a row share no place of a block.
+    Tokens of one place share bytes. They stand beside one another, and the program of the first of
+    them moves them all, one after another.
 
     Parameters
     ----------
@@ -362,14 +378,16 @@ def move_token(
         Values at full precision, in the run's dtype.
     octets, full, halfs
         The buffer as uint8, as the run's dtype and as float16; written.
-    stretches, columns
-        Rows of `kvprof.kernels.segments.tables.Stretch` and `MovedColumn`, int64.
+    stretches, columns, pitch
+        Rows of `kvprof.kernels.segments.tables.Stretch`, and `MovedColumn` field by field, as many
+        of each, int64.
     origins, targets
-        ``[rows]`` integers: each row's slot in the source, clamped to what there is, and in the
-        segment; one that is not there leaves everything as it is. POOLED: targets of as many tokens
-        as come, which count on from row to row (or page to page) of the segment.
+        ``[count]`` integers: each token's slot in the source, clamped to what there is, and in the
+        segment; one that is not there leaves everything as it is. They are those of one token of
+        each row; POOLED: targets of as many tokens as come, which count on from row to row (or page
+        to page) of the segment.
     low
-        ``[rows]`` bool, read with LOW: the token loses what the lowest level has lost.
+        ``[count]`` bool, read with LOW: the token loses what the lowest level has lost.
     source_capacity, source_height
         Slots of the source that an origin counts, and tokens of a block of it.
     source_first, source_blocks, source_row, source_page
@@ -384,76 +402,99 @@ def move_token(
         Tokens of a place.
     WIDTH
         Power of two, no less than the columns of a stretch.
+    DEPENDENT
+        As `segment_pieces`.
     """
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
-    target = tl.load(targets + row).to(tl.int64)
-    own = row
+    first_target = tl.load(targets + row).to(tl.int64)
     room = tl.full([], capacity, tl.int64)
     if POOLED:
         room *= pool
-        own = target // capacity
-    if (target >= 0) & (target < room):
-        if POOLED:
-            target = target % capacity
+    going = (first_target >= 0) & (first_target < room)
+    MOST: tl.constexpr = SLOTS if POOLED else 1
+    if MOST > 1:
+        before = tl.load(targets + row - 1, mask=row > 0, other=-1).to(tl.int64)
+        going = going & (_same_place(first_target, before, capacity, SLOTS) == 0)
+    if going:
         stretch = stretches + tl.program_id(0) * _STRETCH
         number = tl.arange(0, WIDTH)
         there = number < tl.load(stretch + _COLUMNS)
-        column = columns + (tl.load(stretch + _FIRST_COLUMN) + number) * _COLUMN
-        origin = tl.load(origins + row).to(tl.int64)
-        origin = tl.minimum(tl.maximum(origin, 0), source_capacity - 1)
-        lost = origin * 0
-        if LOW:
-            lost = tl.load(low + row).to(tl.int64)
-        came = origin // source_height
-        came_place = origin % source_height
-        source += source_first + row * source_row + came * source_page
-        states = states_of(source, came, came_place, source_blocks, column, there, lost, LOW)
-        far = own * stride + first
-        octets += far
-        full += far // (full.dtype.element_ty.primitive_bitwidth // 8)
-        halfs += far // 2
-        block = target // (_BLOCK * SLOTS)
-        token = target % (_BLOCK * SLOTS)
-        own_columns = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
-        for SIDE in tl.static_range(2):
-            if tl.load(stretch + _SIDE) == SIDE:
-                if (VALUE_BITS if SIDE == 1 else KEY_BITS) == _BY_COLUMN:
-                    put_columns(
-                        octets,
-                        source,
-                        states,
-                        came,
-                        came_place,
-                        source_blocks,
-                        own_columns,
-                        number,
-                        there,
-                        stretch,
-                        block,
-                        blocks,
-                        token,
-                        lost,
-                        LOW,
-                    )
-                else:
-                    put_rows(
-                        octets,
-                        full,
-                        halfs,
-                        states,
-                        there,
-                        column,
-                        stretch,
-                        block,
-                        blocks,
-                        token,
-                        VALUE_BITS if SIDE == 1 else KEY_BITS,
-                        SIDE == 1,
-                        SLOTS,
-                    )
+        own_columns = columns + tl.load(stretch + _FIRST_COLUMN)
+        column = own_columns + number
+        # Once for all tokens of a place: what is stored meanwhile might have changed it.
+        origin = source_of(column, pitch, there, source_blocks)
+        goal = target_of(column, pitch, there, blocks)
+        for behind in tl.static_range(MOST):
+            target = first_target
+            if behind > 0:
+                target = tl.load(targets + row + behind, mask=row + behind < count, other=-1)
+                target = target.to(tl.int64)
+                going = going & _same_place(first_target, target, capacity, SLOTS)
+            if going:
+                if behind > 0:
+                    # What has been written is read again, perhaps by another thread.
+                    tl.debug_barrier()
+                own = row
+                if POOLED:
+                    own = target // capacity
+                    target = target % capacity
+                slot = tl.load(origins + row + behind).to(tl.int64)
+                slot = tl.minimum(tl.maximum(slot, 0), source_capacity - 1)
+                lost = slot * 0
+                if LOW:
+                    lost = tl.load(low + row + behind).to(tl.int64)
+                came = slot // source_height
+                came_place = slot % source_height
+                came_row = source + source_first + row * source_row + came * source_page
+                states = states_of(
+                    came_row, origin, came, came_place, column, pitch, there, lost, LOW
+                )
+                far = own * stride + first
+                block = target // (_BLOCK * SLOTS)
+                token = target % (_BLOCK * SLOTS)
+                for SIDE in tl.static_range(2):
+                    if tl.load(stretch + _SIDE) == SIDE:
+                        if (VALUE_BITS if SIDE == 1 else KEY_BITS) == _BY_COLUMN:
+                            put_columns(
+                                octets + far,
+                                came_row,
+                                states,
+                                came,
+                                came_place,
+                                source_blocks,
+                                own_columns,
+                                pitch,
+                                number,
+                                there,
+                                stretch,
+                                block,
+                                blocks,
+                                token,
+                                lost,
+                                LOW,
+                            )
+                        else:
+                            put_rows(
+                                octets + far,
+                                full + far // (full.dtype.element_ty.primitive_bitwidth // 8),
+                                halfs + far // 2,
+                                states,
+                                there,
+                                goal,
+                                stretch,
+                                block,
+                                blocks,
+                                token,
+                                VALUE_BITS if SIDE == 1 else KEY_BITS,
+                                SIDE == 1,
+                                SLOTS,
+                            )
 
 
-@triton.jit(do_not_specialize=["count", "blocks"])
+@triton.jit(do_not_specialize=["pitch", "count", "blocks"])
 def restore_tokens(
     planes,
     octets,
@@ -461,6 +502,7 @@ def restore_tokens(
     halfs,
     stretches,
     columns,
+    pitch,
     slots,
     count,
     room,
@@ -483,18 +525,17 @@ def restore_tokens(
         Of one row, in the run's dtype; written.
     octets, full, halfs
         The buffer as uint8, as the run's dtype and as float16.
-    stretches, columns
-        Rows of `kvprof.kernels.segments.tables.Stretch` and `MovedColumn`, int64; a column goes
-        where its table says that it comes from.
+    stretches, columns, pitch
+        As `move_tokens`; a column goes where its table says that it comes from.
     slots
         ``[count]`` integers, which count on from row to row (or page to page) of the segment; of
         one that is not there nothing is written.
     room
         Tokens that the planes have room for.
     capacity, pool, first, blocks, stride
-        As `move_token`.
+        As `move_tokens`.
     KEY_BITS, VALUE_BITS, SLOTS, WIDTH
-        As `move_token`.
+        As `move_tokens`.
     TOKENS
         Of a program.
     """
@@ -505,18 +546,18 @@ def restore_tokens(
     stretch = stretches + tl.program_id(1) * _STRETCH
     each = tl.arange(0, WIDTH)
     there = each < tl.load(stretch + _COLUMNS)
-    own = columns + tl.load(stretch + _FIRST_COLUMN) * _COLUMN
-    column = own + each * _COLUMN
+    own = columns + tl.load(stretch + _FIRST_COLUMN)
+    column = own + each
     within = slot % capacity
     block = within // (_BLOCK * SLOTS)
     token = (within % (_BLOCK * SLOTS)).to(tl.int32)
     row = slot // capacity * stride + first
     scales = scale_at(stretch, block, blocks)
-    base = base_of(column, there, blocks)
-    size = tl.load(own + _BLOCK_SIZE)
-    to = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
-    to += tl.load(column + _SOURCE_HEAD, mask=there, other=0) * room
-    apart = tl.load(column + _SOURCE_PLACE, mask=there, other=0).to(tl.int32)
+    base = base_of(column, pitch, there, blocks)
+    size = tl.load(own + _BLOCK_SIZE * pitch)
+    to = tl.load(column + _SOURCE_FIRST * pitch, mask=there, other=0)
+    to += tl.load(column + _SOURCE_HEAD * pitch, mask=there, other=0) * room
+    apart = tl.load(column + _SOURCE_PLACE * pitch, mask=there, other=0).to(tl.int32)
     to = planes + to[None, :] + number[:, None] * apart[None, :]
     both = known[:, None] & there[None, :]
     for SIDE in tl.static_range(2):
@@ -529,6 +570,7 @@ def restore_tokens(
                     base,
                     blocks,
                     column,
+                    pitch,
                     there,
                     row + scales,
                     token,
@@ -543,6 +585,7 @@ def restore_tokens(
                     row + block * size * unit,
                     base,
                     column,
+                    pitch,
                     there,
                     stretch,
                     row // 2 + scales,

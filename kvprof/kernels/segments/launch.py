@@ -9,11 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvprof.kernels.dispatch import dependent, interpreted, launching
-from kvprof.kernels.parts import Attended, empty_parts, launch_merge
+from kvprof.kernels.dispatch import early_launch, interpreted, launching
+from kvprof.kernels.parts import CUT_TASKS, Attended, empty_parts, launch_merge, sharing
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
 from kvprof.kernels.segments.codes import FP8, FULL
-from kvprof.kernels.segments.cuts import cut_units, tile_places, token_bytes, token_cost
+from kvprof.kernels.segments.cuts import (
+    cut_units,
+    share_units,
+    tile_places,
+    token_bytes,
+    token_cost,
+)
 from kvprof.kernels.segments.geometries import GEOMETRIES
 from kvprof.kernels.segments.kernel import segment_pieces
 from kvprof.kernels.segments.layout import SegmentsLayout
@@ -295,22 +301,36 @@ def launch_cut(
     items = lengths.new_empty(layers, room, len(Item._fields))
     parts = lengths.new_empty(layers, batch * heads, len(Part._fields))
     counters = lengths.new_empty(layers, counted)
-    launching(cut_units, (batch * heads, layers))(
+    firsts = lengths.new_empty(layers, count + 1)
+    launching(share_units, (layers,))(
         lengths,
         units,
-        items,
-        parts,
+        firsts,
         counters,
         count,
         batch,
         pieces,
-        room,
         counted,
         near,
         HEADS=heads,
         SEGMENTS=segments,
-        BLOCK=min(256, max(32, triton.next_power_of_2(count))),
+        **sharing(count),
+        **early_launch(lengths.device, batch),
+    )
+    launching(cut_units, (triton.cdiv(count, CUT_TASKS), layers))(
+        lengths,
+        units,
+        firsts,
+        items,
+        parts,
+        count,
+        batch,
+        room,
+        HEADS=heads,
+        SEGMENTS=segments,
+        UNITS=CUT_TASKS,
         num_warps=1,
+        **early_launch(lengths.device, batch),
     )
     return items, parts, counters
 
@@ -397,8 +417,8 @@ def launch_segments(
         softcap * log2_e,
         **chosen,
         **options,
-        DEPENDENT=dependent(query.device),
         num_warps=tuning.warps,
+        **early_launch(query.device, len(query)),
     )
     launch_merge(
         partial,

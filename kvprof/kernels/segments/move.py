@@ -1,9 +1,12 @@
-"""How single tokens get into the bytes of a segment, and out of them, geometry by geometry.
+"""How tokens get into the bytes of a segment, and out of them, geometry by geometry.
 
 What `kvprof.kernels.segments.append` does with some hundred operations of torch a step, which a GPU
 spends most of its time between, in one launch for both sides and all heads
-(`kvprof.kernels.segments.kernel.move_token` and `restore_tokens`). The bytes are those of
+(`kvprof.kernels.segments.kernel.move_tokens` and `restore_tokens`). The bytes are those of
 `append.write`, the values those of `append.read`.
+
+A table of columns lies field by field, `pitch` columns of each, so that a warp reads its columns'
+fields side by side.
 """
 
 import triton
@@ -23,7 +26,9 @@ __all__ = [
     "put_rows",
     "row_values",
     "scale_at",
+    "source_of",
     "states_of",
+    "target_of",
 ]
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -34,7 +39,6 @@ _SCALE_FIRST = tl.constexpr(column(Stretch, "scale_first"))
 _SCALE_BLOCK = tl.constexpr(column(Stretch, "scale_block"))
 _SCALE_HEAD = tl.constexpr(column(Stretch, "scale_head"))
 _TO_NEXT = tl.constexpr(column(Stretch, "to_next"))
-_COLUMN = tl.constexpr(len(MovedColumn._fields))
 _SOURCE_FIRST = tl.constexpr(column(MovedColumn, "source_first"))
 _SOURCE_HEAD = tl.constexpr(column(MovedColumn, "source_head"))
 _SOURCE_BLOCK = tl.constexpr(column(MovedColumn, "source_block"))
@@ -89,16 +93,18 @@ def _e4m3(numbers):
 
 
 @triton.jit
-def base_of(column, there, blocks):
+def base_of(column, pitch, there, blocks):
     """Return where columns begin in the first block of their head, one of `blocks`."""
-    at = tl.load(column + _FIRST, mask=there, other=0)
-    return at + tl.load(column + _HEAD, mask=there, other=0) * blocks
+    at = tl.load(column + _FIRST * pitch, mask=there, other=0)
+    return at + tl.load(column + _HEAD * pitch, mask=there, other=0) * blocks
 
 
 @triton.jit
-def _block_at(column, there, block, blocks):
+def _block_at(column, pitch, there, block, blocks):
     """Return where columns begin in a block of their head, one of `blocks`."""
-    return base_of(column, there, blocks) + block * tl.load(column + _BLOCK, mask=there, other=0)
+    return base_of(column, pitch, there, blocks) + block * tl.load(
+        column + _BLOCK * pitch, mask=there, other=0
+    )
 
 
 @triton.jit
@@ -109,13 +115,22 @@ def scale_at(stretch, block, blocks):
 
 
 @triton.jit
+def target_of(column, pitch, there, blocks):
+    """Return where columns go: their first places, and to the next block, place and part."""
+    to_block = tl.load(column + _BLOCK * pitch, mask=there, other=0)
+    to_place = tl.load(column + _PLACE * pitch, mask=there, other=0)
+    to_part = tl.load(column + _PART * pitch, mask=there, other=0)
+    return base_of(column, pitch, there, blocks), to_block, to_place, to_part
+
+
+@triton.jit
 def put_rows(
     octets,
     full,
     halfs,
     states,
     there,
-    column,
+    goal,
     stretch,
     block,
     blocks,
@@ -124,9 +139,9 @@ def put_rows(
     VALUES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Store one token's columns of a stretch."""
-    at = _block_at(column, there, block, blocks)
-    step = tl.load(column + _PLACE, mask=there, other=0)
+    """Store one token's columns of a stretch; `goal` is of `target_of`."""
+    at, to_block, step, to_part = goal
+    at += block * to_block
     if BITS == _FULL:
         tl.store(full + at + token * step, states, mask=there)
     else:
@@ -135,7 +150,7 @@ def put_rows(
         place = token // SLOTS
         slot = token % SLOTS
         at += place * step
-        at += slot // PER_BYTE * tl.load(column + _PART, mask=there, other=0)
+        at += slot // PER_BYTE * to_part
         wide = states.to(tl.float32)
         if BITS == _FP8:
             codes = _e4m3(wide)
@@ -163,27 +178,34 @@ def put_rows(
 
 
 @triton.jit
+def source_of(column, pitch, there, came_blocks):
+    """Return where columns come from: their first places, and to the next block and place."""
+    first = tl.load(column + _SOURCE_FIRST * pitch, mask=there, other=0)
+    first += tl.load(column + _SOURCE_HEAD * pitch, mask=there, other=0) * came_blocks
+    to_block = tl.load(column + _SOURCE_BLOCK * pitch, mask=there, other=0)
+    return first, to_block, tl.load(column + _SOURCE_PLACE * pitch, mask=there, other=0)
+
+
+@triton.jit
 def states_of(
     source,
+    origin,
     came,
     came_place,
-    came_blocks,
     column,
+    pitch,
     there,
     lost,
     LOW: tl.constexpr,
 ):
     """Load one token's columns of a stretch, or those of them that rows of the table name.
 
-    The token lies at a place of block `came` of `came_blocks` of a head, in the row at `source`.
+    The token lies at a place of block `came` of the row at `source`; `origin` is of `source_of`.
     """
-    at = tl.load(column + _SOURCE_FIRST, mask=there, other=0)
-    at += tl.load(column + _SOURCE_HEAD, mask=there, other=0) * came_blocks
-    at += came * tl.load(column + _SOURCE_BLOCK, mask=there, other=0)
-    at += came_place * tl.load(column + _SOURCE_PLACE, mask=there, other=0)
-    found = tl.load(source + at, mask=there, other=0.0)
+    first, to_block, to_place = origin
+    found = tl.load(source + first + came * to_block + came_place * to_place, mask=there, other=0.0)
     if LOW:
-        behind = tl.load(column + _BEHIND, mask=there, other=0) * lost
+        behind = tl.load(column + _BEHIND * pitch, mask=there, other=0) * lost
         found = tl.where(behind != 0, 0.0, found)
     return found
 
@@ -199,29 +221,29 @@ def _steps(bits):
 
 
 @triton.jit
-def _column_codes(states, scale, column, there, slot):
+def _column_codes(states, scale, column, pitch, there, slot):
     """Return the bits of a piece of codes, where they go in their byte."""
-    code = tl.load(column + _CODE, mask=there, other=2)
+    code = tl.load(column + _CODE * pitch, mask=there, other=2)
     step = _steps(code)
     half = tl.exp2((code - 1).to(tl.float32))
     # As `kvprof.kernels.segments.columns.quantise_columns` has it, to the last bit.
     level = tl.floor(tl.div_rn(states.to(tl.float32), scale * step))
     found = (tl.minimum(tl.maximum(level, -half), half - 1.0) + half).to(tl.int32)
-    found = found >> tl.load(column + _BELOW, mask=there, other=0).to(tl.int32)
-    apart = tl.load(column + _APART, mask=there, other=8).to(tl.int32)
-    shift = tl.load(column + _SHIFT, mask=there, other=0).to(tl.int32)
+    found = found >> tl.load(column + _BELOW * pitch, mask=there, other=0).to(tl.int32)
+    apart = tl.load(column + _APART * pitch, mask=there, other=8).to(tl.int32)
+    shift = tl.load(column + _SHIFT * pitch, mask=there, other=0).to(tl.int32)
     shift += slot.to(tl.int32) % (8 // apart) * apart
-    mask = (1 << tl.load(column + _BITS, mask=there, other=0).to(tl.int32)) - 1
+    mask = (1 << tl.load(column + _BITS * pitch, mask=there, other=0).to(tl.int32)) - 1
     return (found & mask) << shift, mask << shift
 
 
 @triton.jit
-def _column_bytes(octets, column, there, block, blocks, place, slot):
+def _column_bytes(octets, column, pitch, there, block, blocks, place, slot):
     """Return the addresses of a piece's bytes."""
-    at = _block_at(column, there, block, blocks)
-    apart = tl.load(column + _APART, mask=there, other=8)
-    at += slot // (8 // apart) * tl.load(column + _PART, mask=there, other=0)
-    at += place * tl.load(column + _PLACE, mask=there, other=0)
+    at = _block_at(column, pitch, there, block, blocks)
+    apart = tl.load(column + _APART * pitch, mask=there, other=8)
+    at += slot // (8 // apart) * tl.load(column + _PART * pitch, mask=there, other=0)
+    at += place * tl.load(column + _PLACE * pitch, mask=there, other=0)
     return octets + at
 
 
@@ -234,6 +256,7 @@ def put_columns(
     came_place,
     came_blocks,
     columns,
+    pitch,
     number,
     there,
     stretch,
@@ -254,20 +277,22 @@ def put_columns(
     at = scale_at(stretch, block, blocks) + token
     tl.store(octets + at, word.to(tl.uint8))
     scale = (word << 20).to(tl.float32, bitcast=True) * _LACK
-    column = columns + number * _COLUMN
-    codes, mask = _column_codes(wide, scale, column, there, slot)
-    to = _column_bytes(octets, column, there, block, blocks, place, slot)
+    column = columns + number
+    codes, mask = _column_codes(wide, scale, column, pitch, there, slot)
+    to = _column_bytes(octets, column, pitch, there, block, blocks, place, slot)
     old = tl.load(to, mask=there, other=0).to(tl.int32)
     tl.store(to, ((old & ~mask) | codes).to(tl.uint8), mask=there)
     # Both that share a byte write the whole of it, whoever comes first.
     there = number < tl.load(stretch + _TOPS)
-    column = columns + (count + number) * _COLUMN
-    mate = column + tl.load(column + _MATE, mask=there, other=0) * _COLUMN
-    own = states_of(source, came, came_place, came_blocks, column, there, lost, LOW)
-    other = states_of(source, came, came_place, came_blocks, mate, there, lost, LOW)
-    codes, mask = _column_codes(own, scale, column, there, slot)
-    more, beside = _column_codes(other, scale, mate, there, slot)
-    to = _column_bytes(octets, column, there, block, blocks, place, slot)
+    column = columns + (count + number)
+    mate = column + tl.load(column + _MATE * pitch, mask=there, other=0)
+    origin = source_of(column, pitch, there, came_blocks)
+    own = states_of(source, origin, came, came_place, column, pitch, there, lost, LOW)
+    origin = source_of(mate, pitch, there, came_blocks)
+    other = states_of(source, origin, came, came_place, mate, pitch, there, lost, LOW)
+    codes, mask = _column_codes(own, scale, column, pitch, there, slot)
+    more, beside = _column_codes(other, scale, mate, pitch, there, slot)
+    to = _column_bytes(octets, column, pitch, there, block, blocks, place, slot)
     old = tl.load(to, mask=there, other=0).to(tl.int32)
     tl.store(to, ((old & ~(mask | beside)) | codes | more).to(tl.uint8), mask=there)
 
@@ -287,6 +312,7 @@ def row_values(
     far,
     base,
     column,
+    pitch,
     there,
     stretch,
     scales,
@@ -297,7 +323,7 @@ def row_values(
     SLOTS: tl.constexpr,
 ):
     """Return ``[tokens, columns]`` float32 of rows: codes and what is kept, or full precision."""
-    step = tl.load(column + _PLACE, mask=there, other=0).to(tl.int32)
+    step = tl.load(column + _PLACE * pitch, mask=there, other=0).to(tl.int32)
     both = known[:, None] & there[None, :]
     if BITS == _FULL:
         unit: tl.constexpr = full.dtype.element_ty.primitive_bitwidth // 8
@@ -308,7 +334,7 @@ def row_values(
         PER_BYTE: tl.constexpr = 8 // CONTAINER
         place = token // SLOTS
         slot = token % SLOTS
-        part = tl.load(column + _PART, mask=there, other=0).to(tl.int32)
+        part = tl.load(column + _PART * pitch, mask=there, other=0).to(tl.int32)
         at = place[:, None] * step[None, :] + (slot // PER_BYTE)[:, None] * part[None, :]
         word = tl.load(octets + far[:, None] + base[None, :] + at, mask=both, other=0).to(tl.int32)
         if BITS == _FP8:
@@ -327,14 +353,14 @@ def row_values(
 
 
 @triton.jit
-def _piece(octets, far, base, column, there, known, place, slot):
+def _piece(octets, far, base, column, pitch, there, known, place, slot):
     """Return the bits that a piece has of each token's code, where they go in it."""
-    apart = tl.load(column + _APART, mask=there, other=8).to(tl.int32)[None, :]
-    part = tl.load(column + _PART, mask=there, other=0).to(tl.int32)[None, :]
-    step = tl.load(column + _PLACE, mask=there, other=0).to(tl.int32)[None, :]
-    shift = tl.load(column + _SHIFT, mask=there, other=0).to(tl.int32)[None, :]
-    below = tl.load(column + _BELOW, mask=there, other=0).to(tl.int32)[None, :]
-    bits = tl.load(column + _BITS, mask=there, other=0).to(tl.int32)[None, :]
+    apart = tl.load(column + _APART * pitch, mask=there, other=8).to(tl.int32)[None, :]
+    part = tl.load(column + _PART * pitch, mask=there, other=0).to(tl.int32)[None, :]
+    step = tl.load(column + _PLACE * pitch, mask=there, other=0).to(tl.int32)[None, :]
+    shift = tl.load(column + _SHIFT * pitch, mask=there, other=0).to(tl.int32)[None, :]
+    below = tl.load(column + _BELOW * pitch, mask=there, other=0).to(tl.int32)[None, :]
+    bits = tl.load(column + _BITS * pitch, mask=there, other=0).to(tl.int32)[None, :]
     together = 8 // apart
     at = slot[:, None] // together * part + place[:, None] * step
     word = tl.load(
@@ -344,18 +370,18 @@ def _piece(octets, far, base, column, there, known, place, slot):
 
 
 @triton.jit
-def column_values(octets, far, base, blocks, column, there, scales, token, known):
+def column_values(octets, far, base, blocks, column, pitch, there, scales, token, known):
     """Return ``[tokens, columns]`` float32 of columns with bits of their own."""
     place = token // _COLUMN_SLOTS
     slot = token % _COLUMN_SLOTS
-    code = _piece(octets, far, base, column, there, known, place, slot)
-    beyond = tl.load(column + _MATE, mask=there, other=0)
-    top = column + beyond * _COLUMN
+    code = _piece(octets, far, base, column, pitch, there, known, place, slot)
+    beyond = tl.load(column + _MATE * pitch, mask=there, other=0)
+    top = column + beyond
     more = there & (beyond > 0)
-    start = base_of(top, more, blocks)
-    code += _piece(octets, far, start, top, more, known, place, slot)
+    start = base_of(top, pitch, more, blocks)
+    code += _piece(octets, far, start, top, pitch, more, known, place, slot)
     word = tl.load(octets + scales + token, mask=known, other=0).to(tl.int32)
-    bits = tl.load(column + _CODE, mask=there, other=2)
+    bits = tl.load(column + _CODE * pitch, mask=there, other=2)
     half = tl.exp2((bits - 1).to(tl.float32)) - 0.5
     level = (code.to(tl.float32) - half[None, :]) * _steps(bits)[None, :]
     return _e4m3_value(word)[:, None] * level

@@ -12,11 +12,11 @@ import triton
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.dispatch import check_interpreter, launching
+from kvprof.kernels.dispatch import check_interpreter, early_launch, launching
 from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.segments.geometries import format_of
-from kvprof.kernels.segments.kernel import move_token, restore_tokens
+from kvprof.kernels.segments.kernel import move_tokens, restore_tokens
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
@@ -50,7 +50,7 @@ def full_precision(layout: SegmentsLayout, segment: int) -> bool:
 
 
 def constants(layout: SegmentsLayout, segment: int) -> dict[str, int]:
-    """Return the compile-time numbers of `move_token` for a segment, but for LOW and POOLED."""
+    """Return the compile-time numbers of `move_tokens` for a segment, but for LOW and POOLED."""
     own = layout.segments[segment]
     sides = [side for head in range(layout.heads) for side in layout.sides(segment, head)]
     # A program has the whole of a scale, and at least a warp's lanes have a column.
@@ -77,7 +77,7 @@ def move_operator(
     numbers: Sequence[int],
     fixed: Sequence[int],
 ) -> None:
-    """Launch `move_token`; a segment of the buffer itself is the source where it is None.
+    """Launch `move_tokens`; a segment of the buffer itself is the source where it is None.
 
     Parameters
     ----------
@@ -93,16 +93,18 @@ def move_operator(
     for begin in range(0, len(targets), _MOST):
         part = slice(begin, begin + _MOST)
         some = targets[part]
-        launching(move_token, (len(stretches), len(some)))(
+        launching(move_tokens, (len(stretches), len(some)))(
             full if source is None else source,
             buffer,
             full,
             buffer.view(torch.float16),
             stretches,
             columns,
+            columns.shape[1],
             origins[part],
             some,
             some if low is None else low[part],
+            len(some),
             *numbers,
             KEY_BITS=key_bits,
             VALUE_BITS=value_bits,
@@ -111,6 +113,7 @@ def move_operator(
             LOW=low is not None,
             POOLED=bool(pooled),
             num_warps=1,
+            **early_launch(buffer.device, len(some)),
         )
 
 
@@ -121,7 +124,7 @@ def _(buffer: Tensor, *rest: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TokenMove:
-    """How single tokens get into a segment: one of each row, or as many as share no byte.
+    """How tokens get into a segment: one of each row, or several.
 
     Attributes
     ----------
@@ -130,7 +133,7 @@ class TokenMove:
     source : RaggedLayout or int
         Planes, or the segment of the same buffer, that tokens come from.
     stretches, columns : Tensor
-        Rows of `Stretch` and `MovedColumn`, int64.
+        Rows of `Stretch`, and `MovedColumn` field by field, int64.
     fixed : tuple of int
         `constants`, in their order.
     """
@@ -167,8 +170,8 @@ class TokenMove:
             ``[batch]`` bool: these lose the columns that the last segment has not.
         pooled : bool
             Slots of planes and segment count on from row to row (or page to page), ``row · C +
-            slot``, and as many tokens may come as do, no two of a row of the segment in one place
-            of a block. Of a pool of pages targets always do.
+            slot``, and as many tokens may come as do, each once; those of one place of a block,
+            which share bytes, beside one another. Of a pool of pages targets always do.
 
         Raises
         ------
@@ -269,6 +272,7 @@ def restore_operator(
         buffer.view(torch.float16),
         stretches,
         columns,
+        columns.shape[1],
         slots,
         len(slots),
         *numbers,
@@ -413,10 +417,9 @@ def _tables(
         before += size
     # Not as inference tensors: they outlive the mode they were made in.
     with torch.inference_mode(False):
-        tables = [
-            torch.tensor(rows, dtype=torch.int64, device=device) for rows in (stretches, columns)
-        ]
-    return tables[0], tables[1], tuple(fixed.values())
+        rows = torch.tensor(stretches, dtype=torch.int64, device=device)
+        fields = torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
+    return rows, fields, tuple(fixed.values())
 
 
 def _segment_places(

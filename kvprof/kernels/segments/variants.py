@@ -1,12 +1,15 @@
 """The forms of the kernels over segments that are compiled for every architecture."""
 
+from typing import Any
+
 import torch
 
+from kvprof.kernels.parts import CUT_TASKS
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.codes import ROW_FORMATS, Bits
-from kvprof.kernels.segments.cuts import cut_units
+from kvprof.kernels.segments.cuts import cut_units, share_units
 from kvprof.kernels.segments.geometries import GEOMETRIES
-from kvprof.kernels.segments.kernel import move_token, restore_tokens, segment_pieces
+from kvprof.kernels.segments.kernel import move_tokens, restore_tokens, segment_pieces
 from kvprof.kernels.segments.launch import constants, tuning_for
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds, segment_of
 from kvprof.kernels.segments.moving import RESTORE_WARPS, restore_constants
@@ -74,9 +77,11 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
         "halfs": "*fp16",
         "stretches": "*i64",
         "columns": "*i64",
+        "pitch": "i32",
         "origins": "*i32",
         "targets": "*i32",
         "low": "*i1",
+        "count": "i32",
         "source_capacity": "i32",
         "source_height": "i32",
         "source_first": "i32",
@@ -89,8 +94,9 @@ def _move(name: str, keys: Bits, values: Bits) -> Variant:
         "blocks": "i32",
         "stride": "i32",
     }
-    fixed = move_constants(SegmentsLayout((segment,)), 0) | {"LOW": True, "POOLED": False}
-    return Variant(f"segments move {name} bf16", move_token, signature, fixed, 1)
+    fixed: dict[str, Any] = {**move_constants(SegmentsLayout((segment,)), 0), "LOW": True}
+    fixed |= {"POOLED": True, "DEPENDENT": True}
+    return Variant(f"segments move {name} bf16", move_tokens, signature, fixed, 1)
 
 
 def _restore(name: str, segment: Segment) -> Variant:
@@ -101,6 +107,7 @@ def _restore(name: str, segment: Segment) -> Variant:
         "halfs": "*fp16",
         "stretches": "*i64",
         "columns": "*i64",
+        "pitch": "i32",
         "slots": "*i64",
         "count": "i32",
         "room": "i32",
@@ -135,6 +142,8 @@ def _own(geometry: type[Side]) -> list[Variant]:
     ]
 
 
+_UNITS = {"lengths": "*i32", "units": "*i64", "firsts": "*i32"}
+
 #: Quantised ragged heads, in pages too, each named format of rows, what other geometries have,
 #: TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with every way to
 #: round it, and read.
@@ -148,22 +157,26 @@ VARIANTS = (
     ),
     segments_form("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
     Variant(
+        "segments share",
+        share_units,
+        {
+            **_UNITS,
+            "counters": "*i32",
+            **dict.fromkeys(("count", "batch", "pieces", "counted", "near"), "i32"),
+        },
+        {"HEADS": 8, "SEGMENTS": 3, "BLOCK": 1024, "DEPENDENT": True},
+        8,
+    ),
+    Variant(
         "segments cut",
         cut_units,
         {
-            "lengths": "*i32",
-            "units": "*i64",
+            **_UNITS,
             "items": "*i32",
             "parts": "*i32",
-            "counters": "*i32",
-            "count": "i32",
-            "batch": "i32",
-            "pieces": "i32",
-            "room": "i32",
-            "counted": "i32",
-            "near": "i32",
+            **dict.fromkeys(("count", "batch", "room"), "i32"),
         },
-        {"HEADS": 8, "SEGMENTS": 3, "BLOCK": 256},
+        {"HEADS": 8, "SEGMENTS": 3, "UNITS": CUT_TASKS, "DEPENDENT": True},
         1,
     ),
     *(_move(f"4-bit, {name}", 4, name) for name in _NAMED),

@@ -530,7 +530,7 @@ class SegmentStore(KernelStore):
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Return into which segments which slots of planes go, and to which of its slots.
 
-        Slots count on from row to row. No two tokens of one launch share a place of a block.
+        Slots count on from row to row, those of a segment upwards.
 
         Parameters
         ----------
@@ -539,10 +539,8 @@ class SegmentStore(KernelStore):
         """
         layout, device = self.layout, self.buffer.device
         assert layout is not None
-        # Layers may have as much room and unlike bits, so that other tokens share their bytes.
-        slots = tuple(own.slots for own in layout.segments)
         found: list[tuple[int, Tensor, Tensor]] = once(
-            ("taken", self.stages, self.capacity, planes.capacity, slots),
+            ("taken", self.stages, self.capacity, planes.capacity),
             lambda: self._launches(layout, planes, old, new, device),
         )
         return found
@@ -557,25 +555,25 @@ class SegmentStore(KernelStore):
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Return what `launches` says."""
         rooms = np.array([own.layout.capacity for own in layout.segments])
-        found: list[list[np.ndarray]] = [[], [], [], []]
+        found: list[list[np.ndarray]] = [[], [], []]
         for row, (begin, total) in enumerate(zip(old, new, strict=True)):
             segments, slots = self.stages.slots_of(begin, total, total)
             origins = row * planes.capacity + np.arange(begin, total)
             for each, own in zip(
-                found, (segments, slots, origins, row * rooms[segments] + slots), strict=True
+                found, (segments, origins, row * rooms[segments] + slots), strict=True
             ):
                 each.append(own)
-        segments, slots, origins, targets = (np.concatenate(each) for each in found)
+        segments, origins, targets = (np.concatenate(each) for each in found)
         launches: list[tuple[int, Tensor, Tensor]] = []
-        for segment, own in enumerate(layout.segments):
-            # Tokens of one place share bytes.
-            for slot in range(own.slots):
-                chosen = (segments == segment) & (slots % own.slots == slot)
-                if chosen.any():
-                    came, goes = (
-                        torch.from_numpy(each[chosen]).to(device) for each in (origins, targets)
-                    )
-                    launches.append((segment, came, goes))
+        for segment in range(len(layout.segments)):
+            chosen = np.flatnonzero(segments == segment)
+            if len(chosen):
+                # Tokens of one place share bytes, and have to stand beside one another.
+                chosen = chosen[np.argsort(targets[chosen])]
+                came, goes = (
+                    torch.from_numpy(each[chosen]).to(device) for each in (origins, targets)
+                )
+                launches.append((segment, came, goes))
         return launches
 
     def move_on(self, old: list[int], new: list[int]) -> None:

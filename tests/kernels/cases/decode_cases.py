@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels import parts as join
-from kvprof.kernels.decode import launch
 from kvprof.kernels.decode.cuts import (
     COST_PER_TOKEN,
     Item,
@@ -214,6 +213,24 @@ def test_the_device_schedules_as_the_host_does(layer, pieces, windows, workers):
     assert found == longest_first(costs, workers)
 
 
+def test_the_device_cuts_many_rows_as_the_host_does():
+    """More tasks than are looked at at once, of rows most of which have nothing, as in a graph."""
+    layout = RaggedLayout((48, 32, 16), (16, 64, 32), 2, 500, 700)
+    assert layout.batch * layout.heads > 1024
+    draw = torch.Generator().manual_seed(5)
+    seen = torch.randint(1, 701, (layout.batch,), generator=draw)
+    seen[torch.rand(layout.batch, generator=draw) < 0.6] = 0
+    seen[-5:] = 0
+    lengths, tuning = seen.tolist(), Tuning(pieces=8, tile=512)
+    prepared = decode_step(layout, DEVICE, tuning=tuning, multiprocessors=30)
+    items, parts, _, _ = prepared.cut(whole(lengths)).scheduled
+    wanted = equal_shares(layout, lengths, pieces_for(layout, lengths, tuning, 30), 512)
+    there = len(wanted.items)
+    assert items[:there].tolist() == [list(item) for item in wanted.items]
+    assert (items[there:, column(Item, "kind")] == -1).all()
+    assert parts.tolist() == [list(part) for part in wanted.parts]
+
+
 def test_rows_without_tokens_change_no_cut():
     """A graph has room for many rows, of which most batches fill few."""
     few, many = (RaggedLayout((48, 32), (16, 64), 2, rows, 700) for rows in (2, 40))
@@ -248,9 +265,8 @@ def test_layers_are_cut_together_as_each_is_by_itself():
     assert whole_heads.cut_by is whole_heads
 
 
-def test_more_parts_than_a_merge_reads_at_once_and_more_tasks_than_a_block(monkeypatch):
+def test_more_parts_than_a_merge_reads_at_once(monkeypatch):
     monkeypatch.setattr(join, "merge_sizes", lambda *_: (16, 16, 1))
-    monkeypatch.setattr(launch, "_BLOCK", 32)
     layout = RaggedLayout((16, 32), (48, 16), 1, 1, 1280)
     query, buffer = states(layout, 1, torch.float32, 5)
     prepared = decode_step(layout, DEVICE, multiprocessors=10, tuning=Tuning(pieces=8, tile=16))

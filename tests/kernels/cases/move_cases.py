@@ -136,13 +136,22 @@ def test_tokens_from_a_pool_of_pages_leave_the_bytes_that_torch_leaves(layout, s
         wide.key_widths, wide.value_widths, 2, pages, data.draw(st.integers(1, 3))
     )
     numbers = torch.randn(planes.elements, generator=generator).to(DEVICE, layout.dtype)
-    # Several of a row, no two in one place of a block.
-    taken = data.draw(st.integers(0, own.slots - 1))
-    places = [slot for slot in range(room) if slot % own.slots == taken]
-    slots = [
-        data.draw(st.lists(st.sampled_from(places), unique=True, max_size=3)) if places else []
-        for _ in range(layout.batch)
-    ]
+    # Several of a row, those of one place of a block beside one another, in any order.
+    slots = []
+    for _ in range(layout.batch):
+        places = data.draw(
+            st.lists(st.integers(0, (room - 1) // own.slots), unique=True, max_size=4)
+        )
+        together = [data.draw(st.permutations(range(own.slots))) for _ in places]
+        some = [data.draw(st.integers(1, own.slots)) for _ in places]
+        slots.append(
+            [
+                place * own.slots + slot
+                for place, order, count in zip(places, together, some, strict=True)
+                for slot in order[:count]
+                if place * own.slots + slot < room
+            ]
+        )
     flat = [row * room + slot for row, own_slots in enumerate(slots) for slot in own_slots]
     targets = torch.tensor([*flat, -1, layout.batch * room], dtype=torch.int64, device=DEVICE)
     origins = torch.randint(pages * planes.capacity, (len(targets),), generator=generator)

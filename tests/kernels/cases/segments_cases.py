@@ -312,6 +312,28 @@ def test_the_device_cuts_as_the_host_states(found, pieces, tile):
     assert counters.tolist() == [shared, 0] + [0] * prepared.multiprocessors
 
 
+def test_the_device_cuts_many_rows_as_the_host_states():
+    """More units than are looked at at once, of rows most of which have nothing, as in a graph."""
+    batch, heads = 700, 2
+    widths = [(32, 32), (16, 48)]
+    exact = one(widths, None, None, batch=batch, capacity=32)
+    layout = SegmentsLayout((exact, one(widths, 4, 4, batch=batch, capacity=900)), DTYPES[0])
+    draw = torch.Generator().manual_seed(3)
+    seen = torch.randint(1, 900, (batch,), generator=draw)
+    seen[torch.rand(batch, generator=draw) < 0.6] = 0
+    seen[-5:] = 0
+    lengths = [seen.clamp(max=32).tolist(), (seen - 32).clamp(min=0).tolist()]
+    prepared = step(layout, pieces=40)
+    assert batch * heads * 2 > 1024
+    device, parts, _ = prepared.cut(
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    ).scheduled
+    items, wanted = equal_shares(layout, lengths, 80, prepared.tuning)
+    assert list(map(Item._make, device.tolist()))[: len(items)] == items
+    assert list(map(Part._make, parts.tolist())) == wanted
+    assert (device[len(items) :, column(Item, "segment")] == -1).all()
+
+
 def test_exact_tokens_beside_many_are_among_the_pieces():
     """One piece more than there is room for would run when all others are done."""
     exact = one([(32, 32)] * 2, None, None, batch=3, capacity=36)
