@@ -22,6 +22,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import DEPENDENT_FROM
 
 __all__ = [
+    "EARLY_ROWS",
     "argument_key",
     "check_interpreter",
     "compiling_ahead",
@@ -86,7 +87,7 @@ def multiprocessors_of(device: torch.device) -> int:
 #: Rows of a step up to which a kernel is launched early. On an H200 a step's attention takes up to
 #: 0.93 of the time so where few decode, and 1.04 where some hundred tokens of prompts go with them:
 #: the places that waiting programs take are missing elsewhere.
-_EARLY_ROWS = 128
+EARLY_ROWS = 128
 
 
 @cache
@@ -110,7 +111,7 @@ def early_launch(device: torch.device, rows: int) -> dict[str, bool]:
     rows : int
         Of the step: tokens or sequences, as the kernel has them.
     """
-    if interpreted() or rows > _EARLY_ROWS or not _launches_early(device):
+    if interpreted() or rows > EARLY_ROWS or not _launches_early(device):
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}
 

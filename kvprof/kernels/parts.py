@@ -13,6 +13,8 @@ from kvprof.kernels.dispatch import early_launch, launching, multiprocessors_of
 from kvprof.kernels.tables import Output, Part, column
 
 __all__ = [
+    "CUT_LANES",
+    "CUT_TASKS",
     "Attended",
     "Schedule",
     "empty",
@@ -20,6 +22,7 @@ __all__ = [
     "launch_merge",
     "merge_pieces",
     "merge_sizes",
+    "sharing",
     "store_columns",
 ]
 

@@ -294,7 +294,7 @@ class FixedStep(EngineStep):
         front = attended[:count]
         torch.where(others[:count], front, decoded, out=front)
         if count < len(attended):
-            attended[count:].masked_fill_(self.once("beside", lambda: ~others[count:]), 0)
+            attended[count:].masked_fill_(self.once(("decoded", count), lambda: ~others[count:]), 0)
         return attended
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvprof.errors import FailedError
 from kvprof.kernels.decode.step import decode_step
-from kvprof.kernels.dispatch import compiling_ahead
+from kvprof.kernels.dispatch import EARLY_ROWS, compiling_ahead
 from kvprof.kernels.planes import STEP
 from kvprof.kernels.prefill.rows import rows_step
 from kvprof.runtime.backends.route import few_kinds
@@ -124,10 +124,10 @@ class ServedModel:
         if self.layers[0].attention.kv_cache.device.type == "cuda":
             # All kernels at once, and each of them loaded before a graph is captured.
             columns = -(-longest // page) if table is None else table
-            prompt, fixed = min(most_tokens, longest), captured[0] > 0
+            prompt = min(most_tokens, longest)
             with compiling_ahead():
-                self._rehearse(columns, prompt, fixed)
-            self._rehearse(columns, prompt, fixed)
+                self._rehearse(columns, most_tokens, prompt, captured)
+            self._rehearse(columns, most_tokens, prompt, captured)
 
     def _prepare(
         self, page: int, most_tokens: int, longest: int, captured: tuple[int, int]
@@ -166,22 +166,26 @@ class ServedModel:
                 rows_step(layout, device, cache.dtype, page_tokens=page, rows=1, pairs=self.kinds),
             )
 
-    def _rehearse(self, pages: int, prompt: int, fixed: bool) -> None:
+    def _rehearse(self, pages: int, most: int, prompt: int, captured: tuple[int, int]) -> None:
         """Run every layer on steps of padding alone, of sequences that may have so many pages.
 
-        Whatever a step of the engine can ask for is asked for: sequences that decode, these beside
-        a short prompt, a prompt of so many tokens, which is projected in other blocks, and prompts
-        as long that go on, and a step in the form that a graph holds. A kernel that is first met in
+        Whatever a step of the engine, of `most` tokens, can ask for is asked for: sequences that
+        decode, these beside a short prompt, a prompt of so many tokens, which is projected in other
+        blocks, prompts as long that go on, more sequences than kernels are launched early for, and
+        steps in the form that a graph holds, where one has the room. A kernel that is first met in
         a request is compiled while it waits, seconds for each.
         """
         device = self.layers[0].attention.kv_cache.device
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         begun = min(_BEGUN, prompt - 1)
         few = min(_FEW_TOKENS - 1, prompt - begun)
-        for news, past in (
+        cases = [
             ([1, 1], 0), ([1, few], 0), ([prompt], 0), ([1, few], begun),
             ([prompt - begun], begun),
-        ):  # fmt: skip
+        ]  # fmt: skip
+        if most > EARLY_ROWS:
+            cases.append(([1] * (EARLY_ROWS + 1), 0))
+        for news, past in cases:
             starts, rows = [0, *accumulate(news)], len(news)
             lengths = [new if new == 1 else past + new for new in news]
             step = EngineStep(
@@ -196,7 +200,7 @@ class ServedModel:
                 host_lengths=lengths,
             )
             self._run(step)
-            if fixed and len(news) > 1:
+            if len(news) > 1 and captured[0] >= starts[-1] and captured[1] >= rows:
                 given = step.slots, step.table, step.starts, step.lengths
                 self._run(fixed_step(self.alike, *given))
 

@@ -34,7 +34,7 @@ def longest_graph(plan: Plan) -> int:
     Over latents as they are a step that reads many tokens costs as a graph what it costs outside,
     and over quantised ones where little came before its chunks, which is looked at step by step
     (`kvprof.serving.runners`). Where keys are rebuilt, sequences that find no room among the
-    rebuilt pages decode token by token: the more tokens a graph has, the more of both.
+    rebuilt pages decode token by token: the more tokens a graph has, the more of them.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How tokens of a prompt are parted into launches in which no two share a byte."""
+"""Which tokens of a prompt go into which segment, and in which order."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -37,7 +37,7 @@ def store_of(bits: int, stages: Stages) -> SegmentStore:
 
 
 @pytest.mark.parametrize("window", [0, 5])
-def test_layers_of_unlike_bits_part_a_prompt_each_by_its_own(window: int) -> None:
+def test_layers_of_unlike_bits_share_what_goes_where(window: int) -> None:
     stages = Stages(Levels(sink=2), True, window)
     shared = once()
     for bits in (8, 4, 2):

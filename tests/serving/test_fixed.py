@@ -148,7 +148,8 @@ def test_layers_share_what_is_worked_out() -> None:
     step = made.model.fixed_step(own.slots, own.table, own.starts, own.lengths)
     made.run(step, made.states(16))
     heights = {layer.steps.rows.heights for layer in made.model.layers}
-    assert set(step._made) == {"numbers", *((own, id(step.lengths)) for own in heights)}
+    cuts = ((own, id(step.lengths)) for own in heights)
+    assert set(step._made) == {"numbers", ("decoded", 4), *cuts}
     assert len(heights) == 1
     # Nobody decodes over a prompt's pages, nor attends twice from a token that decodes.
     assert step.decoding(made.model.layers[0].steps.decode).tolist() == [5, 5, 0, 0]
@@ -181,10 +182,10 @@ def test_each_sequence_has_pages_of_its_own_and_a_token_sees_what_was_there(batc
     assert seen[count:] == [0] * (batch.tokens - count)
 
 
-@pytest.mark.parametrize("captured", [(64, 1), (1, 1), (2, 256)])
+@pytest.mark.parametrize("captured", [(64, 1), (1, 1), (2, 256), (150, 150)])
 def test_a_rehearsal_finds_its_room_whatever_is_captured(captured: tuple[int, int]) -> None:
-    made = FilledModel(64, 2, 2, codes=Codes(4, 4, 16), most=64, captured=captured)
-    made.model._rehearse(2, 64, fixed=True)
+    made = FilledModel(64, 2, 2, codes=Codes(4, 4, 16), most=200, captured=captured)
+    made.model._rehearse(2, 200, 64, (max(captured[0], 32), max(captured[1], 2)))
     assert not any(pages.any() for pages in made.stored())
 
 
@@ -200,6 +201,6 @@ def test_sequences_whose_pages_find_room_are_rebuilt_together() -> None:
 @pytest.mark.parametrize("how", [{}, {"shared": 2}])
 def test_a_rehearsal_of_short_sequences(how: dict[str, int]) -> None:
     made = FilledModel(16, 2, 2, **how)
-    made.model._rehearse(2, 32, True)
+    made.model._rehearse(2, 32, 32, (32, 2))
     for own, filled in zip(made.stored(), made.filled, strict=True):
         assert torch.equal(own, filled)

@@ -117,7 +117,7 @@ def test_a_graph_is_replayed_for_other_batches(
     [
         ((TOKENS, 24, 8), COLUMNS, ROWS, None),
         ((3072, 1024, 576), 50, 1024, None),
-        ((1024, 576, 24), 18, 1024, 4),
+        ((3072, 1024, 24), 50, 1024, 4),
     ],
 )
 @torch.inference_mode()

@@ -233,7 +233,8 @@ def cut_equal(
     kind = tl.load(of_head + _KIND).to(tl.int32)
     tiles = (stop - start + height - 1) // height
     first = tl.load(firsts + task, mask=there, other=0)
-    own = tl.load(firsts + task + 1, mask=there, other=0) - first
+    behind = task + 1
+    own = tl.load(firsts + behind, mask=there, other=0) - first
     tl.store(parts + task * _PART + _FIRST, tl.where(own > 0, first, 0), mask=there)
     tl.store(parts + task * _PART + _COUNT, own, mask=there)
     lane = tl.arange(0, _LANES)
@@ -250,10 +251,9 @@ def cut_equal(
         tl.store(item + _STOP, tl.minimum(end, stop[:, None]), mask=mine)
         tl.store(item + _ITEM_KIND, kind[:, None] + part * 0, mask=mine)
     # What is behind the last is divided among all.
-    behind = tl.load(firsts + count) + tl.program_id(0) * _LANES
-    for at in range(behind, room, tl.num_programs(0) * _LANES):
-        none = items + (at + lane) * _ITEM + _ITEM_KIND
-        tl.store(none, lane * 0 - 1, mask=at + lane < room)
+    end = tl.load(firsts + count) + tl.program_id(0) * _LANES
+    for at in range(end, room, tl.num_programs(0) * _LANES):
+        tl.store(items + (at + lane) * _ITEM + _ITEM_KIND, -1, mask=at + lane < room)
 
 
 @triton.jit

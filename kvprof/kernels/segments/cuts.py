@@ -320,7 +320,8 @@ def cut_units(
     head = task // batch
     segment = number % SEGMENTS
     begin = tl.load(firsts + number, mask=there, other=0)
-    share = tl.load(firsts + number + 1, mask=there, other=0) - begin
+    behind = number + 1
+    share = tl.load(firsts + behind, mask=there, other=0) - begin
     leads = there & (segment == 0)
     last = tl.load(firsts + number + SEGMENTS, mask=leads, other=0)
     own = parts + (row * HEADS + head) * _PART
@@ -343,6 +344,6 @@ def cut_units(
         tl.store(item + _START, start.to(tl.int32), mask=mine)
         tl.store(item + _STOP, stop.to(tl.int32), mask=mine)
     # What is behind the last is divided among all.
-    behind = tl.load(firsts + count) + tl.program_id(0) * _LANES
-    for at in range(behind, room, tl.num_programs(0) * _LANES):
+    end = tl.load(firsts + count) + tl.program_id(0) * _LANES
+    for at in range(end, room, tl.num_programs(0) * _LANES):
         tl.store(items + (at + lane) * _ITEM + _SEGMENT, -1, mask=at + lane < room)

@@ -369,8 +369,8 @@ def move_tokens(
 ):
     """Move a token of each row, or several (POOLED); a program per stretch of columns and token.
 
-    Tokens of one place share bytes. They stand beside one another, and the program of the first of
-    them moves them all, one after another.
+    Tokens of one place share bytes. They stand beside one another, with no target that there is not
+    between them, and the program of the first of them moves them all, one after another.
 
     Parameters
     ----------
@@ -416,7 +416,8 @@ def move_tokens(
     going = (first_target >= 0) & (first_target < room)
     MOST: tl.constexpr = SLOTS if POOLED else 1
     if MOST > 1:
-        before = tl.load(targets + row - 1, mask=row > 0, other=-1).to(tl.int64)
+        previous = row - 1
+        before = tl.load(targets + previous, mask=row > 0, other=-1).to(tl.int64)
         going = going & (_same_place(first_target, before, capacity, SLOTS) == 0)
     if going:
         stretch = stretches + tl.program_id(0) * _STRETCH
@@ -424,7 +425,7 @@ def move_tokens(
         there = number < tl.load(stretch + _COLUMNS)
         own_columns = columns + tl.load(stretch + _FIRST_COLUMN)
         column = own_columns + number
-        # Once for all tokens of a place: what is stored meanwhile might have changed it.
+        # Once for all tokens of a place: the compiler would read it again behind every store.
         origin = source_of(column, pitch, there, source_blocks)
         goal = target_of(column, pitch, there, blocks)
         for behind in tl.static_range(MOST):
@@ -448,7 +449,7 @@ def move_tokens(
                     lost = tl.load(low + row + behind).to(tl.int64)
                 came = slot // source_height
                 came_place = slot % source_height
-                came_row = source + source_first + row * source_row + came * source_page
+                came_row = source + source_first + (row + behind) * source_row + came * source_page
                 states = states_of(
                     came_row, origin, came, came_place, column, pitch, there, lost, LOW
                 )

@@ -285,14 +285,15 @@ def launch_cut(
         ``[layers, segments * heads, columns]``: a `unit_table` of every layer.
     heads, pieces : int
     counted : int
-        Counters that the kernel needs, as `cut_units` has them, or 0.
+        Counters that the kernel needs, as `share_units` has them, or 0.
     near : int
         `Tuning.near`.
 
     Returns
     -------
     tuple of Tensor
-        Items, parts and counters, as `cut_units` has them, those of a layer first.
+        Items and parts, as `cut_units` has them, and counters, as `share_units` does, those of a
+        layer first.
     """
     layers = len(units)
     segments, batch = lengths.shape

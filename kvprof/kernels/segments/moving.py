@@ -1,4 +1,4 @@
-"""Launches what moves single tokens into the bytes of a segment, and what reads them into planes.
+"""Launches what moves tokens into the bytes of a segment, and what reads them into planes.
 
 Both go by the same tables, which say of a column where it lies here and there.
 """
@@ -171,7 +171,8 @@ class TokenMove:
         pooled : bool
             Slots of planes and segment count on from row to row (or page to page), ``row · C +
             slot``, and as many tokens may come as do, each once; those of one place of a block,
-            which share bytes, beside one another. Of a pool of pages targets always do.
+            which share bytes, beside one another, with none that there is not between them. Of a
+            pool of pages targets always do.
 
         Raises
         ------
@@ -216,7 +217,7 @@ class TokenMove:
 def token_move(
     layout: SegmentsLayout, segment: int, source: RaggedLayout | int, device: torch.device
 ) -> TokenMove:
-    """Prepare moves of single tokens into a segment.
+    """Prepare moves of tokens into a segment.
 
     Parameters
     ----------
@@ -417,9 +418,9 @@ def _tables(
         before += size
     # Not as inference tensors: they outlive the mode they were made in.
     with torch.inference_mode(False):
-        rows = torch.tensor(stretches, dtype=torch.int64, device=device)
+        own_rows = torch.tensor(stretches, dtype=torch.int64, device=device)
         fields = torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
-    return rows, fields, tuple(fixed.values())
+    return own_rows, fields, tuple(fixed.values())
 
 
 def _segment_places(

@@ -271,7 +271,7 @@ class SegmentsStep:
 
     @property
     def _counted(self) -> int:
-        """Counters that the kernel needs, or 0 (`kvprof.kernels.segments.cuts.cut_units`)."""
+        """Counters that the kernel needs, or 0 (`kvprof.kernels.segments.cuts.share_units`)."""
         return len(Counter._fields) + self._shares if self.tuning.near else 0
 
     @property

@@ -181,6 +181,26 @@ def test_tokens_from_a_pool_of_pages_leave_the_bytes_that_torch_leaves(layout, s
     assert torch.equal(buffer, wanted)
 
 
+def test_a_long_list_goes_in_several_launches(monkeypatch):
+    """Of which one may begin in the middle of a place."""
+    monkeypatch.setattr(moving, "_MOST", 3)
+    layout = SegmentsLayout(
+        (segment([(32, 16)] * 2, 4, 2, batch=2, capacity=128, columns=32, paged=True),), DTYPES[0]
+    )
+    planes = RaggedLayout((32, 32), (16, 16), 2, 1, 16)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(planes.elements, generator=generator).to(DEVICE, DTYPES[0])
+    found = torch.zeros(layout.nbytes, dtype=torch.uint8, device=DEVICE)
+    targets = torch.arange(5, 15, device=DEVICE)
+    origins = torch.arange(10, device=DEVICE)
+    move = token_move(layout, 0, planes, DEVICE)
+    move.run(found, numbers, origins, targets, pooled=True)
+    wanted = torch.zeros_like(found)
+    for origin, target in zip(origins, targets, strict=True):
+        move.run(wanted, numbers, origin[None], target[None], pooled=True)
+    assert torch.equal(found, wanted)
+
+
 @st.composite
 def pools(draw):
     """A pool of pages in any format."""

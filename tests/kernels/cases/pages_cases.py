@@ -261,9 +261,10 @@ def test_tokens_get_into_quantised_pages_and_out(pool, heads, bits, columns, gap
         assert torch.equal(found.flatten(0, 1)[there], full.flatten(0, 1)[there])
     if not uses_triton(DEVICE):
         return
-    # Sequences that end in a page that they share would write into one byte.
-    apart = [row for row, length in enumerate(pool.lengths) if row == 0 or length > pool.page]
-    last = torch.tensor([pool.slots(row)[-1] for row in apart], device=DEVICE)
+    # Each once, as a sequence shares no page that it writes; those that share bytes side by side.
+    last = torch.tensor(
+        sorted({pool.slots(row)[-1] for row in range(len(pool.lengths))}), device=DEVICE
+    )
     planes = RaggedLayout(own.key_widths, own.value_widths, 2, len(last), 3)
     fresh = [
         [pool.random(len(last), 3, w).half() for w in side]
