@@ -148,11 +148,6 @@ class FixedStep(EngineStep):
         others = (token >= first) & (token < starts[-1])
         return _Numbers(token, lengths, torch.maximum(starts, first), others[:, None])
 
-    @property
-    def singly(self) -> bool:
-        """Whether every sequence has one new token: nobody knows."""
-        return False
-
     def decoding(self, step: Any) -> Tensor:
         """Return the tokens of each row of a decoding step; 0 where it has nothing to do.
 

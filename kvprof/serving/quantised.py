@@ -301,7 +301,7 @@ def _own(step: EngineStep, tokens: int, pages: int) -> _Own:
     """
     device = step.starts.device
     order = torch.arange(tokens, device=device)
-    if step.singly:
+    if step.rows == step.decodes:
         return _Own(order, step.rows, step.rows, None)
     starts, count = step.host_starts, step.host_starts[step.rows]
     new = [stop - start for start, stop in pairwise(starts[: step.rows + 1])]

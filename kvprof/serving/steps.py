@@ -257,11 +257,6 @@ class EngineStep:
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _made: dict[Any, Any] = field(default_factory=dict)
 
-    @property
-    def singly(self) -> bool:
-        """Whether every sequence has one new token."""
-        return self.rows == self.decodes
-
     def decoding(self, step: Any) -> Tensor:
         """Return the tokens of each row of a decoding step: of the sequences that decode.
 
