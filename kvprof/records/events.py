@@ -534,6 +534,8 @@ class LoadRateFinished(Event):
         seconds between tokens), and of one engine, the mean where several share the requests:
         ``batch`` (requests that decode), ``context`` (tokens that they hold together) and
         ``prefill`` (prompt tokens that were read meanwhile, for each step).
+    client_busy_share : float or None
+        Processor time of the thread that sent requests and read tokens, over the time that passed.
     """
 
     type: ClassVar[str] = "load_rate_finished"
@@ -542,6 +544,7 @@ class LoadRateFinished(Event):
     reason: str | None = None
     engine: dict[str, float] = field(default_factory=dict)
     spans: list[dict[str, float]] = field(default_factory=list)
+    client_busy_share: float | None = None
 
 
 @dataclass(frozen=True)

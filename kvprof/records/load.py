@@ -284,7 +284,8 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
             "p99": percentile(late, 0.99) if len(late) >= _HUNDRED else None,
             "most": late[-1] if late else None,
         },
-        "parts": None if finished is None else _parts(finished.engine),
+        "parts": None if finished is None else _parts(finished.engine, done),
+        "client_busy_share": None if finished is None else finished.client_busy_share,
         "servers": _by_server(requests),
     }
 
@@ -330,8 +331,11 @@ def _tokens_within(one: LoadRequest, begin: float, end: float) -> float:
     return one.tokens * inside / (one.last - one.first)
 
 
-def _parts(engine: Mapping[str, float]) -> dict[str, Any] | None:
-    """Return where a request's time goes, by the engine's marks: means over requests that ended."""
+def _parts(engine: Mapping[str, float], done: Sequence[LoadRequest]) -> dict[str, Any] | None:
+    """Return where a request's time goes, by the engine's marks: means over requests that ended.
+
+    What clients waited beyond them is known where both tell of the same requests.
+    """
     count = engine.get("requests", 0.0)
     if not count:
         return None
@@ -343,18 +347,26 @@ def _parts(engine: Mapping[str, float]) -> dict[str, Any] | None:
     total = known["end_to_end_seconds"]
     rest = None
     if total is not None and None not in named:
-        rest = total - sum(one for one in named if one is not None)
-        rest = 0.0 if abs(rest) < 1e-9 * abs(total) else rest  # what rounding leaves
-        rest = rest if abs(rest) > _ROUNDING * total else 0.0
+        rest = _beyond(total, sum(one for one in named if one is not None))
+    outside = None
+    if total is not None and count == len(done):
+        outside = _beyond(_mean([(one.last or 0.0) - one.arrival for one in done]) or 0.0, total)
     return {
         "requests": int(count),
         **known,
         "elsewhere_seconds": rest,
+        "outside_seconds": outside,
         "preemptions_per_request": engine["preemptions"] / count
         if "preemptions" in engine
         else None,
         "preempted_seconds": None,
     }
+
+
+def _beyond(whole: float, known: float) -> float:
+    """Return what is left of the whole, without what rounding leaves."""
+    rest = whole - known
+    return rest if abs(rest) > _ROUNDING * abs(whole) else 0.0
 
 
 # --- Where the time of an engine's steps goes.

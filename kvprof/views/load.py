@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvprof.records.load import LIMITS
 from kvprof.records.load_names import baseline_of, tps_of
-from kvprof.records.load_served import fails, sheds
+from kvprof.records.load_served import BESIDE, beside_engine, fails, sheds
 from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 from kvprof.sizes import format_bytes
 from kvprof.views.bars import Bar, Ink, StackedBars
@@ -39,6 +39,7 @@ _SHOWN = tuple(_LATENCIES)[:3]  # in tables and figures
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _WHY = {
     "queue": "the queue grows",
+    "front end": "the queue grows, but not in the engine: its server's front end or the client",
     "unsettled": "so few requests came that the system was still filling (--requests, --seconds)",
     "shed": "the server sheds requests",
     "failures": "requests fail",
@@ -174,11 +175,28 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
         and row["counted"] >= _LEAST_ARRIVALS
         and abs(row["arrived_per_s"] - row["rate"]) > _NEAR * row["rate"]
     ]
+    said += _beside(data["rates"])
     said += [
         f"{row['case']} is not complete: {row['reason']}"
         for row in data["rates"]
         if not row["complete"]
     ]
+    return said
+
+
+def _beside(rows: Sequence[Row]) -> list[str]:
+    """Say where requests wait for what no cache and no kernel can change."""
+    said = []
+    for row in rows:
+        known = beside_engine(row)
+        if known is not None and known[0] >= BESIDE * known[1]:
+            front, way = (row["parts"][f"{name}_seconds"] for name in ("elsewhere", "outside"))
+            hint = "; vLLM can have more of them: --engine '--api-server-count 4'"
+            said.append(
+                f"{row['case']}: {duration(known[0])} of a request's {duration(known[1])} pass "
+                f"beside the engine: {duration(way)} on the way and in the client, "
+                f"{duration(front)} in its server's front end{hint if front > way else ''}"
+            )
     return said
 
 
@@ -247,6 +265,7 @@ def _state(rows: Sequence[Row]) -> RenderableType:
         "failed",
         "shed",
         "late p99",
+        "client busy",
     )
     cells = [
         [
@@ -260,10 +279,11 @@ def _state(rows: Sequence[Row]) -> RenderableType:
             f"{row['failed']:,}",
             f"{row.get('shed', 0):,}",
             duration(row["lateness_seconds"]["p99"]),
+            percent(row.get("client_busy_share")),
         ]
         for row in rows
     ]
-    return SplitTable(columns("requests/s", figures=titles), cells, (3, 2, 4))
+    return SplitTable(columns("requests/s", figures=titles), cells, (3, 2, 5))
 
 
 def _level(level: Row | None, name: str, write: Callable[[float], str]) -> str:
@@ -272,8 +292,8 @@ def _level(level: Row | None, name: str, write: Callable[[float], str]) -> str:
 
 def _where(rows: Sequence[Row], *, simulated: bool) -> RenderableType:
     """Return where a request's time goes, by the engine's own marks or those of the simulator."""
-    names = ("waiting", "prefill", "decode", "elsewhere", "end_to_end")
-    titles = ["waiting", "prefill", "decode", "elsewhere", "all", "preemptions"]
+    names = ("waiting", "prefill", "decode", "elsewhere", "end_to_end", "outside")
+    titles = ["waiting", "prefill", "decode", "elsewhere", "all", "outside", "preemptions"]
     cells = []
     for row in rows:
         parts = row["parts"] or {}
@@ -740,8 +760,9 @@ def to_csv(result: Mapping[str, Any]) -> str:
                 line[key] = row[name][statistic]
                 line |= ends(key, row[name][f"{statistic}_interval"])
         parts = row["parts"] or {}
-        for name in ("waiting", "prefill", "decode", "elsewhere"):
+        for name in ("waiting", "prefill", "decode", "elsewhere", "outside"):
             line[f"engine_{name}_seconds"] = parts.get(f"{name}_seconds")
+        line["client_busy_share"] = row.get("client_busy_share")
         rows.append(line)
     return tidy_csv(list(rows[0]) if rows else ["method", "rate"], rows)
 

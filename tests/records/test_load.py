@@ -1,18 +1,19 @@
 """Events of a load into its result: a queue whose largest rate is known."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvprof.records.compare import compare
 from kvprof.records.event_lines import event_from
-from kvprof.records.events import LoadRequest, event_line
+from kvprof.records.events import LoadRateFinished, LoadRequest, event_line
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load import SHED, LoadFold
 from kvprof.records.load_names import load_case
-from kvprof.records.load_served import is_beyond, is_within
+from kvprof.records.load_served import beside_engine, is_beyond, is_within
 from kvprof.records.schema import validate_result
 from tests.records.load_stream import METHODS, load_result, load_stream
 from tests.records.streams import write
@@ -162,6 +163,43 @@ def test_where_time_goes_adds_up_to_the_engines_own_end():
     assert named == pytest.approx(parts["end_to_end_seconds"])
     assert parts["waiting_seconds"] > row("full @ 1/s")["parts"]["waiting_seconds"]
     assert parts["preempted_seconds"] is None
+
+
+def quicker_engines(events, seconds, missing=0):
+    """Let engines count `seconds` less of each request's time, all of it waiting; and fewer."""
+    found = []
+    for event in events:
+        if isinstance(event, LoadRateFinished):
+            engine = dict(event.engine)
+            whole = seconds * engine["requests"]
+            engine["waiting"] = max(0.0, engine["waiting"] - whole)
+            engine["end_to_end"] -= whole
+            engine["requests"] -= missing
+            event = replace(event, engine=engine)
+        found.append(event)
+    return found
+
+
+def test_what_clients_wait_beside_the_engine_is_told_and_ends_no_method():
+    assert row("full @ 6/s")["parts"]["outside_seconds"] == 0
+    requests = [e for e in EVENTS if isinstance(e, LoadRequest) and e.case == "full @ 6/s"]
+    waited = np.mean([one.last - one.arrival for one in requests])
+    seconds = 0.6 * row("full @ 6/s")["parts"]["waiting_seconds"]
+    assert seconds > 0.1 * waited
+    beside = result_of(quicker_engines(EVENTS, seconds))
+    validate_result(beside)
+    one = row("full @ 6/s", beside)
+    assert one["parts"]["outside_seconds"] == pytest.approx(seconds)
+    assert one["parts"]["end_to_end_seconds"] == pytest.approx(waited - seconds)
+    assert beside_engine(one) == (pytest.approx(seconds), pytest.approx(waited))
+    assert method("full", beside)["limited_by"] == "front end"
+    # Most of the wait is the engine's own: its queue it is that grows.
+    mostly = result_of(quicker_engines(EVENTS, 0.4 / 0.6 * seconds))
+    assert method("full", mostly)["limited_by"] == "queue"
+    # Where others ask the same server, nobody knows what these requests waited beside it.
+    others = result_of(quicker_engines(EVENTS, seconds, missing=1))
+    assert row("full @ 6/s", others)["parts"]["outside_seconds"] is None
+    assert method("full", others)["limited_by"] == "queue"
 
 
 def test_from_which_rate_a_method_pays():

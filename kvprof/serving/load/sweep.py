@@ -42,6 +42,7 @@ _DIGITS = 2
 #: A client that sends later than this share of the median time to first token is told.
 _LATE = 0.1
 _LATE_SECONDS = 0.005
+_BUSY = 0.7  # of a processor: the client takes tokens one after another
 _GIVEN_UP = " was given up: "
 
 Stop = Callable[[], bool]
@@ -361,6 +362,7 @@ class _Sweep:
                 ran.reason,
                 ran.engine,
                 spans_of(watch.outcomes, self._options.engines),
+                ran.client_busy_share,
             )
         )
         if ran.reason is not None:
@@ -371,7 +373,7 @@ class _Sweep:
         if not row["answered"]:
             kinds = ", ".join([*row["failures"], *["shed by the server"] * bool(row["shed"])])
             raise FailedError(f"{case}: every request failed ({kinds})")
-        self._tell_lateness(row)
+        self._tell_client(row)
         return True
 
     def _judge(self, case: str) -> dict[str, Any]:
@@ -380,7 +382,7 @@ class _Sweep:
         self._rows[held.started.method].append(row)
         return row
 
-    def _tell_lateness(self, row: Mapping[str, Any]) -> None:
+    def _tell_client(self, row: Mapping[str, Any]) -> None:
         lateness, first = row["lateness_seconds"], row["ttft_seconds"]["p50"]
         how, late = "one in a hundred by more than", lateness["p99"]
         if late is None:
@@ -391,6 +393,15 @@ class _Sweep:
                     self._journal.now(),
                     f"{row['case']}: the client sent requests late, {how} {late * 1e3:.0f} ms: "
                     "times count from when they should have been sent",
+                )
+            )
+        busy = row["client_busy_share"]
+        if busy is not None and busy > _BUSY:
+            self._emit(
+                Warned(
+                    self._journal.now(),
+                    f"{row['case']}: the client was busy {busy:.0%} of the time: tokens may have "
+                    "waited for it, and what that adds to times is not told apart",
                 )
             )
 

@@ -72,11 +72,14 @@ class Ran:
         See `kvprof.records.events.LoadRateFinished`.
     gone : bool
         Whether the target answers no more.
+    client_busy_share : float or None
+        See `kvprof.records.events.LoadRateFinished`.
     """
 
     reason: str | None = None
     engine: dict[str, float] = field(default_factory=dict)
     gone: bool = False
+    client_busy_share: float | None = None
 
 
 class LoadTarget(Protocol):
@@ -287,6 +290,7 @@ class _Running:
             await asyncio.sleep(_MOMENT)  # before the clock starts
         self._server.sampled()  # what was before does not belong to this load
         self._start, self._start_of_steps = time.perf_counter(), time.monotonic()
+        worked = time.thread_time()
         every = max(_TICK, (requests[-1].arrival if requests else 0.0) / _SAMPLES)
         sampling = asyncio.create_task(self._sample(every, watch))
         tasks: set[asyncio.Task[None]] = set()
@@ -315,9 +319,10 @@ class _Running:
             for task in (making, sampling, *tasks):
                 task.cancel()
             await asyncio.gather(making, sampling, *tasks, return_exceptions=True)
+        busy = (time.thread_time() - worked) / (time.perf_counter() - self._start)
         after = None if gone else await self._marks()
         self._tell_steps(watch)
-        return Ran(reason, difference(before, after), gone)
+        return Ran(reason, difference(before, after), gone, busy)
 
     async def _make(
         self, requests: Sequence[Request], bodies: "asyncio.Queue[bytes | Exception]"

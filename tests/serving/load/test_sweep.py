@@ -289,8 +289,23 @@ def test_a_server_is_measured_from_outside_and_by_its_marks():
     assert one["cache_share"]["most"] <= 1
     sent = [event for event in events if isinstance(event, LoadRequest)]
     assert all(event.sent >= event.arrival for event in sent)
+    # Client and server stamp one clock: what lies beside the engine is not less than nothing.
+    assert one["parts"]["outside_seconds"] > -1e-3
+    assert 0 < one["client_busy_share"] < 1
     assert result["data"]["methods"][0]["cache_tokens"] == 16_000
     assert result["data"]["methods"][0]["engine"] == "vLLM 9.9"
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.69, False), (0.71, True)])
+def test_a_client_that_may_be_what_tokens_wait_for_is_told(share, told):
+    class Busy(Simulated):
+        def run(self, requests, watch, stop):
+            return replace(super().run(requests, watch, stop), client_busy_share=share)
+
+    _, _, events = sweep([Busy("full")], SweepOptions(LENGTHS, rates=(1.0,)))
+    said = [event.message for event in events if isinstance(event, Warned)]
+    assert any("full @ 1/s: the client was busy 71%" in one for one in said) == told
+    assert result_of(events)["data"]["rates"][0]["client_busy_share"] == share
 
 
 def test_a_server_without_marks_is_measured_and_that_is_said():
