@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 from triton.compiler import CompiledKernel
+from triton.language.extra import cuda
 from triton.runtime.driver import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -33,6 +35,7 @@ __all__ = [
     "multiprocessors_of",
     "placed",
     "uses_triton",
+    "wait_for_earlier",
 ]
 
 
@@ -100,9 +103,7 @@ def early_launch(device: torch.device, rows: int) -> dict[str, bool]:
     """Return the options with which a kernel is launched before what it depends on has ended.
 
     Its programs take their places meanwhile and wait there, which saves most of the time between
-    two kernels. A kernel so launched waits first (``gdc_wait``): before that nothing is certain to
-    have been written, for what comes before it may have been launched so too. Only then it lets
-    what comes behind it be launched.
+    two kernels. A kernel so launched begins with `wait_for_earlier`.
 
     Parameters
     ----------
@@ -114,6 +115,18 @@ def early_launch(device: torch.device, rows: int) -> dict[str, bool]:
     if interpreted() or rows > EARLY_ROWS or not _launches_early(device):
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_for_earlier(DEPENDENT: tl.constexpr) -> None:
+    """Wait where a kernel was launched early; only then let what comes behind it be launched.
+
+    Before that nothing is certain to have been written: what comes before it may have been launched
+    so too.
+    """
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
 
 
 # --- Launches of kernels that are compiled already, without what Triton does for each. Triton binds

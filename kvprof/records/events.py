@@ -535,7 +535,8 @@ class LoadRateFinished(Event):
         ``batch`` (requests that decode), ``context`` (tokens that they hold together) and
         ``prefill`` (prompt tokens that were read meanwhile, for each step).
     client_busy_share : float or None
-        Processor time of the thread that sent requests and read tokens, over the time that passed.
+        Processor time of the thread that sent requests and read tokens, over the time from the
+        first arrival to the last; None where that is too short to tell.
     """
 
     type: ClassVar[str] = "load_rate_finished"

@@ -284,7 +284,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
             "p99": percentile(late, 0.99) if len(late) >= _HUNDRED else None,
             "most": late[-1] if late else None,
         },
-        "parts": None if finished is None else _parts(finished.engine, done),
+        "parts": None if finished is None else _parts(finished.engine, requests),
         "client_busy_share": None if finished is None else finished.client_busy_share,
         "servers": _by_server(requests),
     }
@@ -331,10 +331,11 @@ def _tokens_within(one: LoadRequest, begin: float, end: float) -> float:
     return one.tokens * inside / (one.last - one.first)
 
 
-def _parts(engine: Mapping[str, float], done: Sequence[LoadRequest]) -> dict[str, Any] | None:
+def _parts(engine: Mapping[str, float], asked: Sequence[LoadRequest]) -> dict[str, Any] | None:
     """Return where a request's time goes, by the engine's marks: means over requests that ended.
 
-    What clients waited beyond them is known where both tell of the same requests.
+    What clients waited beyond them is known where both tell of the same requests: all of them were
+    answered, and the engine tells of as many.
     """
     count = engine.get("requests", 0.0)
     if not count:
@@ -349,8 +350,9 @@ def _parts(engine: Mapping[str, float], done: Sequence[LoadRequest]) -> dict[str
     if total is not None and None not in named:
         rest = _beyond(total, sum(one for one in named if one is not None))
     outside = None
-    if total is not None and count == len(done):
-        outside = _beyond(_mean([(one.last or 0.0) - one.arrival for one in done]) or 0.0, total)
+    waited = [one.last - one.arrival for one in asked if one.last is not None and not one.failure]
+    if total is not None and count == len(waited) == len(asked):
+        outside = _beyond(sum(waited) / count, total)
     return {
         "requests": int(count),
         **known,

@@ -7,9 +7,7 @@ from kvprof.records.figures import interval_of_share
 
 __all__ = [
     "ATTAINED",
-    "BESIDE",
     "LOSSY",
-    "beside_engine",
     "fails",
     "is_beyond",
     "is_overloaded",
@@ -23,8 +21,6 @@ __all__ = [
 ATTAINED = 0.9
 #: Of requests that failed, from which on those that were served say little of all.
 LOSSY = 0.01
-#: Of a request's time, from which on what passes beside the engine is told.
-BESIDE = 0.1
 
 
 def sheds(row: Mapping[str, Any]) -> bool:
@@ -50,20 +46,6 @@ def is_unsettled(row: Mapping[str, Any]) -> bool:
     return row.get("settled", True) is False and row["grows"] is None
 
 
-def beside_engine(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the mean seconds of a request beside its engine, and all; None where nobody knows.
-
-    Before and behind the engine lie its server's front end, which takes requests in and passes
-    tokens on, the network, and the client.
-    """
-    parts = row["parts"] or {}
-    names = ("elsewhere", "outside", "end_to_end")
-    elsewhere, outside, engine = (parts.get(f"{name}_seconds") for name in names)
-    if elsewhere is None or outside is None or engine is None:
-        return None
-    return elsewhere + outside, engine + outside
-
-
 def is_within(row: Mapping[str, Any], share: float) -> bool:
     """Whether a rate was served: it was not too much, and enough requests are within."""
     attained = row["attained_share"]
@@ -85,13 +67,7 @@ def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
 def _why(row: Mapping[str, Any]) -> str:
     """Return why a rate is not within."""
     if row["grows"] is True:
-        beside = beside_engine(row)
-        waits_beside = (
-            beside is not None
-            and beside[0] >= BESIDE * beside[1]
-            and beside[0] > (row["parts"].get("waiting_seconds") or 0.0)
-        )
-        return "front end" if waits_beside else "queue"
+        return "queue"
     if sheds(row) or fails(row):
         return "shed" if sheds(row) else "failures"
     return "unsettled" if is_unsettled(row) else "objective"

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvprof.records.load import LIMITS
 from kvprof.records.load_names import baseline_of, tps_of
-from kvprof.records.load_served import BESIDE, beside_engine, fails, sheds
+from kvprof.records.load_served import fails, sheds
 from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 from kvprof.sizes import format_bytes
 from kvprof.views.bars import Bar, Ink, StackedBars
@@ -39,7 +39,6 @@ _SHOWN = tuple(_LATENCIES)[:3]  # in tables and figures
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _WHY = {
     "queue": "the queue grows",
-    "front end": "the queue grows, but not in the engine: its server's front end or the client",
     "unsettled": "so few requests came that the system was still filling (--requests, --seconds)",
     "shed": "the server sheds requests",
     "failures": "requests fail",
@@ -47,6 +46,7 @@ _WHY = {
 }
 _PANEL = (4.4, 3.2)  # inches
 _NEAR = 0.1  # of the rate that was asked for: arrivals farther off are told
+_BESIDE = 0.1  # of a request's time, from which on what passes beside its engine is told
 _LEAST_ARRIVALS = 20  # fewer arrivals have no rate worth telling
 
 Row = Mapping[str, Any]
@@ -185,17 +185,20 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
 
 
 def _beside(rows: Sequence[Row]) -> list[str]:
-    """Say where requests wait for what no cache and no kernel can change."""
+    """Say where much of a request's time is none of its engine's."""
     said = []
     for row in rows:
-        known = beside_engine(row)
-        if known is not None and known[0] >= BESIDE * known[1]:
-            front, way = (row["parts"][f"{name}_seconds"] for name in ("elsewhere", "outside"))
-            hint = "; vLLM can have more of them: --engine '--api-server-count 4'"
+        parts = row["parts"] or {}
+        names = ("elsewhere", "outside", "end_to_end")
+        front, way, engine = (parts.get(f"{name}_seconds") for name in names)
+        if front is None or way is None or engine is None:
+            continue
+        if engine + way > 0 and front + way >= _BESIDE * (engine + way):
+            hint = ", of which vLLM's option --api-server-count makes more" if front > way else ""
             said.append(
-                f"{row['case']}: {duration(known[0])} of a request's {duration(known[1])} pass "
-                f"beside the engine: {duration(way)} on the way and in the client, "
-                f"{duration(front)} in its server's front end{hint if front > way else ''}"
+                f"{row['case']}: {duration(front + way)} of a request's {duration(engine + way)} "
+                f"pass beside the engine: {duration(way)} between the client and its server's "
+                f"front end, {duration(front)} in that{hint}"
             )
     return said
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from kvprof.kernels.decode.cuts import Head, Item
+from kvprof.kernels.dispatch import wait_for_earlier
 from kvprof.kernels.tables import Kind, column, columns
 from kvprof.kernels.trace import MARK, mark
 
@@ -314,9 +315,7 @@ def decode_pieces(
         Whether the launch did not wait for what comes before, nor what joins the parts for this one
         (`kvprof.kernels.dispatch.early_launch`).
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     program = tl.program_id(0)
     _item(
@@ -360,9 +359,7 @@ def decode_lists(
     Parameters are those of `decode_pieces`, and `lists` ``[workers, longest]`` int32 with `counts`
     ``[workers]``: the items of each worker.
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     worker = tl.program_id(0) // BLOCKS
     for place in range(tl.load(counts + worker)):

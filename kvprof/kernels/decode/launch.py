@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from kvprof.kernels.decode.cuts import (
     COST_PER_TOKEN,
@@ -25,7 +24,7 @@ from kvprof.kernels.decode.cuts import (
     tile_height,
 )
 from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
-from kvprof.kernels.dispatch import early_launch, launching
+from kvprof.kernels.dispatch import early_launch, launching, wait_for_earlier
 from kvprof.kernels.parts import (
     CUT_LANES,
     CUT_TASKS,
@@ -155,9 +154,7 @@ def share_equal(
         Whether the launch did not wait for what comes before, nor what cuts the tasks for this one
         (`kvprof.kernels.dispatch.early_launch`).
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     layer = tl.program_id(0)
     heads += layer * HEADS * _COLUMNS
     firsts += layer * (count + 1)
@@ -216,9 +213,7 @@ def cut_equal(
     DEPENDENT
         Whether the launch did not wait for `firsts`.
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     layer = tl.program_id(1)
     heads += layer * HEADS * _COLUMNS
     firsts += layer * (count + 1)

@@ -9,8 +9,8 @@ of one block of rows are neighbours in the grid, so the states they share are re
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
+from kvprof.kernels.dispatch import wait_for_earlier
 from kvprof.kernels.project.work import KEYS, QUERY, VALUES, Case, Unit
 from kvprof.kernels.tables import column as number_of
 
@@ -261,9 +261,7 @@ def project_rows(
         Whether the launch did not wait for what comes before, nor the next one for this
         (`kvprof.kernels.dispatch.early_launch`).
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     program = tl.program_id(0)
     unit = units + (program % count) * _UNIT
     # All at once, before the branch: at decode every wait shows.

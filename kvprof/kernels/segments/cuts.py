@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
+from kvprof.kernels.dispatch import wait_for_earlier
 from kvprof.kernels.parts import CUT_LANES
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
@@ -227,9 +227,7 @@ def share_units(
         Whether the launch did not wait for what comes before, nor what cuts the units for this one
         (`kvprof.kernels.dispatch.early_launch`).
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     layer = tl.program_id(0)
     units += layer * SEGMENTS * HEADS * _UNIT
     firsts += layer * (count + 1)
@@ -304,9 +302,7 @@ def cut_units(
     DEPENDENT
         Whether the launch did not wait for `firsts`.
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     layer = tl.program_id(1)
     units += layer * SEGMENTS * HEADS * _UNIT
     firsts += layer * (count + 1)

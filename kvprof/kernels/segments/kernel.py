@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from kvprof.kernels.dispatch import wait_for_earlier
 from kvprof.kernels.segments.codes import FULL
 from kvprof.kernels.segments.column_kernel import column_piece
 from kvprof.kernels.segments.columns import COLUMNS
@@ -191,9 +192,7 @@ def segment_pieces(
         Whether the launch did not wait for what comes before, nor what joins the parts for this one
         (`kvprof.kernels.dispatch.early_launch`).
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     # The last task is the last head of the last row.
     behind = parts + _PART * tasks
     first = tl.load(behind + (_PART_FIRST - _PART))
@@ -405,9 +404,7 @@ def move_tokens(
     DEPENDENT
         As `segment_pieces`.
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait_for_earlier(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     first_target = tl.load(targets + row).to(tl.int64)
     room = tl.full([], capacity, tl.int64)

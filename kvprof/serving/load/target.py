@@ -290,7 +290,7 @@ class _Running:
             await asyncio.sleep(_MOMENT)  # before the clock starts
         self._server.sampled()  # what was before does not belong to this load
         self._start, self._start_of_steps = time.perf_counter(), time.monotonic()
-        worked = time.thread_time()
+        worked, busy = time.thread_time(), None
         every = max(_TICK, (requests[-1].arrival if requests else 0.0) / _SAMPLES)
         sampling = asyncio.create_task(self._sample(every, watch))
         tasks: set[asyncio.Task[None]] = set()
@@ -306,6 +306,9 @@ class _Running:
                 self._in_flight[server] += 1
                 tasks.add(asyncio.create_task(self._one(request, body, server, watch)))
                 tasks = _unfinished(tasks)
+            # Not to the last answer: who waits for a few that are slow is idle.
+            if (spent := time.perf_counter() - self._start) >= _TICK:
+                busy = (time.thread_time() - worked) / spent
             while tasks and reason is None:
                 await asyncio.wait(tasks, timeout=_TICK)
                 tasks = _unfinished(tasks)
@@ -319,7 +322,6 @@ class _Running:
             for task in (making, sampling, *tasks):
                 task.cancel()
             await asyncio.gather(making, sampling, *tasks, return_exceptions=True)
-        busy = (time.thread_time() - worked) / (time.perf_counter() - self._start)
         after = None if gone else await self._marks()
         self._tell_steps(watch)
         return Ran(reason, difference(before, after), gone, busy)
