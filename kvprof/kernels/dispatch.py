@@ -103,7 +103,8 @@ def early_launch(device: torch.device, rows: int) -> dict[str, bool]:
     """Return the options with which a kernel is launched before what it depends on has ended.
 
     Its programs take their places meanwhile and wait there, which saves most of the time between
-    two kernels. A kernel so launched begins with `wait_for_earlier`.
+    two kernels. A kernel so launched begins with `wait_for_earlier`; the one that joins parts waits
+    where it first needs them (`kvprof.kernels.parts`).
 
     Parameters
     ----------

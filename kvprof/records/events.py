@@ -536,7 +536,7 @@ class LoadRateFinished(Event):
         ``prefill`` (prompt tokens that were read meanwhile, for each step).
     client_busy_share : float or None
         Processor time of the thread that sent requests and read tokens, over the time from the
-        first arrival to the last; None where that is too short to tell.
+        load's beginning until the last was sent; None where that is too short to tell.
     """
 
     type: ClassVar[str] = "load_rate_finished"

@@ -197,8 +197,8 @@ def _beside(rows: Sequence[Row]) -> list[str]:
             hint = ", of which vLLM's option --api-server-count makes more" if front > way else ""
             said.append(
                 f"{row['case']}: {duration(front + way)} of a request's {duration(engine + way)} "
-                f"pass beside the engine: {duration(way)} between the client and its server's "
-                f"front end, {duration(front)} in that{hint}"
+                f"pass beside the engine: {duration(way)} in the client (late sending included) "
+                f"and on the way, {duration(front)} in its server's front end{hint}"
             )
     return said
 
@@ -643,6 +643,11 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
             f"within: requests that keep {limits}; a rate is within where {percent(share, 0)} of "
             "its requests are"
         )
+    if any((row["parts"] or {}).get("outside_seconds") is not None for row in data["rates"]):
+        notes.append(
+            "elsewhere: what the server's front end counts beyond its engine's parts; outside: "
+            "what clients waited beyond all of that, by their own clock"
+        )
     if data.get("steps"):
         notes.append(_NO_GRAPH)
     if data["mode"] == "simulated":
@@ -763,8 +768,9 @@ def to_csv(result: Mapping[str, Any]) -> str:
                 line[key] = row[name][statistic]
                 line |= ends(key, row[name][f"{statistic}_interval"])
         parts = row["parts"] or {}
-        for name in ("waiting", "prefill", "decode", "elsewhere", "outside"):
+        for name in ("waiting", "prefill", "decode", "elsewhere"):
             line[f"engine_{name}_seconds"] = parts.get(f"{name}_seconds")
+        line["outside_seconds"] = parts.get("outside_seconds")
         line["client_busy_share"] = row.get("client_busy_share")
         rows.append(line)
     return tidy_csv(list(rows[0]) if rows else ["method", "rate"], rows)

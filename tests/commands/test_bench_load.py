@@ -1,5 +1,6 @@
 """``kvprof bench --load`` from the command line: what it refuses, measures, and goes on with."""
 
+import csv
 import json
 import os
 import re
@@ -129,7 +130,10 @@ def test_a_load_is_measured_shown_compared_and_exported(
     assert (result["kind"], result["complete"]) == ("load", True)
     assert [row["case"] for row in result["data"]["rates"]] == ["served @ 80/s", "served @ 160/s"]
     assert result["data"]["objective"] == {"share": 0.9, "ttft_seconds": 2.0, "tbt_seconds": 1.0}
-    assert len((tmp_path / "a.csv").read_text().splitlines()) == 3
+    lines = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    for line, row in zip(lines, result["data"]["rates"], strict=True):
+        assert float(line["outside_seconds"]) == pytest.approx(row["parts"]["outside_seconds"])
+        assert float(line["client_busy_share"]) == pytest.approx(row["client_busy_share"])
     assert kvprof("show", run).stdout == done.stdout
     other = tmp_path / "other"
     assert load(server, "--out", other).code == 0

@@ -88,10 +88,12 @@ def test_what_passes_beside_the_engine_is_told_where_it_is_much():
     parts["outside_seconds"] = whole / 3
     of_all = f"{duration(whole / 3)} of a request's {duration(whole * 4 / 3)}"
     said = text_of(result)
-    assert f"full @ 6/s: {of_all} pass beside the engine: {duration(whole / 3)} between" in said
+    assert f"full @ 6/s: {of_all} pass beside the engine: {duration(whole / 3)} in the" in said
+    assert "elsewhere all outside preemptions" in said
+    assert "outside: what clients waited beyond all of that, by their own clock" in said
     assert "--api-server-count" not in said
     parts["elsewhere_seconds"] = whole / 2
-    assert "in that, of which vLLM's option --api-server-count makes more" in text_of(result)
+    assert "front end, of which vLLM's option --api-server-count makes more" in text_of(result)
     # A record of before knows nothing of what lies outside.
     del parts["outside_seconds"]
     assert "pass beside" not in text_of(result)

@@ -290,7 +290,7 @@ def test_a_server_is_measured_from_outside_and_by_its_marks():
     sent = [event for event in events if isinstance(event, LoadRequest)]
     assert all(event.sent >= event.arrival for event in sent)
     # Client and server stamp one clock: what lies beside the engine is not less than nothing.
-    assert one["parts"]["outside_seconds"] > -1e-3
+    assert -1e-3 < one["parts"]["outside_seconds"] < 0.1
     assert 0 < one["client_busy_share"] < 1
     assert result["data"]["methods"][0]["cache_tokens"] == 16_000
     assert result["data"]["methods"][0]["engine"] == "vLLM 9.9"
