@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # types mean nothing to Triton
 def _nothing() -> None:
     pass
 
@@ -118,7 +118,7 @@ def early_launch(device: torch.device, rows: int) -> dict[str, bool]:
     return {"DEPENDENT": True, "launch_pdl": True}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # types mean nothing to Triton
 def wait_for_earlier(DEPENDENT: tl.constexpr) -> None:
     """Wait where a kernel was launched early; only then let what comes behind it be launched.
 

@@ -187,9 +187,9 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
 def _beside(rows: Sequence[Row]) -> list[str]:
     """Say where much of a request's time is none of its engine's."""
     said = []
+    names = ("elsewhere", "outside", "end_to_end")
     for row in rows:
         parts = row["parts"] or {}
-        names = ("elsewhere", "outside", "end_to_end")
         front, way, engine = (parts.get(f"{name}_seconds") for name in names)
         if front is None or way is None or engine is None:
             continue
@@ -643,7 +643,8 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
             f"within: requests that keep {limits}; a rate is within where {percent(share, 0)} of "
             "its requests are"
         )
-    if any((row["parts"] or {}).get("outside_seconds") is not None for row in data["rates"]):
+    known = any((row["parts"] or {}).get("outside_seconds") is not None for row in data["rates"])
+    if known and data["mode"] == "served":
         notes.append(
             "elsewhere: what the server's front end counts beyond its engine's parts; outside: "
             "what clients waited beyond all of that, by their own clock"

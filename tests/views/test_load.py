@@ -77,6 +77,7 @@ def test_a_simulated_load_tells_of_no_engine_and_no_server():
     said = text_of(result)
     assert "Where a request's time goes, mean of the simulated requests" in said
     assert "the engine's own marks" not in said
+    assert "front end" not in said
     assert "the simulator counts preemptions without timing them" in said
 
 
