@@ -13,10 +13,9 @@ from kvprof.kernels.dispatch import early_launch, launching, multiprocessors_of
 from kvprof.kernels.tables import Output, Part, column
 
 __all__ = [
-    "CUT_LANES",
-    "CUT_TASKS",
     "Attended",
     "Schedule",
+    "cutting",
     "empty",
     "empty_parts",
     "launch_merge",
@@ -24,6 +23,8 @@ __all__ = [
     "merge_sizes",
     "sharing",
     "store_columns",
+    "stretch_of",
+    "task_of",
 ]
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -196,14 +197,64 @@ def merge_pieces(
     tl.store(output + place, result.to(output.dtype.element_ty), mask=wanted)
 
 
-#: Tasks (or units) that a program cuts into items, and items of each that it writes at once.
-CUT_TASKS, CUT_LANES = 8, 32
+#: Items that a program cuts, and tasks (or units) up to which it shares them out by itself.
+CUT_ITEMS, CUT_ALONE = 128, 256
+_CUT_WARPS = 4
 
 
 def sharing(count: int) -> dict[str, int]:
     """Return how a program that shares items out to `count` tasks is launched: BLOCK and warps."""
     block = min(1024, max(32, triton.next_power_of_2(count)))
     return {"BLOCK": block, "num_warps": max(1, block // 128)}
+
+
+def cutting(count: int) -> dict[str, int]:
+    """Return how programs that cut `count` tasks into items are launched: BLOCK, ITEMS and warps.
+
+    BLOCK is 0 where another launch is to share the items out before (`sharing`).
+    """
+    alone = sharing(count)["BLOCK"] if count <= CUT_ALONE else 0
+    return {"BLOCK": alone, "ITEMS": CUT_ITEMS, "num_warps": _CUT_WARPS}
+
+
+@triton.jit
+def task_of(firsts, count, item):
+    """Return the tasks that items are of, which of its items each is, and how many those are.
+
+    Parameters
+    ----------
+    firsts
+        ``[count + 1]`` int32: the items before each task's own, and all of them.
+    count
+        Tasks.
+    item
+        Items; one that is behind the last is no less than as many into the last task as that has.
+    """
+    task = item * 0
+    behind = task + count
+    left = count
+    while left > 1:
+        middle = (task + behind) // 2
+        later = tl.load(firsts + middle) <= item
+        task = tl.where(later, middle, task)
+        behind = tl.where(later, behind, middle)
+        left = (left + 1) // 2
+    first = tl.load(firsts + task)
+    behind = task + 1
+    return task, item - first, tl.load(firsts + behind) - first
+
+
+@triton.jit
+def stretch_of(tiles, part, parts):
+    """Return the first tile of one of a task's equal parts and the tile behind its last.
+
+    ``tiles * part // parts``, in 32 bits whatever the tiles are.
+    """
+    parts = tl.maximum(parts, 1)
+    each = tiles // parts
+    rest = tiles % parts
+    start = each * part + rest * part // parts
+    return start, each * (part + 1) + rest * (part + 1) // parts
 
 
 def empty_parts(query: Tensor, items: int, group: int, widest: int) -> tuple[Tensor, Tensor]:

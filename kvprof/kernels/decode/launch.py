@@ -26,11 +26,12 @@ from kvprof.kernels.decode.cuts import (
 from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
 from kvprof.kernels.dispatch import early_launch, launching, wait_for_earlier
 from kvprof.kernels.parts import (
-    CUT_LANES,
-    CUT_TASKS,
+    cutting,
     empty_parts,
     launch_merge,
     sharing,
+    stretch_of,
+    task_of,
 )
 from kvprof.kernels.planes import RaggedLayout, row_stride
 from kvprof.kernels.tables import Kind, Part, chunk_columns, column, joined_rows
@@ -71,7 +72,6 @@ _HEIGHT = tl.constexpr(column(Head, "height"))
 _KIND = tl.constexpr(column(Head, "kind"))
 _DEEP = tl.constexpr(DEEP_TILES)
 _LEAST = tl.constexpr(LEAST_TILES)
-_LANES = tl.constexpr(CUT_LANES)
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _costs(
     start, stop = _tokens(lengths, starts, number // HEADS, there, capacity, STARTS)
     of_head = heads + (number % HEADS) * _COLUMNS
     cost = tl.load(of_head + _COST, mask=there, other=0)
-    height = tl.load(of_head + _HEIGHT, mask=there, other=1)
+    height = tl.load(of_head + _HEIGHT, mask=there, other=1).to(tl.int32)
     return (stop - start + height - 1) // height, (stop - start) * cost
 
 
@@ -117,8 +117,8 @@ def _pieces(tiles, count, most, whole, workers):
     return tl.where(fewer, left, pieces)
 
 
-@triton.jit(do_not_specialize=["count", "capacity", "most", "whole", "workers"])
-def share_equal(
+@triton.jit
+def _share_out(
     lengths,
     starts,
     heads,
@@ -131,33 +131,8 @@ def share_equal(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Share items of equal cost out to all tasks of a layer; a program per layer.
-
-    What each program of `cut_equal` would add up by itself is added up here once: a step of a few
-    hundred sequences has thousands of tasks, and the work would grow as their square.
-
-    Parameters
-    ----------
-    lengths, starts
-        ``[rows]`` int32: tokens, clamped to 0 … `capacity`, and the first that is visible.
-    heads
-        ``[layers, HEADS]`` rows of `kvprof.kernels.decode.cuts.Head`, int64.
-    firsts
-        ``[layers, count + 1]`` int32, written: the items before each task's own, and all of them.
-    count
-        Tasks of a layer: rows times heads.
-    most, whole, workers
-        Items to aim at in long contexts, items of a whole round, and multiprocessors.
-    DEPENDENT
-        Whether the launch did not wait for what comes before, nor what cuts the tasks for this one
-        (`kvprof.kernels.dispatch.early_launch`).
-    """
-    wait_for_earlier(DEPENDENT)
-    layer = tl.program_id(0)
-    heads += layer * HEADS * _COLUMNS
-    firsts += layer * (count + 1)
+    """Share items of equal cost out to all tasks of a layer: `share_equal`, of one layer."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     all_tiles = tl.zeros([], tl.int64)
@@ -183,7 +158,53 @@ def share_equal(
     tl.store(firsts + count, first)
 
 
-@triton.jit(do_not_specialize=["count", "capacity", "room"])
+@triton.jit(do_not_specialize=["count", "capacity", "most", "whole", "workers"])
+def share_equal(
+    lengths,
+    starts,
+    heads,
+    firsts,
+    count,
+    capacity,
+    most,
+    whole,
+    workers,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Share items of equal cost out to all tasks of a layer; a program per layer.
+
+    A step of a few hundred sequences has thousands of tasks: what each program of `cut_equal` would
+    add up by itself would grow as their square.
+
+    Parameters
+    ----------
+    lengths, starts
+        ``[rows]`` int32: tokens, clamped to 0 … `capacity`, and the first that is visible.
+    heads
+        ``[layers, HEADS]`` rows of `kvprof.kernels.decode.cuts.Head`, int64.
+    firsts
+        ``[layers, count + 1]`` int32, written: the items before each task's own, and all of them.
+    count
+        Tasks of a layer: rows times heads.
+    most, whole, workers
+        Items to aim at in long contexts, items of a whole round, and multiprocessors.
+    DEPENDENT
+        Whether the launch did not wait for what comes before, nor what cuts the tasks for this one
+        (`kvprof.kernels.dispatch.early_launch`).
+    """
+    wait_for_earlier(DEPENDENT)
+    layer = tl.program_id(0)
+    heads += layer * HEADS * _COLUMNS
+    firsts += layer * (count + 1)
+    _share_out(
+        lengths, starts, heads, firsts, count, capacity, most, whole, workers, HEADS, BLOCK, STARTS
+    )
+
+
+@triton.jit(do_not_specialize=["count", "capacity", "most", "whole", "workers", "room"])
 def cut_equal(
     lengths,
     starts,
@@ -193,25 +214,32 @@ def cut_equal(
     parts,
     count,
     capacity,
+    most,
+    whole,
+    workers,
     room,
     HEADS: tl.constexpr,
-    TASKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEMS: tl.constexpr,
     STARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Cut the tasks of each layer into the items that `share_equal` gave each; TASKS a program.
+    """Cut the tasks of each layer into as many items as each has as its share; ITEMS a program.
 
     Parameters
     ----------
-    lengths, starts, heads, firsts, count, capacity
+    lengths, starts, heads, firsts, count, capacity, most, whole, workers
         As `share_equal` has them.
     items
         ``[layers, room]`` rows of `kvprof.kernels.decode.cuts.Item`, int32, written; -1 as kind
         behind the last of a layer.
     parts
         ``[layers, count]`` rows of `kvprof.kernels.tables.Part`, int32, written.
+    BLOCK
+        0 where `share_equal` has been launched. Otherwise every program does all of its work and
+        writes what all others write too, which takes less than another launch where tasks are few.
     DEPENDENT
-        Whether the launch did not wait for `firsts`.
+        Whether the launch did not wait for what comes before.
     """
     wait_for_earlier(DEPENDENT)
     layer = tl.program_id(1)
@@ -219,36 +247,42 @@ def cut_equal(
     firsts += layer * (count + 1)
     items += layer * room * _ITEM
     parts += layer * count * _PART
-    task = tl.program_id(0) * TASKS + tl.arange(0, TASKS)
-    there = task < count
-    row = task // HEADS
+    if BLOCK > 0:
+        _share_out(
+            lengths,
+            starts,
+            heads,
+            firsts,
+            count,
+            capacity,
+            most,
+            whole,
+            workers,
+            HEADS,
+            BLOCK,
+            STARTS,
+        )
+        tl.debug_barrier()  # what the program's other threads wrote is read
+    at = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    # There is room for an item of every task.
+    first = tl.load(firsts + at, mask=at < count, other=0)
+    behind = at + 1
+    own = tl.load(firsts + behind, mask=at < count, other=0) - first
+    tl.store(parts + at * _PART + _FIRST, tl.where(own > 0, first, 0), mask=at < count)
+    tl.store(parts + at * _PART + _COUNT, own, mask=at < count)
+    task, part, share = task_of(firsts, count, at)
+    start, stop = _tokens(lengths, starts, task // HEADS, task < count, capacity, STARTS)
     of_head = heads + task % HEADS * _COLUMNS
-    start, stop = _tokens(lengths, starts, row, there, capacity, STARTS)
     height = tl.load(of_head + _HEIGHT).to(tl.int32)
+    begin, end = stretch_of((stop - start + height - 1) // height, part, share)
+    there = part < share
+    item = items + at * _ITEM
+    tl.store(item + _ROW, task // HEADS, mask=there)
+    tl.store(item + _HEAD, task % HEADS, mask=there)
+    tl.store(item + _START, tl.minimum(start + begin * height, stop), mask=there)
+    tl.store(item + _STOP, tl.minimum(start + end * height, stop), mask=there)
     kind = tl.load(of_head + _KIND).to(tl.int32)
-    tiles = (stop - start + height - 1) // height
-    first = tl.load(firsts + task, mask=there, other=0)
-    behind = task + 1
-    own = tl.load(firsts + behind, mask=there, other=0) - first
-    tl.store(parts + task * _PART + _FIRST, tl.where(own > 0, first, 0), mask=there)
-    tl.store(parts + task * _PART + _COUNT, own, mask=there)
-    lane = tl.arange(0, _LANES)
-    each = tl.maximum(own, 1)[:, None]
-    for at in range(0, tl.max(own, 0), _LANES):
-        part = (at + lane)[None, :]
-        begin = start[:, None] + (tiles[:, None] * part // each) * height[:, None]
-        end = start[:, None] + (tiles[:, None] * (part + 1) // each) * height[:, None]
-        item = items + (first[:, None] + part) * _ITEM
-        mine = part < own[:, None]
-        tl.store(item + _ROW, row[:, None] + part * 0, mask=mine)
-        tl.store(item + _HEAD, (task % HEADS)[:, None] + part * 0, mask=mine)
-        tl.store(item + _START, tl.minimum(begin, stop[:, None]), mask=mine)
-        tl.store(item + _STOP, tl.minimum(end, stop[:, None]), mask=mine)
-        tl.store(item + _ITEM_KIND, kind[:, None] + part * 0, mask=mine)
-    # What is behind the last is divided among all.
-    end = tl.load(firsts + count) + tl.program_id(0) * _LANES
-    for at in range(end, room, tl.num_programs(0) * _LANES):
-        tl.store(items + (at + lane) * _ITEM + _ITEM_KIND, -1, mask=at + lane < room)
+    tl.store(item + _ITEM_KIND, tl.where(there, kind, -1), mask=at < room)
 
 
 @triton.jit
@@ -429,34 +463,15 @@ def launch_cut(
     first = lengths if starts is None else starts
     if pieces:
         firsts = lengths.new_empty(layers, tasks + 1)
-        launching(share_equal, (layers,))(
-            lengths,
-            first,
-            heads,
-            firsts,
-            tasks,
-            capacity,
-            pieces,
-            whole,
-            workers,
-            **shared,
-            **sharing(tasks),
-            **early_launch(lengths.device, len(lengths)),
-        )
-        launching(cut_equal, (triton.cdiv(tasks, CUT_TASKS), layers))(
-            lengths,
-            first,
-            heads,
-            firsts,
-            items,
-            parts,
-            tasks,
-            capacity,
-            room,
-            TASKS=CUT_TASKS,
-            num_warps=1,
-            **shared,
-            **early_launch(lengths.device, len(lengths)),
+        cut = cutting(tasks)
+        numbers = tasks, capacity, pieces, whole, workers
+        early = early_launch(lengths.device, len(lengths))
+        if not cut["BLOCK"]:
+            launching(share_equal, (layers,))(
+                lengths, first, heads, firsts, *numbers, **shared, **sharing(tasks), **early
+            )
+        launching(cut_equal, (triton.cdiv(room, cut["ITEMS"]), layers))(
+            lengths, first, heads, firsts, items, parts, *numbers, room, **shared, **cut, **early
         )
         return items, parts, lengths.new_empty(0), lengths.new_empty(0)
     order = lengths.new_empty(tasks)

@@ -3,7 +3,7 @@
 from kvprof.kernels.decode.cuts import Head, built_for, rows_of, tuning_for
 from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
 from kvprof.kernels.decode.launch import cut_equal, kind_table, share_equal
-from kvprof.kernels.parts import CUT_TASKS, merge_pieces
+from kvprof.kernels.parts import CUT_ALONE, cutting, merge_pieces
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.variants import Variant
 
@@ -89,20 +89,18 @@ def _merge(width: int, most: int, *, beside: bool) -> Variant:
     return Variant(name, merge_pieces, signature, constants, 4)
 
 
-_TASKS = {"lengths": "*i32", "starts": "*i32", "heads": "*i64", "firsts": "*i32"}
-
-
-def _share() -> Variant:
-    numbers = dict.fromkeys(("count", "capacity", "most", "whole", "workers"), "i32")
-    constants = {"HEADS": 8, "BLOCK": 1024, "STARTS": True, "DEPENDENT": True}
-    return Variant("decode share", share_equal, {**_TASKS, **numbers}, constants, 8)
+_TASKS = {
+    **{"lengths": "*i32", "starts": "*i32", "heads": "*i64", "firsts": "*i32"},
+    **dict.fromkeys(("count", "capacity", "most", "whole", "workers"), "i32"),
+}
+_CUT = {"HEADS": 8, "STARTS": True, "DEPENDENT": True}
 
 
 def _cut() -> Variant:
-    tables = {"items": "*i32", "parts": "*i32"}
-    numbers = dict.fromkeys(("count", "capacity", "room"), "i32")
-    constants = {"HEADS": 8, "TASKS": CUT_TASKS, "STARTS": True, "DEPENDENT": True}
-    return Variant("decode cut", cut_equal, {**_TASKS, **tables, **numbers}, constants, 1)
+    signature = {**_TASKS, "items": "*i32", "parts": "*i32", "room": "i32"}
+    cut = cutting(CUT_ALONE)
+    warps = cut.pop("num_warps")
+    return Variant("decode cut", cut_equal, signature, {**_CUT, **cut}, warps)
 
 
 _RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
@@ -120,6 +118,6 @@ VARIANTS = (
     decode_form("ragged", "fp32", _RAGGED[:3]),
     _merge(32, 256, beside=False),
     _merge(128, 16, beside=True),
-    _share(),
+    Variant("decode share", share_equal, _TASKS, {**_CUT, "BLOCK": 1024}, 8),
     _cut(),
 )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.dispatch import wait_for_earlier
-from kvprof.kernels.parts import CUT_LANES
+from kvprof.kernels.parts import stretch_of, task_of
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.segments.tables import Counter, Item, Unit
@@ -149,7 +149,6 @@ _COST = tl.constexpr(column(Unit, "cost"))
 _HEIGHT = tl.constexpr(column(Unit, "height"))
 _CAPACITY = tl.constexpr(column(Unit, "capacity"))
 _SHARED = tl.constexpr(column(Counter, "shared"))
-_LANES = tl.constexpr(CUT_LANES)
 
 
 @triton.jit
@@ -167,9 +166,10 @@ def _unit(
     segment = number % SEGMENTS
     task = number // SEGMENTS
     own = units + (segment * HEADS + task // batch) * _UNIT
-    length = tl.load(lengths + segment * batch + task % batch, mask=there, other=0).to(tl.int64)
-    length = tl.minimum(tl.maximum(length, 0), tl.load(own + _CAPACITY, mask=there, other=0))
-    height = tl.load(own + _HEIGHT, mask=there, other=1)
+    length = tl.load(lengths + segment * batch + task % batch, mask=there, other=0)
+    capacity = tl.load(own + _CAPACITY, mask=there, other=0).to(tl.int32)
+    length = tl.minimum(tl.maximum(length, 0), capacity)
+    height = tl.load(own + _HEIGHT, mask=there, other=1).to(tl.int32)
     tiles = (length + height - 1) // height
     return length, tiles, length * tl.load(own + _COST, mask=there, other=0), height
 
@@ -187,8 +187,8 @@ def _share(before, cost, tiles, pieces, total):
     return tl.minimum(tl.maximum(share, 1), tiles).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["count", "batch", "pieces", "counted", "near"])
-def share_units(
+@triton.jit
+def _share_out(
     lengths,
     units,
     firsts,
@@ -201,37 +201,8 @@ def share_units(
     HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Share `pieces` items of equal cost out to all units of a layer; a program per layer.
-
-    What each program of `cut_units` would add up by itself is added up here once: a step of a few
-    hundred sequences has thousands of units, and the work would grow as their square.
-
-    Parameters
-    ----------
-    lengths
-        ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
-    units
-        ``[layers, SEGMENTS * HEADS]`` rows of `kvprof.kernels.segments.tables.Unit`, int64.
-    firsts
-        ``[layers, count + 1]`` int32, written: the items before each unit's own, and all of them.
-    counters
-        ``[layers, counted]`` int32, a `kvprof.kernels.segments.tables.Counter` and one per
-        multiprocessor: set to 0, but for whether pieces are long enough for shares.
-    count
-        Units of a layer: HEADS times batch times SEGMENTS, in that order.
-    near
-        Tiles that a piece has on average from which on pieces are long enough for shares.
-    DEPENDENT
-        Whether the launch did not wait for what comes before, nor what cuts the units for this one
-        (`kvprof.kernels.dispatch.early_launch`).
-    """
-    wait_for_earlier(DEPENDENT)
-    layer = tl.program_id(0)
-    units += layer * SEGMENTS * HEADS * _UNIT
-    firsts += layer * (count + 1)
-    counters += layer * counted
+    """Share items of equal cost out to all units of a layer: `share_units`, of one layer."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([], tl.int64)
     all_tiles = tl.zeros([], tl.int64)
@@ -240,7 +211,7 @@ def share_units(
             at + lane, lengths, units, count, batch, HEADS, SEGMENTS
         )
         total += tl.sum(costs, 0)
-        all_tiles += tl.sum(tiles, 0)
+        all_tiles += tl.sum(tiles.to(tl.int64), 0)
     total = tl.maximum(total, 1)
     shared = tl.zeros([], tl.int64)
     left = tl.zeros([], tl.int32) + pieces
@@ -272,26 +243,92 @@ def share_units(
         tl.store(counters + at + lane, long.to(tl.int32), mask=at + lane < counted)
 
 
-@triton.jit(do_not_specialize=["count", "batch", "room"])
+@triton.jit(do_not_specialize=["count", "batch", "pieces", "counted", "near"])
+def share_units(
+    lengths,
+    units,
+    firsts,
+    counters,
+    count,
+    batch,
+    pieces,
+    counted,
+    near,
+    HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Share about `pieces` items out to all units of a layer; a program per layer.
+
+    A step of a few hundred sequences has thousands of units: what each program of `cut_units` would
+    add up by itself would grow as their square.
+
+    Parameters
+    ----------
+    lengths
+        ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
+    units
+        ``[layers, SEGMENTS * HEADS]`` rows of `kvprof.kernels.segments.tables.Unit`, int64.
+    firsts
+        ``[layers, count + 1]`` int32, written: the items before each unit's own, and all of them.
+    counters
+        ``[layers, counted]`` int32, a `kvprof.kernels.segments.tables.Counter` and one per
+        multiprocessor: set to 0, but for whether pieces are long enough for shares.
+    count
+        Units of a layer: HEADS times batch times SEGMENTS, in that order.
+    near
+        Tiles that a piece has on average from which on pieces are long enough for shares.
+    DEPENDENT
+        Whether the launch did not wait for what comes before, nor what cuts the units for this one
+        (`kvprof.kernels.dispatch.early_launch`).
+    """
+    wait_for_earlier(DEPENDENT)
+    layer = tl.program_id(0)
+    units += layer * SEGMENTS * HEADS * _UNIT
+    firsts += layer * (count + 1)
+    counters += layer * counted
+    _share_out(
+        lengths,
+        units,
+        firsts,
+        counters,
+        count,
+        batch,
+        pieces,
+        counted,
+        near,
+        HEADS,
+        SEGMENTS,
+        BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["count", "batch", "pieces", "counted", "near", "room"])
 def cut_units(
     lengths,
     units,
     firsts,
+    counters,
     items,
     parts,
     count,
     batch,
+    pieces,
+    counted,
+    near,
     room,
     HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEMS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Cut the units of each layer into as many items as `share_units` gave each; UNITS a program.
+    """Cut the units of each layer into as many items as each has as its share; ITEMS a program.
 
     Parameters
     ----------
-    lengths, units, firsts, count, batch
+    lengths, units, firsts, counters, count, batch, pieces, counted, near
         As `share_units` has them.
     items
         ``[layers, room]`` rows of `kvprof.kernels.segments.tables.Item`, int32, written; -1 as
@@ -299,47 +336,52 @@ def cut_units(
     parts
         ``[layers, batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written. The last
         one's items end where all do, which is what the next kernel reads of it.
+    BLOCK
+        0 where `share_units` has been launched. Otherwise every program does all of its work and
+        writes what all others write too, which takes less than another launch where units are few.
     DEPENDENT
-        Whether the launch did not wait for `firsts`.
+        Whether the launch did not wait for what comes before.
     """
     wait_for_earlier(DEPENDENT)
     layer = tl.program_id(1)
     units += layer * SEGMENTS * HEADS * _UNIT
     firsts += layer * (count + 1)
+    counters += layer * counted
     items += layer * room * _ITEM
     parts += layer * batch * HEADS * _PART
-    number = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    there = number < count
-    length, tiles, _costs, height = _unit(number, lengths, units, count, batch, HEADS, SEGMENTS)
-    task = number // SEGMENTS
-    row = task % batch
-    head = task // batch
-    segment = number % SEGMENTS
-    begin = tl.load(firsts + number, mask=there, other=0)
-    behind = number + 1
-    share = tl.load(firsts + behind, mask=there, other=0) - begin
-    leads = there & (segment == 0)
-    last = tl.load(firsts + number + SEGMENTS, mask=leads, other=0)
-    own = parts + (row * HEADS + head) * _PART
-    tl.store(own + _FIRST, begin, mask=leads)
-    tl.store(own + _COUNT, last - begin, mask=leads)
-    lane = tl.arange(0, _LANES)
-    each = tl.maximum(share, 1).to(tl.int64)
-    for at in range(0, tl.max(share, 0), _LANES):
-        part = (at + lane)[None, :]
-        mine = part < share[:, None]
-        item = items + (begin[:, None] + part) * _ITEM
-        start = tl.minimum(
-            tiles[:, None] * part // each[:, None] * height[:, None], length[:, None]
+    if BLOCK > 0:
+        _share_out(
+            lengths,
+            units,
+            firsts,
+            counters,
+            count,
+            batch,
+            pieces,
+            counted,
+            near,
+            HEADS,
+            SEGMENTS,
+            BLOCK,
         )
-        stop = tiles[:, None] * (part + 1) // each[:, None] * height[:, None]
-        stop = tl.minimum(stop, length[:, None])
-        tl.store(item + _ROW, row[:, None] + part * 0, mask=mine)
-        tl.store(item + _HEAD, head[:, None] + part * 0, mask=mine)
-        tl.store(item + _SEGMENT, segment[:, None] + part * 0, mask=mine)
-        tl.store(item + _START, start.to(tl.int32), mask=mine)
-        tl.store(item + _STOP, stop.to(tl.int32), mask=mine)
-    # What is behind the last is divided among all.
-    end = tl.load(firsts + count) + tl.program_id(0) * _LANES
-    for at in range(end, room, tl.num_programs(0) * _LANES):
-        tl.store(items + (at + lane) * _ITEM + _SEGMENT, -1, mask=at + lane < room)
+        tl.debug_barrier()  # what the program's other threads wrote is read
+    at = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    # Few tasks have a part each, and there is room for more items than that.
+    leads = at < batch * HEADS
+    begin = tl.load(firsts + at * SEGMENTS, mask=leads, other=0)
+    behind = at + 1
+    end = tl.load(firsts + behind * SEGMENTS, mask=leads, other=0)
+    own = parts + (at % batch * HEADS + at // batch) * _PART
+    tl.store(own + _FIRST, begin, mask=leads)
+    tl.store(own + _COUNT, end - begin, mask=leads)
+    unit, part, share = task_of(firsts, count, at)
+    length, tiles, _cost, height = _unit(unit, lengths, units, count, batch, HEADS, SEGMENTS)
+    start, stop = stretch_of(tiles, part, share)
+    there = part < share
+    task = unit // SEGMENTS
+    own = items + at * _ITEM
+    tl.store(own + _ROW, task % batch, mask=there)
+    tl.store(own + _HEAD, task // batch, mask=there)
+    tl.store(own + _START, tl.minimum(start * height, length), mask=there)
+    tl.store(own + _STOP, tl.minimum(stop * height, length), mask=there)
+    tl.store(own + _SEGMENT, tl.where(there, unit % SEGMENTS, -1), mask=at < room)

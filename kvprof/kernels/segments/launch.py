@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvprof.kernels.dispatch import early_launch, interpreted, launching
-from kvprof.kernels.parts import CUT_TASKS, Attended, empty_parts, launch_merge, sharing
+from kvprof.kernels.parts import Attended, cutting, empty_parts, launch_merge, sharing
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
 from kvprof.kernels.segments.codes import FP8, FULL
 from kvprof.kernels.segments.cuts import (
@@ -303,35 +303,19 @@ def launch_cut(
     parts = lengths.new_empty(layers, batch * heads, len(Part._fields))
     counters = lengths.new_empty(layers, counted)
     firsts = lengths.new_empty(layers, count + 1)
-    launching(share_units, (layers,))(
-        lengths,
-        units,
-        firsts,
-        counters,
-        count,
-        batch,
-        pieces,
-        counted,
-        near,
-        HEADS=heads,
-        SEGMENTS=segments,
-        **sharing(count),
+    cut = cutting(count)
+    numbers = count, batch, pieces, counted, near
+    constants = {
+        "HEADS": heads,
+        "SEGMENTS": segments,
         **early_launch(lengths.device, batch),
-    )
-    launching(cut_units, (triton.cdiv(count, CUT_TASKS), layers))(
-        lengths,
-        units,
-        firsts,
-        items,
-        parts,
-        count,
-        batch,
-        room,
-        HEADS=heads,
-        SEGMENTS=segments,
-        UNITS=CUT_TASKS,
-        num_warps=1,
-        **early_launch(lengths.device, batch),
+    }
+    if not cut["BLOCK"]:
+        launching(share_units, (layers,))(
+            lengths, units, firsts, counters, *numbers, **constants, **sharing(count)
+        )
+    launching(cut_units, (triton.cdiv(room, cut["ITEMS"]), layers))(
+        lengths, units, firsts, counters, items, parts, *numbers, room, **constants, **cut
     )
     return items, parts, counters
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kvprof.kernels.parts import CUT_TASKS
+from kvprof.kernels.parts import CUT_ALONE, cutting
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments.codes import ROW_FORMATS, Bits
 from kvprof.kernels.segments.cuts import cut_units, share_units
@@ -142,7 +142,19 @@ def _own(geometry: type[Side]) -> list[Variant]:
     ]
 
 
-_UNITS = {"lengths": "*i32", "units": "*i64", "firsts": "*i32"}
+_UNITS = {
+    **{"lengths": "*i32", "units": "*i64", "firsts": "*i32", "counters": "*i32"},
+    **dict.fromkeys(("count", "batch", "pieces", "counted", "near"), "i32"),
+}
+_CUT = {"HEADS": 8, "SEGMENTS": 3, "DEPENDENT": True}
+
+
+def _cut() -> Variant:
+    signature = {**_UNITS, "items": "*i32", "parts": "*i32", "room": "i32"}
+    cut = cutting(CUT_ALONE)
+    warps = cut.pop("num_warps")
+    return Variant("segments cut", cut_units, signature, {**_CUT, **cut}, warps)
+
 
 #: Quantised ragged heads, in pages too, each named format of rows, what other geometries have,
 #: TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with every way to
@@ -156,29 +168,8 @@ VARIANTS = (
         "tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))
     ),
     segments_form("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
-    Variant(
-        "segments share",
-        share_units,
-        {
-            **_UNITS,
-            "counters": "*i32",
-            **dict.fromkeys(("count", "batch", "pieces", "counted", "near"), "i32"),
-        },
-        {"HEADS": 8, "SEGMENTS": 3, "BLOCK": 1024, "DEPENDENT": True},
-        8,
-    ),
-    Variant(
-        "segments cut",
-        cut_units,
-        {
-            **_UNITS,
-            "items": "*i32",
-            "parts": "*i32",
-            **dict.fromkeys(("count", "batch", "room"), "i32"),
-        },
-        {"HEADS": 8, "SEGMENTS": 3, "UNITS": CUT_TASKS, "DEPENDENT": True},
-        1,
-    ),
+    Variant("segments share", share_units, _UNITS, {**_CUT, "BLOCK": 1024}, 8),
+    _cut(),
     *(_move(f"4-bit, {name}", 4, name) for name in _NAMED),
     *(
         _restore(f"4-bit, {name}", Segment(RaggedLayout((64,), (64,), 4, 1, 64), 4, name))
