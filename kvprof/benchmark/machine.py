@@ -1,5 +1,6 @@
 """What the figures of a run are held against, and what makes them doubtful."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ __all__ = ["Machine", "all_threads", "free_bytes", "gpu_warnings", "open_machine
 
 _CPU_CACHE = 32 * 2**20  # where the system does not say
 _BUSY = 5  # percent of the GPU's time, before the run's own work began
+_PERIOD_SECONDS = 1.2  # the driver's is up to a second
 _CPU_SHARE = 0.6  # of what is free: other programs, and the reference in float64, need some
 
 
@@ -144,6 +146,10 @@ def _warnings(device: torch.device, before: bool) -> list[str]:
     found = []
     if before:
         busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        if busy > _BUSY:
+            # What this process did before the run counts too, until the driver's period is over.
+            time.sleep(_PERIOD_SECONDS)
+            busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
         if busy > _BUSY:
             found.append(
                 f"the GPU was {busy} % busy before the run began: another program uses it, and "

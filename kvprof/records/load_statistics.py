@@ -248,8 +248,9 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> 
     growth is at least a fiftieth of the rate, and the system had filled before: until as many
     requests are in it as arrive while one is served, their number grows at a rate that is served
     too. It does not where it came back: where at some arrival in the last third of the window no
-    more requests were in the system than at the median arrival of the first third. Else it is open:
-    so few requests do not tell a load that is a little too large from one that is nearly.
+    more requests were in the system than at the median arrival of the first third. Where neither
+    holds it is open: so few requests do not tell a load that is a little too large from one that is
+    nearly. Where both do it is open too: many came at the end, who could not have left yet.
 
     Parameters
     ----------
@@ -279,9 +280,9 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> 
     half = _T9 * math.sqrt(variance / _GROWTH_BLOCKS)
     found = came / span - mean
     interval = [found - half, found + half]
-    grows: bool | None = settled and interval[0] > 0 and found >= _LEAST_GROWTH * came / span
-    if not grows:
-        grows = False if _came_back(arrivals, ends, begin, end) else None
+    above = settled and interval[0] > 0 and found >= _LEAST_GROWTH * came / span
+    back = _came_back(arrivals, ends, begin, end)
+    grows = None if above == back else above
     return {"growth_per_s": found, "growth_per_s_interval": interval, "grows": grows}
 
 

@@ -124,6 +124,20 @@ def test_a_queue_that_cannot_keep_up_grows_by_what_is_left():
     assert held >= 16
 
 
+def test_many_who_come_at_the_end_are_no_queue_that_grows():
+    # Four a second, each there for 3 s, and a crowd at the end.
+    steady = [0.25 * n for n in range(80)]
+    crowd = [20.0 + 0.1 * n for n in range(40)]
+    arrivals = [*steady, *crowd]
+    ends = [came + 3.0 for came in arrivals]
+    found = growth(arrivals, ends, window_of(arrivals, ends))
+    assert found["growth_per_s_interval"][0] > 0
+    assert found["grows"] is None
+    # The same arrivals where who comes late does not leave, and more and more are there.
+    late = [came + 3.0 + 0.5 * max(0.0, came - 5.0) for came in arrivals]
+    assert growth(arrivals, late, window_of(arrivals, late))["grows"] is True
+
+
 def test_few_requests_tell_nothing_of_growth():
     assert judged(1.0, 2.0, 15, 0)["grows"] is None
     assert growth([], [], window_of([], []))["growth_per_s"] is None
