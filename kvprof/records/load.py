@@ -53,6 +53,8 @@ SHED = ("HTTP 429", "HTTP 503")
 #: What becomes of requests that were in the queue as long as they were: served, or given up.
 _WAITED = (None, "timeout")
 _KEPT_SAMPLES = 600
+#: Share of a request's time from which on what passes beside its engine is told.
+BESIDE = 0.1
 _ROUNDING = 1e-9
 _HUNDRED = 100  # requests, of fewer no 99th percentile is told
 LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadStep | LoadRateFinished
@@ -458,13 +460,25 @@ def undisturbed(rates: Sequence[LoadRateFinished]) -> list[LoadRateFinished]:
     """Return those rates of a method whose stretches tell what its steps cost.
 
     Of a request that is preempted the wait counts as a time between tokens, and nobody outside
-    sees when its tokens are computed again. So they are those at which none was.
+    sees when its tokens are computed again. So they are those at which none was, and at which the
+    engine's front end passed on in time what it wrote: less than `BESIDE` of a request's time is
+    its own.
 
     Parameters
     ----------
     rates : sequence of LoadRateFinished
     """
-    return [one for one in rates if not one.engine.get("preemptions")]
+    return [
+        one
+        for one in rates
+        if not one.engine.get("preemptions") and not _passed_on_late(one.engine)
+    ]
+
+
+def _passed_on_late(engine: Mapping[str, float]) -> bool:
+    parts = _parts(engine, []) or {}
+    front, total = parts.get("elsewhere_seconds"), parts.get("end_to_end_seconds")
+    return bool(front and total and front >= BESIDE * total)
 
 
 def _spans(cases: Sequence[LoadCase]) -> list[dict[str, float]]:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.load import LIMITS
+from kvprof.records.load import BESIDE, LIMITS
 from kvprof.records.load_names import baseline_of, tps_of
 from kvprof.records.load_served import fails, sheds
 from kvprof.records.parts import UNATTRIBUTED, ordered_parts
@@ -46,7 +46,6 @@ _WHY = {
 }
 _PANEL = (4.4, 3.2)  # inches
 _NEAR = 0.1  # of the rate that was asked for: arrivals farther off are told
-_BESIDE = 0.1  # of a request's time, from which on what passes beside its engine is told
 _LEAST_ARRIVALS = 20  # fewer arrivals have no rate worth telling
 
 Row = Mapping[str, Any]
@@ -193,7 +192,7 @@ def _beside(rows: Sequence[Row]) -> list[str]:
         front, way, engine = (parts.get(f"{name}_seconds") for name in names)
         if front is None or way is None or engine is None:
             continue
-        if engine + way > 0 and front + way >= _BESIDE * (engine + way):
+        if engine + way > 0 and front + way >= BESIDE * (engine + way):
             hint = ", of which vLLM's option --api-server-count makes more" if front > way else ""
             said.append(
                 f"{row['case']}: {duration(front + way)} of a request's {duration(engine + way)} "
@@ -614,10 +613,10 @@ def _missing(data: Mapping[str, Any]) -> Iterator[str]:
                 "engine, or too few steps were run"
             )
         if rows and method["fit"] is None:
-            why = "too few tokens came"
-            if any(row["preemptions"] for row in rows):
-                why += " at rates at which no request was preempted"
-            yield f"{method['method']}: what a token's time grows with; {why}"
+            yield (
+                f"{method['method']}: what a token's time grows with; too few tokens came at rates "
+                "at which no request was preempted and none waited for the engine's front end"
+            )
         if untold := [
             f"{row['rate']:g}" for row in rows if row["complete"] and row["grows"] is None
         ]:

@@ -97,7 +97,7 @@ def _costs(
     HEADS: tl.constexpr,
     STARTS: tl.constexpr,
 ):
-    """Return tokens and cost of tasks; a task is a KV head of a row."""
+    """Return tiles and cost of tasks; a task is a KV head of a row."""
     there = number < count
     start, stop = _tokens(lengths, starts, number // HEADS, there, capacity, STARTS)
     of_head = heads + (number % HEADS) * _COLUMNS
@@ -264,7 +264,7 @@ def cut_equal(
         )
         tl.debug_barrier()  # what the program's other threads wrote is read
     at = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    # There is room for an item of every task.
+    # There is room for an item of every task, so that a program's items are tasks as well.
     first = tl.load(firsts + at, mask=at < count, other=0)
     behind = at + 1
     own = tl.load(firsts + behind, mask=at < count, other=0) - first

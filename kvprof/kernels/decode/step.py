@@ -292,7 +292,7 @@ class DecodeStep:
 
     @property
     def cut_by(self) -> Any:
-        """What steps have in common whose work one launch may cut; one for itself has itself."""
+        """What steps have in common whose work may be cut together; one for itself has itself."""
         if self.schedule != "equal":
             return self
         own = self.tuning, self.multiprocessors, self.room, self.heads.device
@@ -306,7 +306,7 @@ class DecodeStep:
     def cut_alike(
         self, tables: Tensor, lengths: Tensor, starts: Tensor | None = None
     ) -> list[Schedule]:
-        """Cut the work of several layers in one launch, as `cut` does that of one.
+        """Cut the work of several layers together, as `cut` does that of one.
 
         Parameters
         ----------

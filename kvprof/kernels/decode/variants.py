@@ -96,11 +96,11 @@ _TASKS = {
 _CUT = {"HEADS": 8, "STARTS": True, "DEPENDENT": True}
 
 
-def _cut() -> Variant:
+def _cut(name: str, tasks: int) -> Variant:
     signature = {**_TASKS, "items": "*i32", "parts": "*i32", "room": "i32"}
-    cut = cutting(CUT_ALONE)
+    cut = cutting(tasks)
     warps = cut.pop("num_warps")
-    return Variant("decode cut", cut_equal, signature, {**_CUT, **cut}, warps)
+    return Variant(name, cut_equal, signature, {**_CUT, **cut}, warps)
 
 
 _RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
@@ -119,5 +119,6 @@ VARIANTS = (
     _merge(32, 256, beside=False),
     _merge(128, 16, beside=True),
     Variant("decode share", share_equal, _TASKS, {**_CUT, "BLOCK": 1024}, 8),
-    _cut(),
+    _cut("decode cut", CUT_ALONE + 1),
+    _cut("decode share and cut", CUT_ALONE),
 )

@@ -366,7 +366,7 @@ def cut_units(
         )
         tl.debug_barrier()  # what the program's other threads wrote is read
     at = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    # Few tasks have a part each, and there is room for more items than that.
+    # There is room for an item of every unit, so that a program's items are tasks as well.
     leads = at < batch * HEADS
     begin = tl.load(firsts + at * SEGMENTS, mask=leads, other=0)
     behind = at + 1

@@ -303,7 +303,7 @@ class SegmentsStep:
 
     @property
     def cut_by(self) -> Any:
-        """What steps have in common whose work one launch may cut."""
+        """What steps have in common whose work may be cut together."""
         own = self.tuning, self.multiprocessors, self.units.device
         return type(self), self.rows, self.layout.heads, len(self.units), *own
 
@@ -313,7 +313,7 @@ class SegmentsStep:
         return self.units
 
     def cut_alike(self, tables: Tensor, lengths: Tensor) -> list[Schedule]:
-        """Cut the work of several layers in one launch, as `cut` does that of one.
+        """Cut the work of several layers together, as `cut` does that of one.
 
         Parameters
         ----------

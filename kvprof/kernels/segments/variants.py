@@ -149,11 +149,11 @@ _UNITS = {
 _CUT = {"HEADS": 8, "SEGMENTS": 3, "DEPENDENT": True}
 
 
-def _cut() -> Variant:
+def _cut(name: str, tasks: int) -> Variant:
     signature = {**_UNITS, "items": "*i32", "parts": "*i32", "room": "i32"}
-    cut = cutting(CUT_ALONE)
+    cut = cutting(tasks)
     warps = cut.pop("num_warps")
-    return Variant("segments cut", cut_units, signature, {**_CUT, **cut}, warps)
+    return Variant(name, cut_units, signature, {**_CUT, **cut}, warps)
 
 
 #: Quantised ragged heads, in pages too, each named format of rows, what other geometries have,
@@ -169,7 +169,8 @@ VARIANTS = (
     ),
     segments_form("grouped 4-bit", torch.float16, 16, ((_WIDE, 4, 4),), None),
     Variant("segments share", share_units, _UNITS, {**_CUT, "BLOCK": 1024}, 8),
-    _cut(),
+    _cut("segments cut", CUT_ALONE + 1),
+    _cut("segments share and cut", CUT_ALONE),
     *(_move(f"4-bit, {name}", 4, name) for name in _NAMED),
     *(
         _restore(f"4-bit, {name}", Segment(RaggedLayout((64,), (64,), 4, 1, 64), 4, name))

@@ -291,7 +291,7 @@ class KernelState:
     def cut(
         self, passing: KernelPass, step: Any, lengths: Callable[[], Tensor], of: Hashable
     ) -> "Schedule":
-        """Return how a decoding step's work is cut: in one launch for all layers that are alike.
+        """Return how a decoding step's work is cut: together for all layers that are alike.
 
         Which layers are, the cache knows after their first decoding step, in which each is cut by
         itself.

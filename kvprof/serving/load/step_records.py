@@ -32,9 +32,9 @@ METHOD_COLUMNS = ("decode", "context", "prefill", "pairs", "seconds", "source")
 #: Share of a device's memory that an engine takes, as vLLM does. Activations are not counted.
 UTILISATION = 0.92
 _SHIPPED = "h200.json"
-_PREEMPTED = (
-    "its steps are from rates at which requests were preempted, whose waits count as times between "
-    "tokens: they are too long"
+_DISTURBED = (
+    "its steps are from rates at which requests were preempted or waited for the engine's front "
+    "end, which counts as times between tokens: they are too long"
 )
 _HOW = "name a result of bench --jct --composed, or the folder of a bench --load that really served"
 
@@ -347,7 +347,7 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
         if len(calm) == len(rates) or sum(len(one.spans) for one in calm) >= LEAST:
             by_method[label] = calm
         else:
-            notes[label] = (_PREEMPTED,)
+            notes[label] = (_DISTURBED,)
     for one in (one for rates in by_method.values() for one in rates):
         known = prompts.get(one.case, [])
         # A prompt's token attends to half of its prompt on average, long prompts have more tokens.

@@ -231,6 +231,31 @@ def test_the_device_cuts_many_rows_as_the_host_does():
     assert parts.tolist() == [list(part) for part in wanted.parts]
 
 
+@pytest.mark.parametrize("rows", [85, 86])
+def test_layers_with_many_pieces_are_cut_as_the_host_states(rows):
+    """By several programs a layer: 255 tasks share themselves out, of 258 a launch before does."""
+    layouts = [
+        RaggedLayout(*own, 2, rows, 3000)
+        for own in (((48, 32, 16), (16, 64, 32)), ((16, 16, 80), (16, 96, 32)))
+    ]
+    tuning = Tuning(pieces=20, tile=512)
+    steps = [decode_step(layout, DEVICE, tuning=tuning, multiprocessors=20) for layout in layouts]
+    draw = torch.Generator().manual_seed(rows)
+    seen = torch.randint(1, 3001, (rows,), generator=draw)
+    seen[torch.rand(rows, generator=draw) < 0.3] = 0
+    lengths = seen.tolist()
+    tables = torch.stack([each.cut_table for each in steps])
+    together = steps[0].cut_alike(tables, whole(lengths), None)
+    for layout, found in zip(layouts, together, strict=True):
+        items, parts, _, _ = found.scheduled
+        wanted = equal_shares(layout, lengths, pieces_for(layout, lengths, tuning, 20), 512)
+        there = len(wanted.items)
+        assert there > 256
+        assert items[:there].tolist() == [list(item) for item in wanted.items]
+        assert (items[there:, column(Item, "kind")] == -1).all()
+        assert parts.tolist() == [list(part) for part in wanted.parts]
+
+
 def test_rows_without_tokens_change_no_cut():
     """A graph has room for many rows, of which most batches fill few."""
     few, many = (RaggedLayout((48, 32), (16, 64), 2, rows, 700) for rows in (2, 40))

@@ -334,6 +334,28 @@ def test_the_device_cuts_many_rows_as_the_host_states():
     assert (device[len(items) :, column(Item, "segment")] == -1).all()
 
 
+@pytest.mark.parametrize("rows", [85, 86])
+def test_layers_with_many_pieces_are_cut_as_the_host_states(rows):
+    """By several programs a layer: 255 units share themselves out, of 258 a launch before does."""
+    widths = [[(32, 32), (16, 48), (16, 16)], [(16, 16), (64, 32), (48, 64)]]
+    layouts = [
+        SegmentsLayout((one(own, 4, 4, batch=rows, capacity=3000),), DTYPES[0]) for own in widths
+    ]
+    steps = [step(layout, pieces=150, tile=1024) for layout in layouts]
+    draw = torch.Generator().manual_seed(rows)
+    seen = torch.randint(1, 3001, (rows,), generator=draw)
+    seen[torch.rand(rows, generator=draw) < 0.3] = 0
+    tables = torch.stack([each.cut_table for each in steps])
+    together = steps[0].cut_alike(tables, seen[None].to(DEVICE, torch.int32))
+    for layout, found in zip(layouts, together, strict=True):
+        device, parts, _ = found.scheduled
+        items, wanted = equal_shares(layout, [seen.tolist()], 300, steps[0].tuning)
+        assert len(items) > 256
+        assert list(map(Item._make, device.tolist()))[: len(items)] == items
+        assert list(map(Part._make, parts.tolist())) == wanted
+        assert (device[len(items) :, column(Item, "segment")] == -1).all()
+
+
 def test_exact_tokens_beside_many_are_among_the_pieces():
     """One piece more than there is room for would run when all others are done."""
     exact = one([(32, 32)] * 2, None, None, batch=3, capacity=36)

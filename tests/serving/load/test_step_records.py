@@ -148,8 +148,16 @@ def test_a_load_that_was_served_gives_the_steps_of_its_stretches(tmp_path):
         assert own.times.step(*step) == pytest.approx(times.step(*step), rel=0.02)
 
 
-def test_rates_at_which_requests_were_preempted_tell_nothing_of_steps(tmp_path):
-    """Where others have stretches enough; else they are all that there is, and that is said."""
+LATE = {"requests": 2.0, "waiting": 0.0, "prefill": 1.0, "decode": 6.0, "end_to_end": 9.0}
+
+
+@pytest.mark.parametrize("engine", [{"preemptions": 3.0}, LATE])
+def test_rates_at_which_requests_waited_tell_nothing_of_steps(tmp_path, engine):
+    """Where others have stretches enough; else they are all that there is, and that is said.
+
+    Who was preempted waits, and who waits for a front end that is late; a hundredth of a request's
+    time in it is no reason.
+    """
     times = StepTimes((0.0,), (5e-3,), 5e-5, 1e-6, 0.0, 2e-4 - 5e-5)
     for batches, left_out in (((1, 2, 4, 8, 16), True), ((1, 4), False)):
         folder = served(tmp_path / f"run-{len(batches)}", times, batches)
@@ -161,11 +169,20 @@ def test_rates_at_which_requests_were_preempted_tell_nothing_of_steps(tmp_path):
         other = {"case": "full @ 9/s"}
         lines[number + 1 : number + 1] = [
             json.dumps(start | other | {"rate": 9.0}),
-            json.dumps(ended | other | {"spans": slow, "engine": {"preemptions": 3.0}}),
+            json.dumps(ended | other | {"spans": slow, "engine": engine}),
         ]
         (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
         found = read_model_steps(folder).method("full")
         assert len(found.samples) == len(slow) * (1 if left_out else 2)
+        in_time = lines.copy()
+        in_time[number + 2] = json.dumps(
+            ended | other | {"engine": {**LATE, "end_to_end": 7.07}}  # a hundredth
+        )
+        own = tmp_path / f"in-time-{len(batches)}"
+        own.mkdir()
+        (own / "events.jsonl").write_text("\n".join(in_time) + "\n")
+        (own / "result.json").write_text((folder / "result.json").read_text())
+        assert len(read_model_steps(own).method("full").samples) == 2 * len(slow)
         fit = result_of(read_events(folder / "events.jsonl").events)["data"]["methods"][0]["fit"]
         assert (fit is None) == (found.notes != ()) == (not left_out)
         if left_out:
