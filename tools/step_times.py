@@ -1,36 +1,61 @@
 """Gathers the steps that records of a GPU hold, for who simulates a load without one.
 
-It measures nothing: each step names the record that it is from. Steps that decode are those of
-whole models (`generate.json`), prompts those of `jct.json`, put together from one layer's parts,
-since `generate` launches short prompts piece by piece and an engine does not.
+It measures nothing: each step names the record that it is from. Those of Llama-3.1-8B are vLLM's
+own: stretches of loads that it served (`load-steps.json`) and requests alone of long contexts
+(`serving.json`). Those of one GPU's part of Llama-3.1-70B are put together from one layer's parts
+(`jct.json`), as are the prompts that say how long computing a context again takes.
 
     python tools/step_times.py --records docs/benchmarks --out kvprof/assets/step_times/h200.json
+
+Stretches lie in a run's events, which are too large to be kept: of the folders of runs that
+`kvprof bench --load` served, means of stretches that are alike are written.
+
+    python tools/step_times.py --loads RUN RUN --out docs/benchmarks/load-steps.json
 """
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kvprof.records.files import read_result, write_result
 from kvprof.records.result import build_result
-from kvprof.serving.load.step_records import METHOD_COLUMNS, samples_of, weight_bytes
-from kvprof.serving.load.step_times import fit_step_times, pairs_of
+from kvprof.serving.load.replica import EngineSettings
+from kvprof.serving.load.step_records import (
+    METHOD_COLUMNS,
+    read_model_steps,
+    samples_of,
+    weight_bytes,
+)
+from kvprof.serving.load.step_times import StepSample, fit_step_times, pairs_of
 
 _ITEMSIZE = 2  # of bfloat16
 #: Where a step decodes one token of each sequence at about the middle of what was written.
 _MIDDLE = 0.5
+#: Groups of stretches of a load, by the requests that decode, and in each by the prompt tokens.
+_BATCHES, _PROMPTS = 32, 3
+#: Means as which a request alone counts: about as many tokens as it wrote.
+_ALONE = 100.0
+_DIGITS = 6
 
 
 def main() -> None:
     """Write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--loads", type=Path, nargs="+", help="folders of loads that were served")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    names = ("generate", "jct", "kernels")
-    found = {name: read_result(options.records / f"{name}.json") for name in names}
+    result = _of_loads(options.loads) if options.loads else _shipped(options.records)
+    write_result(options.out, result, force=True)
+
+
+def _shipped(records: Path) -> dict[str, Any]:
+    names = ("load-steps", "serving", "load-cocktail-h200", "jct")
+    found = {name: read_result(records / f"{name}.json") for name in names}
     models = [_eight(found), _seventy(found["jct"]["data"])]
     for model in models:
         for method in model["methods"]:
@@ -39,12 +64,13 @@ def main() -> None:
                 f"{model['name']} tp {model['tp']} {method['method']}: {fit.samples} steps, "
                 f"met to {fit.residual:.1%}"
             )
-    result = build_result(
+    environment = found["load-steps"]["environment"]
+    return build_result(
         "benchmark",
-        environment=found["generate"]["environment"],
+        environment=environment,
         inputs={"benchmark": "step_times"},
         data={
-            "gpu": found["generate"]["environment"]["gpus"][0],
+            "gpu": environment["gpus"][0],
             "columns": list(METHOD_COLUMNS),
             "sources": {
                 f"{name}.json": {
@@ -58,11 +84,77 @@ def main() -> None:
         },
         created=datetime.fromisoformat(max(one["created"] for one in found.values())),
     )
-    write_result(options.out, result, force=True)
 
 
-def _model(shape: dict[str, Any], methods: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one GPU's part of a model, from the shape that a composed run says it has."""
+# --- Means of stretches of loads that were served.
+
+
+def _of_loads(folders: Sequence[Path]) -> dict[str, Any]:
+    runs = {folder: read_result(folder / "result.json") for folder in folders}
+    last = max(runs.values(), key=lambda result: str(result["created"]))
+    methods: dict[str, dict[str, Any]] = {}
+    for folder in folders:
+        for name, own in read_model_steps(folder).methods.items():
+            if own.notes:
+                continue  # disturbed: its steps are too long
+            found = methods.setdefault(
+                name.split(":")[0], {"method": name, "rate": own.rate, "samples": []}
+            )
+            found["samples"] += _grouped(own.samples)
+    return build_result(
+        "benchmark",
+        environment=last["environment"],
+        inputs={"benchmark": "load_steps", "model": last["inputs"]["model"]},
+        data={
+            "engine": last["data"]["methods"][0]["engine"],
+            "columns": [*METHOD_COLUMNS[:5], "stretches"],
+            "loads": [
+                {
+                    key: result["inputs"][key]
+                    for key in ("methods", "lengths", "memory", "rates", "seconds", "engine")
+                }
+                for result in runs.values()
+            ],
+            "methods": list(methods.values()),
+        },
+        created=datetime.fromisoformat(str(last["created"])),
+    )
+
+
+def _grouped(samples: Sequence[StepSample]) -> list[list[float]]:
+    """Return means of stretches with about as many requests and prompt tokens, and their weights.
+
+    A line through all of them is a line through these too.
+    """
+    found = []
+    for group in _split(sorted(samples, key=lambda one: (one.decode, one.context)), _BATCHES):
+        for own in _split(sorted(group, key=lambda one: one.prefill), _PROMPTS):
+            weight = sum(one.weight for one in own)
+            means = [
+                sum(one.weight * getattr(one, name) for one in own) / weight
+                for name in METHOD_COLUMNS[:5]
+            ]
+            found.append([float(f"{value:.{_DIGITS}g}") for value in (*means, weight)])
+    return found
+
+
+def _split(samples: Sequence[StepSample], groups: int) -> list[Sequence[StepSample]]:
+    bounds = [len(samples) * number // groups for number in range(groups + 1)]
+    parts = [samples[low:high] for low, high in pairwise(bounds)]
+    return [part for part in parts if part]
+
+
+# --- What all models have.
+
+
+def _model(
+    shape: dict[str, Any], methods: list[dict[str, Any]], prompts: list[list[Any]]
+) -> dict[str, Any]:
+    """Return one GPU's part of a model, from the shape that a composed run says it has.
+
+    `prompts` are full width's, by themselves and as they were measured, for who asks what computing
+    a context again takes.
+    """
     keys = shape["num_kv_heads"] * shape["head_dim"]
     return {
         "name": shape["name"],
@@ -72,6 +164,7 @@ def _model(shape: dict[str, Any], methods: list[dict[str, Any]]) -> dict[str, An
         "dtype": "bfloat16",
         "weights_bytes": weight_bytes(shape, _ITEMSIZE),
         "full_token_bytes": shape["layers"] * 2 * keys * _ITEMSIZE,
+        "prompts": prompts,
         "methods": methods,
     }
 
@@ -86,60 +179,85 @@ def _prompt(tokens: int, seconds: float, source: str) -> list[Any]:
 
 # --- Llama-3.1-8B, one GPU.
 
+_FDC = "steps are fdc's, whose kernels it runs over as many bytes"
+_FP8 = (
+    "steps are full width's, less what requests of 32,768 and 100,000 tokens by themselves take "
+    "less in FP8, by the token and by the pair"
+)
+_FOUR = (
+    "prompts of 32,768 tokens are full width's, times what a prompt of Cocktail's takes with 4 "
+    "bits over what it takes at full width"
+)
+
 
 def _eight(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    rates = {
-        "full": 0.0,
-        "fdc": found["generate"]["inputs"]["rate"],
-        "kq": found["generate"]["inputs"]["rate"],
-        "fdc-4bit": _kernel_row(found["kernels"], "fdc-4bit", 8)["rate"],
+    loads = {own["method"].split(":")[0]: own for own in found["load-steps"]["data"]["methods"]}
+    alone = {name: _alone(found["serving"], name) for name in ("full", "fdc", "fp8")}
+    samples = {
+        name: [[*one[:5], "load-steps.json", True, one[5]] for one in own["samples"]]
+        + alone.get(name, [])
+        for name, own in loads.items()
     }
-    methods = [
-        {
-            "method": method,
-            "rate": rate,
-            "notes": _NOTES.get(method, []),
-            "samples": _generated(found, method) + _prompts(found, method),
-        }
-        for method, rate in rates.items()
-    ]
-    methods.insert(1, _fp8(found, methods[0]["samples"]))
-    return _model(found["jct"]["data"]["inputs-8b"]["shape"], methods)
+    samples["fdc-4bit"].append(
+        _four_bits(found["load-cocktail-h200"]["data"]["rates"], alone["full"])
+    )
+    samples["fp8"] = [*_less(samples["full"], alone), *alone["fp8"]]
+    samples["kq"] = samples["fdc"]
+    rates = {name: own["rate"] for name, own in loads.items()}
+    rates |= {"fp8": 0.5, "kq": rates["fdc"]}
+    notes = {"fp8": [_FP8], "kq": [_FDC], "fdc-4bit": [_FOUR]}
+    jct = found["jct"]["data"]
+    return _model(
+        jct["inputs-8b"]["shape"],
+        [
+            {
+                "method": name,
+                "rate": rates[name],
+                "notes": notes.get(name, []),
+                "samples": samples[name],
+            }
+            for name in ("full", "fp8", "fdc", "kq", "fdc-4bit")
+        ],
+        _composed_prompts(jct, "8b", "full"),
+    )
 
 
-_NOTES = {
-    "fdc-4bit": [
-        "prompts are of generate.json, of 8,192 and 32,768 tokens; one of 1,024 was not taken: it "
-        "waits for the host, which launches it piece by piece",
-    ],
-}
+def _alone(record: dict[str, Any], method: str) -> list[list[Any]]:
+    """Return requests by themselves: their tokens, and a prompt as steps of one mean size."""
+    found, most = [], EngineSettings(1).max_num_batched_tokens
+    for row in record["data"]["rows"]:
+        if row["method"] != method:
+            continue
+        batch, context = row["batch"], row["context"]
+        middle = context + _MIDDLE * record["inputs"]["tokens"][str(batch)]
+        seconds = statistics.median(row["tbt_s"])
+        found.append([batch, batch * middle, 0, 0, seconds, "serving.json", True, _ALONE])
+        if row["ttft_s"]:
+            steps = -(-context // most)
+            whole = [context, pairs_of(0, context), statistics.median(row["ttft_s"])]
+            found.append([0, 0, *(one / steps for one in whole), "serving.json", True, _ALONE])
+    return found
 
 
-def _generated(found: dict[str, dict[str, Any]], method: str) -> list[list[Any]]:
-    """Return the steps that decode: medians of a row, at the middle of the tokens it wrote."""
-    record = found["generate"]
-    half = record["inputs"]["tokens"] * _MIDDLE
+def _four_bits(rows: list[dict[str, Any]], full: list[list[Any]]) -> list[Any]:
+    """Return full width's prompt of whole steps, as 4 bits read Cocktail's over its own."""
+    read = {row["method"].split(":")[0]: row["parts"]["prefill_seconds"] for row in rows}
+    prompt = next(one for one in full if one[2] == EngineSettings(1).max_num_batched_tokens)
+    source = "serving.json and load-cocktail-h200.json, put together"
+    return [*prompt[:4], prompt[4] * read["fdc-4bit"] / read["full"], source, *prompt[6:]]
+
+
+def _less(samples: list[list[Any]], alone: dict[str, list[list[Any]]]) -> list[list[Any]]:
+    """Return full width's stretches less what FP8 saves by the token and by the pair."""
+    token, pair = 0.0, 0.0
+    for full, fp8 in zip(alone["full"], alone["fp8"], strict=True):
+        token = max(token, (full[4] - fp8[4]) / full[1] if full[1] else 0.0)
+        pair = max(pair, (full[4] - fp8[4]) / full[3] if full[3] else 0.0)
     return [
-        _decoding(
-            row["batch"],
-            row["context"] + half,
-            statistics.median(row["tbt_s"][4:]),
-            "generate.json",
-        )
-        for row in record["data"]["rows"]
-        if row["method"] == method
+        [*one[:4], one[4] - token * one[1] - pair * one[3], f"{one[5]}, less", *one[6:]]
+        for one in samples
+        if one[5] == "load-steps.json"
     ]
-
-
-def _prompts(found: dict[str, dict[str, Any]], method: str) -> list[list[Any]]:
-    if method == "fdc-4bit":
-        rows = found["generate"]["data"]["rows"]
-        return [
-            _prompt(row["context"], row["ttft_s"], "generate.json")
-            for row in rows
-            if row["method"] == method and row["ttft_s"] and row["context"] > 1024
-        ]
-    return _composed_prompts(found["jct"]["data"], "8b", method)
 
 
 def _composed_prompts(data: dict[str, Any], size: str, method: str) -> list[list[Any]]:
@@ -149,43 +267,6 @@ def _composed_prompts(data: dict[str, Any], size: str, method: str) -> list[list
             if case["method"] == method and "predicted" not in case["labels"]:
                 found[case["input_len"]] = case["ttft_seconds"]
     return [_prompt(tokens, seconds, "jct.json") for tokens, seconds in sorted(found.items())]
-
-
-def _kernel_row(record: dict[str, Any], method: str, batch: int) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = record["data"]["decode"]["rows"]
-    return next(row for row in rows if row["method"] == method and row["batch"] == batch)
-
-
-def _fp8(found: dict[str, dict[str, Any]], full: list[list[Any]]) -> dict[str, Any]:
-    """Return full width with its attention's time exchanged for that of FP8's kernel.
-
-    Where that was measured; at 1,024 tokens, of which attention reads 0.5 % of what weights are,
-    nothing is exchanged.
-    """
-    layers, seq = 32, found["kernels"]["data"]["decode"]["rows"][0]["seq"]
-    samples = []
-    for decode, context, prefill, pairs, seconds, source in full:
-        each = context / decode if decode else 0
-        if prefill or each < 2048:
-            samples.append([decode, context, prefill, pairs, seconds, source])
-        elif seq <= each < seq + 1024:
-            of_full, of_fp8 = (
-                statistics.median(_kernel_row(found["kernels"], method, decode)["seconds"])
-                for method in ("full", "fp8")
-            )
-            exchanged = seconds - layers * (of_full - of_fp8)
-            samples.append(
-                [decode, context, 0, 0, exchanged, f"{source} and kernels.json, put together"]
-            )
-    return {
-        "method": "fp8",
-        "rate": _kernel_row(found["kernels"], "fp8", 8)["rate"],
-        "notes": [
-            "steps are full width's, with the attention kernel's time exchanged; prompts are full "
-            "width's"
-        ],
-        "samples": samples,
-    }
 
 
 # --- Llama-3.1-70B, one of four GPUs.
@@ -209,7 +290,8 @@ def _seventy(data: dict[str, Any]) -> dict[str, Any]:
                 "samples": samples + _composed_prompts(data, "70b", method),
             }
         )
-    return _model(data["inputs-70b"]["shape"], methods)
+    prompts = _composed_prompts(data, "70b", "full")
+    return _model(data["inputs-70b"]["shape"], methods, prompts)
 
 
 if __name__ == "__main__":

@@ -139,17 +139,16 @@ def shipped_prefill(spec: str, layout: ModelLayout, dtype: str) -> RecordedPrefi
     width = sum(x.num_kv_heads * (x.qk_head_dim + x.v_head_dim) for x in layout.layers)
     # The record of one GPU comes first: no sharing that nobody asked for.
     for model in sorted(data["models"], key=lambda model: int(model["tp"])):
-        known = {method["method"]: method for method in model["methods"]}
         alike = (
             _plain(spec) == _plain(model["name"])
             and model["dtype"] == dtype
             and model["layers"] == len(layout.layers)
             and model["full_token_bytes"] * model["tp"] == DTYPE_BYTES[dtype] * width
         )
-        if not alike or _FULL not in known:
+        if not alike:
             continue
-        samples = [dict(zip(data["columns"], one, strict=True)) for one in known[_FULL]["samples"]]
-        prompts = [one for one in samples if one["prefill"] and not one["decode"]]
+        # A prompt has no column that is a step's alone.
+        prompts = [dict(zip(data["columns"], one, strict=False)) for one in model["prompts"]]
         if prompts:
             sources = sorted({str(one["source"]) for one in prompts})
             return RecordedPrefill(

@@ -27,8 +27,8 @@ __all__ = [
     "weight_bytes",
 ]
 
-#: What a sample of a method is, in the order of its list.
-METHOD_COLUMNS = ("decode", "context", "prefill", "pairs", "seconds", "source")
+#: What a sample of a method is, in the order of its list; the last two may be missing.
+METHOD_COLUMNS = ("decode", "context", "prefill", "pairs", "seconds", "source", "mean", "weight")
 #: Share of a device's memory that an engine takes, as vLLM does. Activations are not counted.
 UTILISATION = 0.92
 _SHIPPED = "h200.json"

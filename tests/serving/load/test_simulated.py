@@ -140,10 +140,10 @@ def test_doubts_of_the_step_times_are_told():
     target = SimulatedTarget("fp8", shipped, engine_settings(shipped, "fp8", None))
     opened = target.open(lambda: False)
     assert opened.warnings == [
-        "fp8: steps are full width's, with the attention kernel's time exchanged; prompts are "
-        "full width's"
+        "fp8: steps are full width's, less what requests of 32,768 and 100,000 tokens by "
+        "themselves take less in FP8, by the token and by the pair"
     ]
-    assert opened.settings["step times"] == "h200.json (NVIDIA H200), 14 steps"
+    assert opened.settings["step times"] == "h200.json (NVIDIA H200), 101 steps"
     rough = (*SAMPLES, StepSample(1, 100, 0, 0, 9e-3))
     doubtful = ModelSteps(
         "m", 1, "d", "r", "", 10**6, None, {"full": MethodSteps("full", 0.0, 100.0, rough)}

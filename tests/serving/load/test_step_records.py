@@ -20,7 +20,7 @@ from kvprof.records.files import write_result
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal, read_events
 from kvprof.serving.load.step_records import read_model_steps
-from kvprof.serving.load.step_times import StepTimes
+from kvprof.serving.load.step_times import StepSample, StepTimes, fit_step_times
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -32,6 +32,27 @@ def test_what_ships_is_what_the_tool_gathers_from_the_records(tmp_path, monkeypa
     runpy.run_path("tools/step_times.py", run_name="__main__")
     shipped = files("kvprof") / "assets" / "step_times" / "h200.json"
     assert json.loads(made.read_text()) == json.loads(shipped.read_text())
+
+
+def test_means_of_a_load_s_stretches_tell_what_the_stretches_do(tmp_path, monkeypatch):
+    times = StepTimes((0.0,), (5e-3,), 5e-5, 1e-6, 0.0, 2e-4 - 5e-5)
+    batches = tuple(range(1, 60))
+    names = ("model", "methods", "lengths", "memory", "rates", "seconds", "engine")
+    inputs = dict.fromkeys(names)
+    run = served(tmp_path / "run", times, batches, (0, 40, 300, 900), inputs=inputs)
+    monkeypatch.chdir(REPOSITORY)
+    arguments = ["--loads", str(run), "--out", str(tmp_path / "steps.json")]
+    monkeypatch.setattr("sys.argv", ["step_times.py", *arguments])
+    runpy.run_path("tools/step_times.py", run_name="__main__")
+    (method,) = json.loads((tmp_path / "steps.json").read_text())["data"]["methods"]
+    assert method["method"] == "full"
+    known = read_model_steps(run).method("full").samples
+    means = [StepSample(*one[:5], "", True, one[5]) for one in method["samples"]]
+    assert len(means) < len(known) / 2
+    assert sum(one.weight for one in means) == pytest.approx(sum(one.weight for one in known))
+    told = fit_step_times(means)
+    for step in ((4, 1000.0, 0, 0.0), (1, 100.0, 300, 300 * 125.5), (50, 9000.0, 0, 0.0)):
+        assert told.step(*step) == pytest.approx(times.step(*step), rel=0.02)
 
 
 def test_what_ships_tells_steps_near_those_that_were_measured():
