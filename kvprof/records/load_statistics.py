@@ -248,9 +248,10 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> 
     growth is at least a fiftieth of the rate, and the system had filled before: until as many
     requests are in it as arrive while one is served, their number grows at a rate that is served
     too. It does not where it came back: where at some arrival in the last third of the window no
-    more requests were in the system than at the median arrival of the first third. Where neither
-    holds it is open: so few requests do not tell a load that is a little too large from one that is
-    nearly. Where both do it is open too: many came at the end, who could not have left yet.
+    more requests were in the system than at the median arrival of the first third, and growth is
+    not told from none. Where neither holds it is open: so few requests do not tell a load that is a
+    little too large from one that is nearly. So it is where growth is told and the system came
+    back: many came at the end, who could not have left yet; or where it had not filled.
 
     Parameters
     ----------
@@ -280,9 +281,9 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> 
     half = _T9 * math.sqrt(variance / _GROWTH_BLOCKS)
     found = came / span - mean
     interval = [found - half, found + half]
-    above = settled and interval[0] > 0 and found >= _LEAST_GROWTH * came / span
+    above = interval[0] > 0 and found >= _LEAST_GROWTH * came / span
     back = _came_back(arrivals, ends, begin, end)
-    grows = None if above == back else above
+    grows = None if above == back or (above and not settled) else above
     return {"growth_per_s": found, "growth_per_s_interval": interval, "grows": grows}
 
 

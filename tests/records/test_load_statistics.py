@@ -173,7 +173,16 @@ def test_a_system_that_fills_is_not_said_to_grow():
         window_of(arrivals, [came + 12.0 for came in arrivals]),
     )
     assert short["growth_per_s"] > 1
-    assert short["grows"] is not True
+    assert short["grows"] is None
+    # Nor to be steady, where it grows for sure and one moment was as empty as early.
+    generator = np.random.default_rng(122)
+    arrivals = list(np.cumsum(generator.exponential(1.0, 100)))
+    ends = [came + took for came, took in zip(arrivals, generator.gamma(4, 10, 100), strict=True)]
+    window = window_of(arrivals, ends)
+    assert not window.settled
+    found = growth(arrivals, ends, window)
+    assert found["growth_per_s_interval"][0] > 0
+    assert found["grows"] is None
     longer = [0.25 * n for n in range(400)]
     ends = [came + 12.0 for came in longer]
     assert growth(longer, ends, window_of(longer, ends))["grows"] is False
