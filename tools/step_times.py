@@ -37,9 +37,11 @@ _ITEMSIZE = 2  # of bfloat16
 _MIDDLE = 0.5
 #: Groups of stretches of a load, by the requests that decode, and in each by the prompt tokens.
 _BATCHES, _PROMPTS = 32, 3
-#: Means as which a request alone counts: about as many tokens as it wrote.
-_ALONE = 100.0
+#: Share of the weight of all stretches that each measured time of long contexts has.
+_ALONE = 0.02
 _DIGITS = 6
+#: Rates of the cache's bytes that are the same method's: pages round them.
+_ALIKE = 0.02
 
 
 def main() -> None:
@@ -90,30 +92,35 @@ def _shipped(records: Path) -> dict[str, Any]:
 
 
 def _of_loads(folders: Sequence[Path]) -> dict[str, Any]:
-    runs = {folder: read_result(folder / "result.json") for folder in folders}
-    last = max(runs.values(), key=lambda result: str(result["created"]))
+    runs = [read_result(folder / "result.json") for folder in folders]
+    last = max(runs, key=lambda result: str(result["created"]))
     methods: dict[str, dict[str, Any]] = {}
-    for folder in folders:
+    for number, folder in enumerate(folders):
         for name, own in read_model_steps(folder).methods.items():
             if own.notes:
                 continue  # disturbed: its steps are too long
-            found = methods.setdefault(
-                name.split(":")[0], {"method": name, "rate": own.rate, "samples": []}
-            )
-            found["samples"] += _grouped(own.samples)
+            found = methods.setdefault(name, {"method": name, "rate": own.rate, "samples": []})
+            if abs(found["rate"] - own.rate) > _ALIKE:
+                raise SystemExit(f"{folder}: {name} has another rate there: {own.rate:.3f}")
+            found["samples"] += [[*one, number] for one in _grouped(own.samples)]
     return build_result(
         "benchmark",
         environment=last["environment"],
         inputs={"benchmark": "load_steps", "model": last["inputs"]["model"]},
         data={
-            "engine": last["data"]["methods"][0]["engine"],
-            "columns": [*METHOD_COLUMNS[:5], "stretches"],
+            "columns": [*METHOD_COLUMNS[:5], "tokens", "load"],
             "loads": [
                 {
-                    key: result["inputs"][key]
-                    for key in ("methods", "lengths", "memory", "rates", "seconds", "engine")
+                    "created": result["created"],
+                    "engine": result["data"]["methods"][0]["engine"],
+                    "gpus": [gpu["name"] for gpu in result["environment"].get("gpus") or []],
+                    "kvprof": result["environment"].get("kvprof"),
+                    **{
+                        key: result["inputs"][key]
+                        for key in ("methods", "lengths", "memory", "rates", "seconds", "engine")
+                    },
                 }
-                for result in runs.values()
+                for result in runs
             ],
             "methods": list(methods.values()),
         },
@@ -181,8 +188,8 @@ def _prompt(tokens: int, seconds: float, source: str) -> list[Any]:
 
 _FDC = "steps are fdc's, whose kernels it runs over as many bytes"
 _FP8 = (
-    "steps are full width's, less what requests of 32,768 and 100,000 tokens by themselves take "
-    "less in FP8, by the token and by the pair"
+    "steps are full width's, less what one and eight requests of 32,768 and one of 100,000 tokens "
+    "take less in FP8, by the token and by the pair"
 )
 _FOUR = (
     "prompts of 32,768 tokens are full width's, times what a prompt of Cocktail's takes with 4 "
@@ -191,15 +198,23 @@ _FOUR = (
 
 
 def _eight(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    # Of one plan each: `kinds` is told in the record and in the documents.
     loads = {own["method"].split(":")[0]: own for own in found["load-steps"]["data"]["methods"]}
-    alone = {name: _alone(found["serving"], name) for name in ("full", "fdc", "fp8")}
+    total = {name: sum(one[5] for one in own["samples"]) for name, own in loads.items()}
+    alone = {
+        name: _alone(found["serving"], name, _ALONE * total[of])
+        for name, of in (("full", "full"), ("fdc", "fdc"), ("fp8", "full"))
+    }
     samples = {
         name: [[*one[:5], "load-steps.json", True, one[5]] for one in own["samples"]]
         + alone.get(name, [])
         for name, own in loads.items()
     }
     samples["fdc-4bit"].append(
-        _four_bits(found["load-cocktail-h200"]["data"]["rates"], alone["full"])
+        [
+            *_four_bits(found["load-cocktail-h200"]["data"]["rates"], alone["full"]),
+            _ALONE * total["fdc-4bit"],
+        ]
     )
     samples["fp8"] = [*_less(samples["full"], alone), *alone["fp8"]]
     samples["kq"] = samples["fdc"]
@@ -222,8 +237,8 @@ def _eight(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _alone(record: dict[str, Any], method: str) -> list[list[Any]]:
-    """Return requests by themselves: their tokens, and a prompt as steps of one mean size."""
+def _alone(record: dict[str, Any], method: str, weight: float) -> list[list[Any]]:
+    """Return requests of long contexts: their tokens, and a prompt as steps of one mean size."""
     found, most = [], EngineSettings(1).max_num_batched_tokens
     for row in record["data"]["rows"]:
         if row["method"] != method:
@@ -231,11 +246,11 @@ def _alone(record: dict[str, Any], method: str) -> list[list[Any]]:
         batch, context = row["batch"], row["context"]
         middle = context + _MIDDLE * record["inputs"]["tokens"][str(batch)]
         seconds = statistics.median(row["tbt_s"])
-        found.append([batch, batch * middle, 0, 0, seconds, "serving.json", True, _ALONE])
+        found.append([batch, batch * middle, 0, 0, seconds, "serving.json", True, weight])
         if row["ttft_s"]:
             steps = -(-context // most)
             whole = [context, pairs_of(0, context), statistics.median(row["ttft_s"])]
-            found.append([0, 0, *(one / steps for one in whole), "serving.json", True, _ALONE])
+            found.append([0, 0, *(one / steps for one in whole), "serving.json", True, weight])
     return found
 
 
@@ -244,7 +259,7 @@ def _four_bits(rows: list[dict[str, Any]], full: list[list[Any]]) -> list[Any]:
     read = {row["method"].split(":")[0]: row["parts"]["prefill_seconds"] for row in rows}
     prompt = next(one for one in full if one[2] == EngineSettings(1).max_num_batched_tokens)
     source = "serving.json and load-cocktail-h200.json, put together"
-    return [*prompt[:4], prompt[4] * read["fdc-4bit"] / read["full"], source, *prompt[6:]]
+    return [*prompt[:4], prompt[4] * read["fdc-4bit"] / read["full"], source, True]
 
 
 def _less(samples: list[list[Any]], alone: dict[str, list[list[Any]]]) -> list[list[Any]]:

@@ -35,6 +35,7 @@ from kvprof.records.load_statistics import (
 from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 
 __all__ = [
+    "BESIDE",
     "LIMITS",
     "LOAD_EVENTS",
     "SHED",
@@ -43,6 +44,7 @@ __all__ = [
     "LoadFold",
     "attains",
     "counted_of",
+    "is_late",
     "rate_row",
     "step_rows",
     "undisturbed",
@@ -471,13 +473,19 @@ def undisturbed(rates: Sequence[LoadRateFinished]) -> list[LoadRateFinished]:
     return [
         one
         for one in rates
-        if not one.engine.get("preemptions") and not _passed_on_late(one.engine)
+        if not one.engine.get("preemptions") and not is_late(_parts(one.engine, []))
     ]
 
 
-def _passed_on_late(engine: Mapping[str, float]) -> bool:
-    parts = _parts(engine, []) or {}
-    front, total = parts.get("elsewhere_seconds"), parts.get("end_to_end_seconds")
+def is_late(parts: Mapping[str, Any] | None) -> bool:
+    """Whether an engine's front end has so much of a request's time that its tokens come late.
+
+    Parameters
+    ----------
+    parts : mapping or None
+        As `rate_row` has them.
+    """
+    front, total = ((parts or {}).get(f"{name}_seconds") for name in ("elsewhere", "end_to_end"))
     return bool(front and total and front >= BESIDE * total)
 
 

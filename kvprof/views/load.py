@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.load import BESIDE, LIMITS
+from kvprof.records.load import BESIDE, LIMITS, is_late
 from kvprof.records.load_names import baseline_of, tps_of
 from kvprof.records.load_served import fails, sheds
 from kvprof.records.parts import UNATTRIBUTED, ordered_parts
@@ -613,10 +613,12 @@ def _missing(data: Mapping[str, Any]) -> Iterator[str]:
                 "engine, or too few steps were run"
             )
         if rows and method["fit"] is None:
-            yield (
-                f"{method['method']}: what a token's time grows with; too few tokens came at rates "
-                "at which no request was preempted and none waited for the engine's front end"
-            )
+            why = "too few tokens came"
+            if any(row["preemptions"] for row in rows):
+                why += " at rates at which no request was preempted"
+            elif any(is_late(row["parts"]) for row in rows):
+                why += " at rates at which its server's front end passed them on in time"
+            yield f"{method['method']}: what a token's time grows with; {why}"
         if untold := [
             f"{row['rate']:g}" for row in rows if row["complete"] and row["grows"] is None
         ]:

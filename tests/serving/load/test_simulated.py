@@ -140,8 +140,8 @@ def test_doubts_of_the_step_times_are_told():
     target = SimulatedTarget("fp8", shipped, engine_settings(shipped, "fp8", None))
     opened = target.open(lambda: False)
     assert opened.warnings == [
-        "fp8: steps are full width's, less what requests of 32,768 and 100,000 tokens by "
-        "themselves take less in FP8, by the token and by the pair"
+        "fp8: steps are full width's, less what one and eight requests of 32,768 and one of "
+        "100,000 tokens take less in FP8, by the token and by the pair"
     ]
     assert opened.settings["step times"] == "h200.json (NVIDIA H200), 101 steps"
     rough = (*SAMPLES, StepSample(1, 100, 0, 0, 9e-3))
