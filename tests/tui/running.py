@@ -101,6 +101,16 @@ async def settle(app: LiveApp, pilot: "Pilot[int]") -> None:
             break
 
 
+async def resize(app: LiveApp, pilot: "Pilot[int]", size: tuple[int, int]) -> None:
+    """Give the terminal another size, and go on when the screen has it: a busy machine is late."""
+    await pilot.resize_terminal(*size)
+    for _ in range(200):
+        if tuple(app.screen.size) == size:
+            break
+        await pilot.pause(0.01)
+    await settle(app, pilot)
+
+
 def _drawn(app: LiveApp) -> list[dict[str, Hashable]]:
     return [dict(one._drawn) for one in app.screen_stack if isinstance(one, RunScreen)]
 

@@ -14,7 +14,18 @@ from kvprof.tui.session import Session
 from kvprof.tui.sources import NoEvents
 from kvprof.tui.state import state_of
 from tests.records.streams import stream
-from tests.tui.running import in_turn, keys, press, recorded, settle, show, text, until, whole_text
+from tests.tui.running import (
+    in_turn,
+    keys,
+    press,
+    recorded,
+    resize,
+    settle,
+    show,
+    text,
+    until,
+    whole_text,
+)
 
 
 class TestMouse:
@@ -246,12 +257,10 @@ class TestResizing:
                 await press(app, pilot, "space")
                 for key in "124":
                     if app.size != sizes[0]:
-                        await pilot.resize_terminal(*sizes[0])
-                        await settle(app, pilot)
+                        await resize(app, pilot, sizes[0])
                     await press(app, pilot, key)
                     for size in sizes[1:]:
-                        await pilot.resize_terminal(*size)
-                        await settle(app, pilot)
+                        await resize(app, pilot, size)
                     await settle(app, pilot)
                     found[key] = text(app)
 
