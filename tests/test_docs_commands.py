@@ -164,7 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, short_splits: Path) -> Iter
     that ships has four of its six layers: a first, a last, and as many between.
     """
     path = tmp_path_factory.mktemp("documentation")
-    _SAID.clear()  # by whom lines were run in an earlier folder: a worker may come back to them
+    _SAID.clear()  # of an earlier folder, to whose lines a worker comes back
     (path / "notes.txt").write_text("\n".join(documents().values()), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVPROF_CACHE", str(path / "cache"))

@@ -1,7 +1,7 @@
 """Gathers the steps that records of a GPU hold, for who simulates a load without one.
 
 It measures nothing: each step names the record that it is from. Those of Llama-3.1-8B are vLLM's
-own: stretches of loads that it served (`load-steps.json`) and requests alone of long contexts
+own: stretches of loads that it served (`load-steps.json`) and requests of long contexts
 (`serving.json`). Those of one GPU's part of Llama-3.1-70B are put together from one layer's parts
 (`jct.json`), as are the prompts that say how long computing a context again takes.
 
@@ -38,7 +38,7 @@ _MIDDLE = 0.5
 #: Groups of stretches of a load, by the requests that decode, and in each by the prompt tokens.
 _BATCHES, _PROMPTS = 32, 3
 #: Share of the weight of all stretches that each measured time of long contexts has.
-_ALONE = 0.02
+_LONG_SHARE = 0.02
 _DIGITS = 6
 #: Rates of the cache's bytes that are the same method's: pages round them.
 _ALIKE = 0.02
@@ -201,22 +201,23 @@ def _eight(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     # Of one plan each: `kinds` is told in the record and in the documents.
     loads = {own["method"].split(":")[0]: own for own in found["load-steps"]["data"]["methods"]}
     total = {name: sum(one[5] for one in own["samples"]) for name, own in loads.items()}
-    alone = {
-        name: _alone(found["serving"], name, _ALONE * total[of])
+    long = {
+        name: _long_contexts(found["serving"], name, _LONG_SHARE * total[of])
         for name, of in (("full", "full"), ("fdc", "fdc"), ("fp8", "full"))
     }
     samples = {
         name: [[*one[:5], "load-steps.json", True, one[5]] for one in own["samples"]]
-        + alone.get(name, [])
+        + long.get(name, [])
         for name, own in loads.items()
     }
     samples["fdc-4bit"].append(
-        [
-            *_four_bits(found["load-cocktail-h200"]["data"]["rates"], alone["full"]),
-            _ALONE * total["fdc-4bit"],
-        ]
+        _four_bits(
+            found["load-cocktail-h200"]["data"]["rates"],
+            long["full"],
+            _LONG_SHARE * total["fdc-4bit"],
+        )
     )
-    samples["fp8"] = [*_less(samples["full"], alone), *alone["fp8"]]
+    samples["fp8"] = [*_less(samples["full"], long), *long["fp8"]]
     samples["kq"] = samples["fdc"]
     rates = {name: own["rate"] for name, own in loads.items()}
     rates |= {"fp8": 0.5, "kq": rates["fdc"]}
@@ -237,7 +238,7 @@ def _eight(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _alone(record: dict[str, Any], method: str, weight: float) -> list[list[Any]]:
+def _long_contexts(record: dict[str, Any], method: str, weight: float) -> list[list[Any]]:
     """Return requests of long contexts: their tokens, and a prompt as steps of one mean size."""
     found, most = [], EngineSettings(1).max_num_batched_tokens
     for row in record["data"]["rows"]:
@@ -254,18 +255,18 @@ def _alone(record: dict[str, Any], method: str, weight: float) -> list[list[Any]
     return found
 
 
-def _four_bits(rows: list[dict[str, Any]], full: list[list[Any]]) -> list[Any]:
+def _four_bits(rows: list[dict[str, Any]], full: list[list[Any]], weight: float) -> list[Any]:
     """Return full width's prompt of whole steps, as 4 bits read Cocktail's over its own."""
     read = {row["method"].split(":")[0]: row["parts"]["prefill_seconds"] for row in rows}
     prompt = next(one for one in full if one[2] == EngineSettings(1).max_num_batched_tokens)
     source = "serving.json and load-cocktail-h200.json, put together"
-    return [*prompt[:4], prompt[4] * read["fdc-4bit"] / read["full"], source, True]
+    return [*prompt[:4], prompt[4] * read["fdc-4bit"] / read["full"], source, True, weight]
 
 
-def _less(samples: list[list[Any]], alone: dict[str, list[list[Any]]]) -> list[list[Any]]:
+def _less(samples: list[list[Any]], long: dict[str, list[list[Any]]]) -> list[list[Any]]:
     """Return full width's stretches less what FP8 saves by the token and by the pair."""
     token, pair = 0.0, 0.0
-    for full, fp8 in zip(alone["full"], alone["fp8"], strict=True):
+    for full, fp8 in zip(long["full"], long["fp8"], strict=True):
         token = max(token, (full[4] - fp8[4]) / full[1] if full[1] else 0.0)
         pair = max(pair, (full[4] - fp8[4]) / full[3] if full[3] else 0.0)
     return [

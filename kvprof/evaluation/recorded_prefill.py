@@ -1,7 +1,8 @@
 """How long computing a context again takes: prefill as it was measured, of a length that was run.
 
-Read from a result of ``kvprof bench --jct``, or from the steps that ship (`tools/step_times.py`),
-which are gathered from such results. A length that nobody ran has no time: nothing is interpolated.
+Read from a result of ``kvprof bench --jct``, or from the prompts that ship beside steps
+(`tools/step_times.py`), which are gathered from such results. A length that nobody ran has no time:
+nothing is interpolated.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ from kvprof.tui.sources import Live
 from kvprof.tui.worker import Worker
 from tests.records.hostile import HOSTILE, texts_filled
 from tests.records.streams import stream, write
-from tests.tui.running import press, recorded, settle, show, text, until
+from tests.tui.running import press, recorded, resize, settle, show, text, until
 
 #: Writes events as a measurement does; stops after a step when it is interrupted.
 MEASUREMENT = """
@@ -304,11 +304,9 @@ def test_forty_columns_are_answered_in_a_line(tmp_path):
             assert "needs 60 columns" in " ".join(shown.split())
             assert "has 40 and 20" in " ".join(shown.split())
             assert max(len(line) for line in shown.splitlines()) <= 40
-            await pilot.resize_terminal(80, 24)
-            await settle(app, pilot)
+            await resize(app, pilot, (80, 24))
             assert "needs 60 columns" not in text(app)
-            await pilot.resize_terminal(40, 20)
-            await settle(app, pilot)
+            await resize(app, pilot, (40, 20))
             assert "needs 60 columns" in " ".join(text(app).split())
         await pilot.press("q")
 

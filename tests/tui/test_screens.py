@@ -122,8 +122,7 @@ class TestScreens:
             shown = await press(app, pilot, "5")
             assert "! warning fdc b1 in2048 out9: the first step was slow" in shown
             assert "finished: everything was measured" in shown
-            await pilot.resize_terminal(62, 40)
-            await settle(app, pilot)
+            await resize(app, pilot, (62, 40))
             assert shown.count("started") == text(app).count("started")
 
         show(recorded(tmp_path), tmp_path, steps)
