@@ -188,14 +188,17 @@ def started_servers(
         When requests are longer than the model's positions, or a method or a plan cannot be served:
         its turn may come after hours.
     LackingError
-        Without vLLM.
+        Without vLLM, or where it would not find kvprof's plug-in.
     """
     from kvprof.serving.load.target import ServedTarget
+    from kvprof.serving.plugin import check_found
 
     files = {path.name: path for path in plans}
     _refuse_long(model.folder, lengths)
     _check_vllm()
     _refuse_unservable(model.folder, methods, files)
+    if files or any(served_by_engine(one.name) is None for one in methods):
+        check_found()
     if model.unpacked is not None and model.weights is None:
         files = {name: model.unpacked.plan_of(path) for name, path in files.items()}
     return [

@@ -36,12 +36,17 @@ def check_found() -> None:
     Raises
     ------
     LackingError
-        When kvprof's installation does not name it.
+        When kvprof's installation does not name it, or they would find another kvprof or none.
     UsageError
         When ``VLLM_PLUGINS`` leaves it out.
     """
     group = entry_points(group="vllm.general_plugins")
     names = {one.name for one in group if one.module == register.__module__}
+    if not names:
+        raise LackingError(
+            "vLLM would not find kvprof's plug-in, which this installation does not name; "
+            f"install it again: {extra_command('serve')}"
+        )
     asked = subprocess.run(
         child_python("-c", f"import {__name__} as own; print(own.__file__)"),
         stdin=subprocess.DEVNULL,
@@ -50,10 +55,12 @@ def check_found() -> None:
         check=False,
     )
     there = os.fsdecode(asked.stdout).strip()
-    if not names or not there or not Path(there).samefile(__file__):
+    if not there or not Path(there).samefile(__file__):
+        theirs = f"the kvprof in {Path(there).parents[2]}" if there else "no kvprof with one"
         raise LackingError(
-            "vLLM would not find kvprof's plug-in, which this installation does not name; "
-            f"install it again: {extra_command('serve')}"
+            f"vLLM would not find kvprof's plug-in: its processes find {theirs}, this is the one "
+            f"in {Path(__file__).parents[2]}; start theirs, or install this one: "
+            f"{extra_command('serve')}"
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and not names & set(allowed.split(",")):

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import EntryPoints
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from kvprof.child import module_command
 from kvprof.commands import bench, bench_load_servers, serve_run
 from kvprof.commands.bench_load_servers import EngineModel, engine_model, started_servers
 from kvprof.commands.serve_run import calibrated, refuse_weightless
-from kvprof.errors import ExitCode, UsageError
+from kvprof.errors import ExitCode, LackingError, UsageError
 from kvprof.methods.plan_files import load_plan
 from kvprof.records.files import read_result
 from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load_names import load_methods
+from kvprof.serving import plugin
 from kvprof.serving.load.lengths import load_lengths
 from tests.commands.running import kvprof
 from tests.serving.load.fake_server import Behaviour, FakeServer
@@ -209,6 +211,18 @@ def test_servers_are_started_on_each_number_of_gpus_in_turn(
         option = "--tensor-parallel-size" if asked.name == "full" else "--tp"
         assert words[words.index(option) + 1] == str(asked.tp)
         assert server._gpus == asked.tp
+
+
+def test_a_plug_in_that_is_not_found_is_told_before_any_method_s_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is vLLM's own goes without it."""
+    monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
+    monkeypatch.setattr(plugin, "entry_points", lambda **wanted: EntryPoints())
+    model, lengths = EngineModel("a/model", ()), load_lengths("in=64,out=8")
+    assert started_servers(model, load_methods(["full", "fp8"], [1]), [], SERVED, lengths)
+    with pytest.raises(LackingError, match="would not find kvprof's plug-in"):
+        started_servers(model, load_methods(["full", "kq"], [1]), [], SERVED, lengths)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,12 @@ def test_a_kvprof_that_only_this_process_finds_is_refused(monkeypatch, tmp_path)
     empty.mkdir()
     (empty / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(LackingError, match="would not find kvprof's plug-in"):
+    with pytest.raises(LackingError, match=r"its processes find no kvprof with one"):
+        plugin.check_found()
+    (empty / "serving").mkdir()
+    for name in ("__init__", "plugin"):
+        (empty / "serving" / f"{name}.py").touch()
+    with pytest.raises(LackingError, match=f"find the kvprof in {tmp_path}, this"):
         plugin.check_found()
 
 
