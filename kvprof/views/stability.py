@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import variance
 from typing import Any
 
 from rich.console import RenderableType
@@ -280,7 +281,9 @@ def verdict(
     if not judged:
         return ["Nothing was compared."]
     limit = result["data"].get("negligible_cost", 0.01)
-    answers = [f"{pair}: {_answer(chosen[pair], limit)}." for pair in judged]
+    answers = [
+        f"{pair}: {_answer(chosen[pair], limit, cost_rank(result, pair))}." for pair in judged
+    ]
     source = _source_words(result["inputs"]["source"])
     question = f"Is the rotation a property of this model, the same from {source} as from data?"
     text = [" ".join([question, *answers])]
@@ -301,7 +304,7 @@ def _unrelated(result: Mapping[str, Any]) -> Mapping[str, float]:
     return named
 
 
-def _answer(curves: Sequence[Curve], limit: float) -> str:
+def _answer(curves: Sequence[Curve], limit: float, rank: int | None) -> str:
     known = [curve for curve in _datasets(curves) if curve.cost is not None]
     if not known:
         return "it cannot be told, no cost was measured"
@@ -311,13 +314,39 @@ def _answer(curves: Sequence[Curve], limit: float) -> str:
         same = all(ratio is not None and ratio < _SAME_ELEMENTS for ratio in ratios)
         return "yes" if same else "by its elements no, but the difference costs nothing"
     noise = _noise_of(curves)
-    floor = None if noise is None else noise.cost
-    if floor is not None and all((curve.cost or 0.0) <= floor for curve in costly):
+    if noise is not None and not any(_surely_above(curve, noise, rank) for curve in costly):
         return "it cannot be told, another seed costs as much as another source"
     if len(costly) < len(known):
         cheap = [curve.target for curve in known if curve not in costly]
         return f"for {listed(cheap)} yes in what it costs, for {_targets(costly)} no"
     return "no" if len(known) > 1 else f"no, not for {_targets(known)}"
+
+
+def _surely_above(curve: Curve, noise: Curve, rank: int | None) -> bool:
+    """Return whether a target costs more than another seed does, beyond what heads and seeds vary.
+
+    Heads of both were compared in the same runs, so their differences are judged: the mean is above
+    0 by more than two standard errors, those of heads and of seeds together.
+    """
+    tokens = max(curve.counts)
+    if tokens not in noise.points:
+        return True
+    floor = _costs_by_head(noise, rank, tokens)
+    heads: dict[tuple[int, int], list[float]] = {}
+    seeds: dict[int | None, list[float]] = {}
+    for head, costs in _costs_by_head(curve, rank, tokens).items():
+        for seed in costs.keys() & floor.get(head, {}).keys():
+            difference = costs[seed] - floor[head][seed]
+            heads.setdefault(head, []).append(difference)
+            seeds.setdefault(seed, []).append(difference)
+    if not heads:
+        return (curve.cost or 0.0) > (noise.cost or 0.0)
+    error = 0.0
+    for groups in (heads.values(), seeds.values()):
+        means = [sum(own) / len(own) for own in groups]
+        error += variance(means) / len(means) if len(means) > 1 else 0.0
+    above = sum(map(sum, heads.values())) / sum(map(len, heads.values()))
+    return above > 2.0 * math.sqrt(error)
 
 
 def _evidence(result: Mapping[str, Any], pair: str, curves: Sequence[Curve]) -> str:
@@ -511,6 +540,20 @@ def head_costs(curve: Curve, rank: int | None, tokens: int) -> list[list[float |
     tokens : int
         Token count.
     """
+    chosen = _costs_by_head(curve, rank, tokens)
+    if not chosen:
+        return []
+    values: list[list[float | None]] = [[] for _ in range(max(layer for layer, _ in chosen) + 1)]
+    for (layer, kv_head), seeds in sorted(chosen.items()):
+        values[layer] += [None] * (kv_head - len(values[layer]))
+        values[layer].append(sum(seeds.values()) / len(seeds))
+    return values
+
+
+def _costs_by_head(
+    curve: Curve, rank: int | None, tokens: int
+) -> dict[tuple[int, int], dict[int | None, float]]:
+    """Return the extra lost energy by layer and head, then by seed; as `head_costs`."""
     # A head's rows at a given rank r have min(r, its width), the largest of its ranks up to r.
     chosen: dict[tuple[int, int], tuple[float, dict[int | None, float]]] = {}
     for row in curve.heads:
@@ -524,13 +567,7 @@ def head_costs(curve: Curve, rank: int | None, tokens: int) -> list[list[float |
             chosen[head] = row["rank"], {}
         if row["rank"] == chosen[head][0]:
             chosen[head][1][row["seed"]] = value
-    if not chosen:
-        return []
-    values: list[list[float | None]] = [[] for _ in range(max(layer for layer, _ in chosen) + 1)]
-    for (layer, kv_head), (_, seeds) in sorted(chosen.items()):
-        values[layer] += [None] * (kv_head - len(values[layer]))
-        values[layer].append(sum(seeds.values()) / len(seeds))
-    return values
+    return {head: costs for head, (_, costs) in chosen.items()}
 
 
 def _error_key(pair: str) -> str:

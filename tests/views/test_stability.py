@@ -10,7 +10,15 @@ from rich.console import Console
 
 from kvprof.analysis import stability_data as analysis
 from kvprof.views.page import render_text
-from kvprof.views.stability import NOISE_FLOOR, cost_rank, curves_of, head_costs, report, worst
+from kvprof.views.stability import (
+    NOISE_FLOOR,
+    cost_rank,
+    curves_of,
+    head_costs,
+    report,
+    verdict,
+    worst,
+)
 
 from .synthetic_stability import SHAPES, SMALL, averages, made, stability_result
 
@@ -207,6 +215,16 @@ def test_a_claim_that_cannot_be_judged():
     assert claim["measured"] is None
     lines = [line for line in render_text(report(result), 160).splitlines() if "cannot be" in line]
     assert re.search(r"0\.005 +– +cannot be judged: needs", lines[0])
+
+
+@pytest.mark.parametrize("target", ["prose", "letters", "c"])
+def test_what_is_like_random_tokens_never_costs_surely_more_than_another_seed(target):
+    """Its tokens are only drawn anew: with few of them its cost lies above or below the floor."""
+    shape = {**SMALL, "counts": (256, 512), "targets": (target,)}
+    alike = verdict(stability_result(**{**shape, "apart": 0.0}))[0]
+    assert alike.count("it cannot be told, another seed costs as much as another source") == 2
+    other = verdict(stability_result(**{**shape, "apart": 1.0}))[0]
+    assert other.count(f"no, not for {target}") == 2
 
 
 def test_figures_that_are_null_are_not_shown_as_zero():
