@@ -46,12 +46,15 @@ class CommandNeeds:
     optional : dict
         What it can do only with a package: package to what is lacking without it.
     uses_gpu : bool
-        Whether it runs on a GPU when there is one; every command so far runs without.
+        Whether it runs on a GPU when there is one.
+    needs_gpu : bool
+        Whether it does nothing without one.
     """
 
     packages: tuple[str, ...] = ()
     optional: tuple[tuple[str, str], ...] = ()
     uses_gpu: bool = False
+    needs_gpu: bool = False
 
 
 _QUANTISERS = (("hqq", "--method hqq"), ("optimum-quanto", "--method quanto"))
@@ -84,11 +87,14 @@ COMMAND_NEEDS = {
         uses_gpu=True,
     ),
     "generate": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
-    "warm": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
-    "serve": CommandNeeds(_MODEL_PACKAGES, (("vllm", "any server"), *_QUANTISERS), uses_gpu=True),
+    "warm": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True, needs_gpu=True),
+    "serve": CommandNeeds((*_MODEL_PACKAGES, "vllm"), _QUANTISERS, uses_gpu=True),
     "bench": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext", "pyyaml", "psutil", "nvidia-ml-py"),
-        (("matplotlib", "--svg and --png"), ("vllm", "--jct --vllm")),
+        (
+            ("matplotlib", "--svg and --png"),
+            ("vllm", "--jct --vllm, --load without --url or --simulate"),
+        ),
         uses_gpu=True,
     ),
     "show": CommandNeeds(("jsonschema", "plotext", "numpy")),

@@ -218,7 +218,7 @@ def bench_jct(asked: JctOptions, outputs: Outputs, **given: Any) -> None:
     KvprofError
         As `kvprof.benchmark.jct.run.run_jct`; what was measured is shown and kept before.
     """
-    outputs.check([outputs.events] if outputs.events is not None else [])
+    outputs.check({"--out": outputs.events})
     request = _request(asked, **given)
     with graceful_interrupt() as stop:
         journal, problem = _measured(request, outputs.events, outputs.force, stop)

@@ -476,7 +476,7 @@ def measure_and_show(
         outputs = replace(outputs, force=True)
         console.note(f"{outputs.out}: an interrupted run of the same load goes on")
     else:
-        outputs.check([path] if path is not None else [])
+        outputs.check({"--out": path})
     with graceful_interrupt() as stop:
         journal, problems = _measured(
             options, targets, inputs, path, outputs.force, mode, earlier or [], stop, more

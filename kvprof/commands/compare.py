@@ -49,7 +49,7 @@ def compare(
     kvprof compare before.json after.json --fail-over 5%
     """
     outputs = Outputs(json=json, force=force)
-    outputs.check()
+    outputs.check(read=runs)
     limit = _share(fail_over)
     if len(runs) < 2:
         raise UsageError(f"compare needs two runs or more, not only {runs[0]}")

@@ -163,11 +163,13 @@ def _command(name: str, packages: list[PackageState], gpus: Gpus) -> dict[str, A
     missing = [need for need in needs.packages if not states[need].ok]
     lacks = [f"{need} {states[need].wanted}" for need in missing]
     lacks += [f"{need} (for {what})" for need, what in needs.optional if not states[need].ok]
-    if needs.uses_gpu and gpus.devices:
-        runs_on = "GPU or CPU"
-    else:
+    runs_on = "GPU" if needs.needs_gpu else "GPU or CPU"
+    if not (needs.uses_gpu and gpus.devices):
         runs_on = "CPU"
-        if needs.uses_gpu:
+        if needs.needs_gpu:
+            missing.append("a GPU")
+            lacks.insert(0, "a GPU")
+        elif needs.uses_gpu:
             lacks.append("a GPU (for large models)")
     return {
         "name": name,

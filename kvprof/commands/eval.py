@@ -124,7 +124,7 @@ def eval(
     kvprof eval --plan kq.plan --csv eval.csv
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
-    outputs.check()
+    outputs.check(read=[model, plan, calibrate, text])
     methods = _split(method)
     options = method_options(allocation, grid, minimum, option)
     check_names(methods)

@@ -9,7 +9,7 @@ import typer
 
 from kvprof import console
 from kvprof.commands.completion import starting
-from kvprof.commands.output import ForceOption
+from kvprof.commands.output import ForceOption, refuse_sources
 from kvprof.commands.run_source import DEMO, complete_runs, events_of, load_run
 from kvprof.errors import UsageError
 from kvprof.records.events import RunStarted
@@ -92,6 +92,7 @@ def export(
     if output is None and to not in _READABLE:
         raise UsageError(f"--to {to} goes to a file: name one with --output")
     if output is not None and output != _STDOUT:
+        refuse_sources({"--output": output}, [run])
         ensure_writable(output, force)
     with what_was_read(run):
         content = FORMATS[to](run)

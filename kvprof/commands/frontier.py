@@ -128,7 +128,7 @@ def frontier(
     kvprof frontier --methods kq,kq-4bit --target 0.99 --target needle=0.95
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
-    outputs.check()
+    outputs.check(read=[model, calibrate, text])
     targets = parse_targets(target or (), metric)
     if cache is not None and no_cache:
         raise UsageError("--cache and --no-cache contradict each other; keep one")

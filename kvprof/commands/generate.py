@@ -136,7 +136,7 @@ def generate(
     kvprof generate --plan kq.plan --prompt-file question.txt --chat
     """
     outputs = Outputs(json=json, out=out, force=force)
-    outputs.check()
+    outputs.check(read=[model, plan_file, calibrate, prompt_file])
     wanted = parse_count(max_new_tokens, what="--max-new-tokens")
     _check_sampling(sample, temperature, top_p, seed)
     text = read_prompt(prompt, prompt_file)

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,7 @@ __all__ = [
     "SvgOption",
     "check_folder",
     "end_without_result",
+    "refuse_sources",
 ]
 
 
@@ -56,6 +57,33 @@ def check_folder(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
+
+
+def refuse_sources(files: Mapping[str, Path], read: Iterable[Any]) -> None:
+    """Refuse to write over what a command reads, which ``--force`` does not mean.
+
+    Parameters
+    ----------
+    files : mapping of str to Path
+        What is to be written, by option.
+    read : iterable
+        Paths, and sequences of them; None and what is no path of a file or folder (a hub id, a
+        built-in text) count for nothing. Of a folder its record, events, configs and weights.
+
+    Raises
+    ------
+    UsageError
+        When a file is among them.
+    """
+    sources = set()
+    for named in read:
+        for one in [named] if isinstance(named, str | Path) else named or ():
+            path = Path(os.path.realpath(one))
+            sources.add(path)
+            sources |= {own for name in _READ for own in path.glob(name)}
+    for option, path in files.items():
+        if Path(os.path.realpath(path)) in sources and path.is_file():
+            raise UsageError(f"{option} {path}: that is read here; name another file")
 
 
 def end_without_result(told: str) -> NoReturn:
@@ -104,6 +132,8 @@ ForceOption = Annotated[
 Report = Callable[[dict[str, Any], int, bool], Any]
 
 _STDOUT = Path("-")
+#: What is read in a folder: of a run, and of a model.
+_READ = (RESULT_NAME, EVENTS_NAME, f"{EVENTS_NAME}.gz", "*.safetensors", "*.gguf", "*config.json")
 
 
 @dataclass(frozen=True)
@@ -145,21 +175,25 @@ class Outputs:
     @property
     def to_files(self) -> bool:
         """Whether anything goes to a file."""
-        return any(path != _STDOUT for path in self._files().values())
+        return any(path != _STDOUT for path in self.files().values())
 
-    def check(self, extra: Sequence[Path] = ()) -> None:
+    def check(
+        self, extra: Mapping[str, Path | None] | None = None, read: Iterable[Any] = ()
+    ) -> None:
         """Refuse, before any work is done, what could not be written at its end.
 
         Parameters
         ----------
-        extra : sequence of Path
-            Files that the command itself will write, checked with the rest.
+        extra : mapping of str to Path or None
+            Files that the command itself will write, by option, checked with the rest.
+        read : iterable
+            What the command line names to be read, as `refuse_sources` takes it.
 
         Raises
         ------
         UsageError
-            When a file exists (without `force`), two outputs share a destination, or one that is no
-            text is to go to stdout.
+            When a file exists (without `force`), two outputs share a destination, one is what the
+            command reads, or one that is no text is to go to stdout.
         FailedError
             When a folder cannot be written to.
         LackingError
@@ -172,18 +206,23 @@ class Outputs:
                 raise LackingError(
                     f"{option} needs matplotlib, which is missing: {extra_command('plot')}"
                 )
-        if _STDOUT in extra:
-            raise UsageError("-: this output goes to a file; only --json and --csv go to stdout")
+        more = {option: path for option, path in (extra or {}).items() if path is not None}
+        for option, path in more.items():
+            if path == _STDOUT:
+                raise UsageError(
+                    f"{option} -: this output goes to a file; only --json and --csv go to stdout"
+                )
         if self.out is not None:
             check_folder(self.out)
-        files = [*self._files().items(), *(("the other output", path) for path in extra)]
+        files = {**self.files(), **more}
         taken: dict[Path, str] = {}
-        for option, path in files:
+        for option, path in files.items():
             key = path if path == _STDOUT else Path(os.path.realpath(path))
             if key in taken:
                 raise UsageError(f"{taken[key]} and {option} both go to {path}; give each its own")
             taken[key] = option
-        for _, path in files:
+        refuse_sources(files, read)
+        for path in files.values():
             if path != _STDOUT:
                 ensure_writable(path, self.force)
         if self.out is not None and not self.force and (found := find_events(self.out)) is not None:
@@ -404,7 +443,8 @@ class Outputs:
             put("--png", self.png, lambda: draw("png"))
         return kept, unheard
 
-    def _files(self) -> dict[str, Path]:
+    def files(self) -> dict[str, Path]:
+        """Return where the result goes, by option."""
         named = {
             "--json": self.json,
             "--csv": self.csv,

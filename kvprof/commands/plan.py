@@ -166,7 +166,7 @@ def plan(
     kvprof plan --transfer --shape Llama-3.1-8B --rate 50% --link pcie5x16 --link 100Gbit/s
     """
     outputs = Outputs(json=json, out=out, force=force)
-    outputs.check(extra=[save] if save else [])
+    outputs.check({"--save": save}, read=[model, plan_files, calibrate, compare, rates])
     files = plan_files or []
     options = method_options(allocation, grid, minimum, option)
     how: dict[str, Any] = {

@@ -201,7 +201,7 @@ def one_plan(
     inputs |= {
         "context": at,
         "plan_file": file,
-        "saved": save,
+        "saved": None if lost else save,
         "describe": describe,
     }
     outputs.end(

@@ -135,7 +135,7 @@ def sensitivity(
     kvprof sensitivity --text calibration --by head --rate 0.85 --save mixed.plan
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
-    outputs.check(extra=[save] if save else [])
+    outputs.check({"--save": save}, read=[model, text])
     check_rate(rate)
     if save is not None and rate is None:
         raise UsageError(f"--save {save}: the plan that is handed out at --rate; give one")

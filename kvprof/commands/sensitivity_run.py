@@ -246,6 +246,7 @@ def _save(asked: Handout, request: Request, found: Study) -> None:
         save_plan(asked.plan, request.save, force=request.force)
     except KvprofError as problem:
         found.lost.append(str(problem))
+        found.inputs["saved"] = None
 
 
 # --- What follows from the cells, measured as a whole.

@@ -17,5 +17,5 @@ def show(run: RunArgument, json: JsonOption = None, force: ForceOption = False) 
     kvprof show result.json --json -
     """
     outputs = Outputs(json=json, force=force)
-    outputs.check()
+    outputs.check(read=[run])
     outputs.finish(load_run(run), checked_report(run))

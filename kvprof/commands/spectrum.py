@@ -123,7 +123,7 @@ def spectrum(
     kvprof spectrum --from moments.safetensors --removal 0.02,0.05 --json spectrum.json
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
-    outputs.check(extra=[save] if save else [])
+    outputs.check({"--save": save}, read=[model, source, text, token_ids, saved])
     rates = parse_rates(removal, what="--removal")
     weight = None if vo_weight == "raw" else parse_count(vo_weight, what="--vo-weight")
     chosen = _source(source, text, token_ids, saved)

@@ -103,7 +103,7 @@ def stability(
     kvprof stability --seq-len 512 --against-seq-len 2k
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
-    outputs.check()
+    outputs.check(read=[model, source, against])
     counts = read_counts(tokens, what="--tokens")
     offline = parse_source(source, what="--source")
     if offline.tokens is not None:

@@ -65,12 +65,16 @@ def _summary(result: Mapping[str, Any]) -> str:
     """Return one paragraph on what the plan of a result saves."""
     plan = result["data"]["plan"]
     stored = plan["bytes"]
+    made = plan["made"]
+    wanted = made.get("rate_asked", 0.0) if made.get("context") == plan["context"] else 0.0
+    # Of a method without smaller rates, and of quantised forms, whose ranks are of the rate asked.
+    asked = f" ({wanted:g} was asked for)" if plan["rate"] > wanted + _BESIDE > _BESIDE else ""
     return (
         f"{plan['method']} stores {format_bytes(stored['total'])} of "
         f"{format_bytes(stored['full'])} (full width in {result['inputs']['dtype']}) at "
-        f"{plan['context']:,} tokens, everything counted: rate {plan['rate']:.3f}, compression "
-        f"ratio {plan['compression_ratio']:.2f}. This says nothing about accuracy (kvprof eval "
-        "does)."
+        f"{plan['context']:,} tokens, everything counted: rate {plan['rate']:.3f}{asked}, "
+        f"compression ratio {plan['compression_ratio']:.2f}. This says nothing about accuracy "
+        "(kvprof eval does)."
     )
 
 
@@ -279,6 +283,8 @@ def _short(value: Any) -> str:
 
 _OVER = "*"
 _BORROWED = "~"
+#: By so much a plan's rate may be beside the one asked for without a word: ranks are steps.
+_BESIDE = 0.02
 _SOURCES = {"itself": "", "given": "--rate", "plan": "--plan"}
 # Of earlier results, which do not name it.
 _ONE_TARGET: Sequence[Mapping[str, Any]] = ({"metric": "accuracy", "target": 0.99},)
@@ -431,8 +437,8 @@ def _rates_said(part: Mapping[str, Any]) -> list[str]:
     if "given" in found:
         contexts = {row["rate_context"] for row in rows if row["rate_from"] == "given"}
         text.append(
-            f"--rate: the rate given, at {min(contexts):,} tokens; what accuracy it keeps is not "
-            "known."
+            "--rate: the least that a method has of at least the rate given, at "
+            f"{min(contexts):,} tokens; what accuracy it keeps is not known."
         )
     return text
 

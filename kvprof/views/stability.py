@@ -329,8 +329,10 @@ def _surely_above(curve: Curve, noise: Curve, rank: int | None) -> bool:
     0 by more than two standard errors, those of heads and of seeds together.
     """
     tokens = max(curve.counts)
-    if tokens not in noise.points:
+    if noise.cost is None or tokens not in noise.points:
         return True
+    if (curve.cost or 0.0) <= noise.cost:
+        return False
     floor = _costs_by_head(noise, rank, tokens)
     heads: dict[tuple[int, int], list[float]] = {}
     seeds: dict[int | None, list[float]] = {}
@@ -340,7 +342,7 @@ def _surely_above(curve: Curve, noise: Curve, rank: int | None) -> bool:
             heads.setdefault(head, []).append(difference)
             seeds.setdefault(seed, []).append(difference)
     if not heads:
-        return (curve.cost or 0.0) > (noise.cost or 0.0)
+        return True
     error = 0.0
     for groups in (heads.values(), seeds.values()):
         means = [sum(own) / len(own) for own in groups]

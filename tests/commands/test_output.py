@@ -94,7 +94,7 @@ def test_what_exists_is_refused_before_the_work_unless_forced(tmp_path: Path) ->
     with pytest.raises(UsageError, match=r"result\.json exists; --force"):
         Outputs(out=tmp_path / "run").check()
     with pytest.raises(UsageError, match=r"r\.json exists; --force"):
-        Outputs().check(extra=[path])
+        Outputs().check({"--save": path})
     forced = Outputs(json=path, out=tmp_path / "run", force=True)
     forced.check()
     forced.finish(some_result())
@@ -117,15 +117,33 @@ def test_two_outputs_in_one_place_are_refused(
         Outputs(**{option: tmp_path / name for option, name in names.items()}).check()
 
 
+def test_what_is_read_is_not_written_over_by_force(tmp_path: Path) -> None:
+    """As a path of its own, in a list, through a link, and as what a run's folder holds."""
+    run = tmp_path / "run"
+    run.mkdir()
+    result, events, table = run / "result.json", run / EVENTS_NAME, run / "table.csv"
+    for path in (result, events, table):
+        path.touch()
+    (tmp_path / "link.json").symlink_to(result)
+    outputs = Outputs(json=result, csv=table, force=True)
+    for read in ([result], [None, ["prose", str(tmp_path / "link.json")]], [run]):
+        with pytest.raises(UsageError, match=r"--json .*: that is read here; name another file"):
+            outputs.check(read=read)
+    with pytest.raises(UsageError, match=r"--save .*that is read here"):
+        Outputs(force=True).check({"--save": events}, read=[run])
+    outputs.check(read=[table.with_name("other.csv"), "a/hub-id", None])
+    replace(outputs, json=None).check(read=[run])  # what was made of a run may lie beside it
+
+
 def test_stdout_holds_one_of_them(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--json and --csv both go to -"):
         Outputs(json=Path("-"), csv=Path("-")).check()
     with pytest.raises(UsageError, match="--png -: a figure goes to a file"):
         Outputs(png=Path("-")).check()
-    with pytest.raises(UsageError, match="-: this output goes to a file; only --json and --csv"):
-        Outputs().check(extra=[tmp_path / "a", Path("-")])
-    with pytest.raises(UsageError, match="both go to"):
-        Outputs(json=tmp_path / "a").check(extra=[tmp_path / "a"])
+    with pytest.raises(UsageError, match="--save -: this output goes to a file; only --json and"):
+        Outputs().check({"--save": Path("-")})
+    with pytest.raises(UsageError, match="--json and --save both go to"):
+        Outputs(json=tmp_path / "a").check({"--save": tmp_path / "a"})
 
 
 def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
