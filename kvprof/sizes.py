@@ -120,7 +120,7 @@ def parse_share(text: str | float, *, what: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        shown = written if len(written) <= 40 else f"{written[:40]}…"
+        shown = (written if len(written) <= 40 else f"{written[:40]}…") or repr(written)
         raise UsageError(f"{what} {shown} is no share; write for example 30% or 0.3")
     return value
 

@@ -344,7 +344,8 @@ def _rates(text: str | None) -> tuple[float, ...]:
             value = math.nan
         if not 1e-4 <= value <= 1e6:
             raise UsageError(
-                f"--rates: {piece.strip()[:20]!r} is no rate; write requests a second, 0.5,1,2"
+                f"--rates: {piece.strip()[:20]!r} is no rate from 0.0001 to 1000000; write "
+                "requests a second, 0.5,1,2"
             )
         found.append(value)
     return tuple(sorted(set(found)))

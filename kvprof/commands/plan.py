@@ -31,7 +31,7 @@ from kvprof.commands.options import (
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import UsageError
 from kvprof.evaluation.recorded_prefill import prefill_of, shipped_prefill
-from kvprof.evaluation.targets import parse_targets
+from kvprof.evaluation.targets import check_metric, parse_targets
 from kvprof.interrupt import graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.links import parse_links
@@ -241,7 +241,10 @@ def plan(
             transfer_data,
         )
         from kvprof.commands.steps import evaluation_context, load_for_command
+        from kvprof.evaluation.tasks.registry import TASKS
 
+    for one in targets:
+        check_metric(one.metric, tuple(TASKS), what="--target")
     if not several:
         one_plan(
             model,
@@ -281,6 +284,7 @@ def plan(
             calibrate_tokens=calibrate_tokens,
             options=options,
             context=at,
+            moving=transfer,
             stop=stop,
         )
         outputs.end(

@@ -201,6 +201,7 @@ def choose_plans(
     calibrate_tokens: str | None,
     options: Mapping[str, Any],
     context: int,
+    moving: bool,
     stop: Stop,
 ) -> Choices:
     """Plan several methods, each at the rate given or at the one recorded for it.
@@ -224,6 +225,8 @@ def choose_plans(
         Of every method that has them.
     context : int
         Tokens at which `rate` is counted.
+    moving : bool
+        Whether rows tell of moving a cache too: a method that only codes one at rest has no other.
     stop : Stop
         Asked after each batch of a calibration.
 
@@ -294,6 +297,9 @@ def choose_plans(
             if stop():
                 complete = False
                 break
+            if request.method == "kvtc" and not moving:  # before it is calibrated, for minutes
+                missing.append({"label": request.label, "reason": _ONLY_MOVED})
+                continue
             known = records.get(request.label)
             try:
                 rows.append(
@@ -304,6 +310,12 @@ def choose_plans(
                 missing.append({"label": request.label, "reason": str(reason)})
     except CalibrationInterrupted:
         complete = False
+    told = {*(row.label for row in rows), *(one["label"] for one in missing)}
+    missing += [
+        {"label": request.label, "reason": "interrupted before it was planned"}
+        for request in requests
+        if request.label not in told
+    ]
     rows += [_Chosen(path.name, plan, "plan", context) for path, plan in plans]
     if refused is not None and not rows:
         raise refused  # of full width already: no plan fits this model
@@ -340,12 +352,16 @@ def fit_data(planned: PlannedModel, memory: Memory, choices: Choices) -> dict[st
         "missing": [
             *choices.missing,
             *(
-                {"label": chosen.label, "reason": f"{AT_REST}: what fits is what fits full"}
+                {"label": chosen.label, "reason": _ONLY_MOVED}
                 for chosen in choices.rows
                 if _rests(chosen.plan)
             ),
         ],
     }
+
+
+#: Why a method that codes a cache at rest has no row of what fits.
+_ONLY_MOVED = f"{AT_REST}: what fits is what fits full"
 
 
 def _rests(plan: Plan) -> bool:

@@ -161,8 +161,8 @@ class FrontierOptions:
 
     @property
     def metric_option(self) -> str:
-        """The option that names the targets' metrics."""
-        return "--metric" if len(self.targets) == 1 else "--target"
+        """The options that name the targets' metrics: one may be named by either."""
+        return "--metric or --target" if len(self.targets) == 1 else "--target"
 
 
 def expected_steps(requests: Sequence[MethodRequest], points: int, evaluator: Evaluates) -> int:

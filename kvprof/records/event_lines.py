@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from kvprof.errors import FailedError
@@ -29,6 +29,14 @@ _MOST_SERVERS = 100_000
 _TYPES: dict[str, type[Event]] = {kind.type: kind for kind in Event.__subclasses__()}
 # The names of each one's fields.
 _NAMES = {name: tuple(entry.name for entry in fields(kind)) for name, kind in _TYPES.items()}
+_REQUIRED = {
+    name: tuple(
+        entry.name
+        for entry in fields(kind)
+        if entry.default is MISSING and entry.default_factory is MISSING
+    )
+    for name, kind in _TYPES.items()
+}
 
 
 def event_from(line: Mapping[str, Any]) -> Event:
@@ -48,10 +56,9 @@ def event_from(line: Mapping[str, Any]) -> Event:
     for name in ("command", "cases", "throttled"):
         if isinstance(known.get(name), list):
             known[name] = tuple(known[name])
-    try:
-        return kind(**known)
-    except TypeError as wrong:
-        raise ValueError(f"a {kind.type} event: {wrong}") from wrong
+    if lacking := [name for name in _REQUIRED[kind.type] if name not in known]:
+        raise ValueError(f"a {kind.type} event without {', '.join(lacking)}")
+    return kind(**known)
 
 
 class DamagedLineError(Exception):

@@ -313,6 +313,8 @@ def parse_json(content: bytes | str) -> Any:
             content = content.decode("utf-8")
         except UnicodeDecodeError as problem:
             raise ValueError(f"is no text (byte {problem.start} is not UTF-8)") from None
+    if content.startswith("\ufeff"):
+        raise ValueError("begins with a byte order mark, which JSON has not; save it without one")
     if not content.strip():
         raise ValueError("is empty")
     if _too_deep(content):

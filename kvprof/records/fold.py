@@ -24,13 +24,13 @@ from kvprof.records.events import (
     Warned,
 )
 from kvprof.records.load import LoadFold
-from kvprof.records.result import build_result
+from kvprof.records.result import RECORD_DAMAGED, RECORD_ENDS, build_result
 
 __all__ = ["Fold", "fold", "result_of"]
 
 _Case = TypeVar("_Case", bound=Case)
 _SERIES = 1000  # telemetry samples that a result keeps per device
-_RUNNING = "the record ends before the run does: it was killed, or is still running"
+_RUNNING = f"{RECORD_ENDS}: it was killed, or is still running"
 
 
 def fold(events: Iterable[Event]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Fold(Generic[_Case]):
         if not complete:
             reason = ended.reason if ended is not None else _RUNNING
             if damage is not None:
-                reason = f"the record can be read in part only: {damage}"
+                reason = f"{RECORD_DAMAGED}: {damage}"
         result = build_result(
             started.kind,
             environment=started.environment,

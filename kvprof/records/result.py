@@ -9,10 +9,13 @@ from typing import Any
 
 from kvprof.version import __version__
 
-__all__ = ["SCHEMA", "build_result", "to_plain"]
+__all__ = ["RECORD_DAMAGED", "RECORD_ENDS", "SCHEMA", "build_result", "to_plain"]
 
 #: Written into every result. The number grows when an older kvprof would misread a newer result.
 SCHEMA = "kvprof/1"
+#: How the reasons begin for which a record, and perhaps not its run, is incomplete.
+RECORD_DAMAGED = "the record can be read in part only"
+RECORD_ENDS = "the record ends before the run does"
 
 
 def build_result(

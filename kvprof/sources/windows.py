@@ -92,7 +92,10 @@ def _reading(path: Path) -> Iterator[TextIO]:
         with path.open(encoding="utf-8") as stream:
             yield stream
     except UnicodeDecodeError as cause:
-        raise FailedError(f"{path.name}: not UTF-8 text (byte {cause.start} of a block)") from None
+        raise FailedError(
+            f"{path.name}: not UTF-8 text ({cause.reason}); convert it, as "
+            f"iconv -f LATIN1 -t UTF-8 {path.name} does"
+        ) from None
     except OSError as cause:
         raise FailedError(f"{path}: cannot be read: {cause.strerror or cause}") from None
 

@@ -347,6 +347,8 @@ def _differences(entries: Sequence[Mapping[str, Any]], letters: Sequence[str]) -
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
     text = MISSING if value is None else str(value)
     if _COMMIT.fullmatch(text):
         return text[:12]

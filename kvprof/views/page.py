@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvprof.console import PrintableConsole
 from kvprof.printable import printable
+from kvprof.records.result import RECORD_DAMAGED, RECORD_ENDS
 from kvprof.views.tables import key_values
 
 __all__ = [
@@ -179,9 +180,10 @@ class Bullet:
 # --- The frame that every kind's report stands in.
 
 
-_INCOMPLETE = (
-    "INCOMPLETE: the run stopped before its end; these figures cover what was measured until then."
-)
+def _incomplete(reason: str | None) -> str:
+    named = (one for one in (RECORD_DAMAGED, RECORD_ENDS) if (reason or "").startswith(one))
+    told = next(named, "the run stopped before its end")
+    return f"INCOMPLETE: {told}; these figures cover what was measured until then."
 
 
 def weights_row(described: Mapping[str, Any]) -> dict[str, str]:
@@ -241,7 +243,8 @@ def framed(
     colour : bool
         False leaves out every escape code.
     """
-    stopped = [] if result["complete"] else [paragraph(_INCOMPLETE, "bold red")]
+    incomplete = _incomplete(result.get("incomplete_reason"))
+    stopped = [] if result["complete"] else [paragraph(incomplete, "bold red")]
     parts: list[RenderableType] = [*stopped]
     if stopped:
         parts += [paragraph(why)] * bool(why) + [Text()] * spaced

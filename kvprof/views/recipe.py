@@ -326,6 +326,7 @@ def _ticks(span: float) -> list[float]:
 
 _TITLES = ("recipe", "of", "profiles", "claim")
 _GAP = 2  # columns
+_NARROW = 100
 
 
 def listing(recipes: Sequence[Mapping[str, Any]]) -> DataTable:
@@ -350,6 +351,8 @@ def lines(recipes: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
     width : int
     """
     rows = [_TITLES, *(_row(one) for one in recipes)]
+    if width < _NARROW:  # what a claim is about says more than at what sizes it can be looked at
+        rows = [(*row[:2], "", row[3]) for row in rows]
     # A claim has what the others leave; of an item and its paper the beginning says which it is.
     widest = [max(len(row[index]) for row in rows) for index in range(3)]
     widest[1] = min(widest[1], max(len("FDC, Table 10"), width // 5))
@@ -357,6 +360,8 @@ def lines(recipes: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
     for index, row in enumerate(rows):
         line = Text(no_wrap=True, style="bold" if not index else "")
         for words, columns in zip(row, widest, strict=False):
+            if not columns:
+                continue
             cell = Text(words, end="")
             cell.truncate(columns, overflow="ellipsis", pad=True)
             line.append_text(cell).append(" " * _GAP)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvprof.errors import FailedError
 from kvprof.evaluation.recorded_rates import RecordedRate
 from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.models.load import load_model
 from kvprof.records.schema import validate_result
@@ -472,6 +474,8 @@ def test_ctrl_c_keeps_the_rows_that_were_made(
     rows = result["data"]["fit"]["rows"]
     assert {row["label"] for row in rows} <= {"full", "fp8"}
     assert "fp8" in {row["label"] for row in rows}
+    missing = {one["label"]: one["reason"] for one in result["data"]["fit"]["missing"]}
+    assert missing["kq"] == "interrupted before it was planned"
 
 
 def test_a_model_that_no_plan_fits_is_told_so(tmp_path: Path) -> None:
@@ -479,6 +483,23 @@ def test_a_model_that_no_plan_fits_is_told_so(tmp_path: Path) -> None:
     for arguments in (("--fit", "1GB", "--rate", 0.2), ("--method", "fp8")):
         done = kvprof("plan", folder, *arguments)
         assert (done.code, "multi-head latent attention" in done.error) == (2, True)
+
+
+def test_a_plan_that_could_not_be_saved_is_not_said_to_be(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as on a disk that became full; what was planned is shown all the same."""
+
+    def full(made: Plan, path: Path, *, force: bool) -> None:
+        raise FailedError(f"cannot write {path.name}: No space left on device")
+
+    monkeypatch.setattr("kvprof.commands.plan_run.save_plan", full)
+    asked = ("--method", "kq", "--rate", 0.2, *COARSE, "--save", tmp_path / "kq.plan")
+    done = kvprof("plan", tiny_folder, *asked)
+    assert done.code == 1
+    assert "kq.plan: No space left" in done.error
+    assert "kq stores" in done.stdout
+    assert "kq.plan" not in done.stdout
 
 
 TEXT = ("--seq-len", 64, "--tasks", "none")  # reading questions takes longer than refusing
@@ -491,6 +512,7 @@ TEXT = ("--seq-len", 64, "--tasks", "none")  # reading questions takes longer th
         ("plan", ("--method", "fdc-4bit", "--rate", 0.999), "reaches rates from"),
         ("eval", ("--method", "svd-kv", "--rate", 0.999, *TEXT), "svd-kv reaches rates from"),
         ("plan", ("--method", "palu", "--removal", 0.1), "palu has none here; give --rate"),
+        ("plan", ("--fit", "1GB", "--target", "foo=0.9"), "--target: 'foo' is not measured here"),
         ("eval", ("--method", "xkv", "--rate", 0.1, *TEXT), "xkv reaches rates from"),
         (
             "eval",

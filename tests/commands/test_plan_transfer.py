@@ -181,6 +181,9 @@ def test_what_is_not_decoded_from_says_so_and_fits_nothing(
     assert row["at"][0]["seconds"] == [pytest.approx(row["at"][0]["bytes"] / 1e6)]
     assert [one["label"] for one in fitting["missing"]] == ["kvtc"]
     assert "kvtc" not in [one["label"] for one in fitting["rows"]]
+    done = kvprof("plan", tiny_folder, "--fit", "2MB", *asked[:4], *own)
+    assert "not for decoding from it" in " ".join(done.stdout.split())
+    assert "calibrating" not in done.stderr
 
 
 @pytest.mark.parametrize("columns", [80, 120])
