@@ -25,6 +25,7 @@ from kvprof.serving.load.server import (
     server_variables,
     told_variables,
 )
+from kvprof.serving.plugin import check_found
 from kvprof.serving.settings import load_format_of
 
 if TYPE_CHECKING:
@@ -191,7 +192,6 @@ def started_servers(
         Without vLLM, or where it would not find kvprof's plug-in.
     """
     from kvprof.serving.load.target import ServedTarget
-    from kvprof.serving.plugin import check_found
 
     files = {path.name: path for path in plans}
     _refuse_long(model.folder, lengths)
