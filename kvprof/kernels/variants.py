@@ -18,10 +18,11 @@ class Variant:
     ----------
     name : str
     kernel : JITFunction
-    signature : dict
-        Types of its arguments.
+    types : dict
+        Of its arguments that are not ``i32``: pointers, and numbers in fp32.
     constants : dict
-        Compile-time arguments; `DEPENDENT` is false where the architecture has no such launches.
+        Compile-time arguments, and those that it runs without; `DEPENDENT` is false where the
+        architecture has no such launches.
     warps : int
     stages : int
         Of the compiler's software pipeline, where the kernel leaves it to the launch.
@@ -29,7 +30,18 @@ class Variant:
 
     name: str
     kernel: Any
-    signature: dict[str, str]
+    types: dict[str, str]
     constants: dict[str, Any]
     warps: int
     stages: int = 3
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Types of all its arguments but the constants."""
+        # Only compile-time parameters are annotated: one that `constants` forgot is not made a
+        # number here, and a type of none of the kernel's parameters stays; Triton refuses both.
+        fixed = self.constants.keys() | self.kernel.fn.__annotations__.keys()
+        numbers = dict.fromkeys(
+            (name for name in self.kernel.arg_names if name not in fixed), "i32"
+        )
+        return numbers | {name: kind for name, kind in self.types.items() if name not in fixed}

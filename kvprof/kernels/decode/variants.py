@@ -26,7 +26,7 @@ def decode_form(
     size = 4 if dtype == "fp32" else 2
     tuning = built_for(tuning_for(layout, schedule), size, page)
     lists = {"lists": "*i32", "counts": "*i32"} if schedule == "lpt" else {}
-    signature = {
+    types = {
         "queries": f"*{dtype}",
         "cache": f"*{dtype}",
         "partial": "*fp32",
@@ -36,14 +36,8 @@ def decode_form(
         "table": "*i32",
         "trace": "*i32",
         **lists,
-        "table_row": "i32",
-        "capacity": "i32",
-        "stride": "i32",
-        "query_row": "i32",
-        "widest": "i32",
         "scale": "fp32",
         "cap": "fp32",
-        **({"longest": "i32"} if lists else {}),
     }
     constants = {
         "KINDS": kind_table(tuple(widths), tuning.tile, page),
@@ -57,11 +51,11 @@ def decode_form(
         "DEPENDENT": True,
     }
     kernel = decode_lists if lists else decode_pieces
-    return Variant(f"decode {name} {dtype}", kernel, signature, constants, tuning.warps)
+    return Variant(f"decode {name} {dtype}", kernel, types, constants, tuning.warps)
 
 
 def _merge(width: int, most: int, *, beside: bool) -> Variant:
-    signature = {
+    types = {
         "partial": "*fp32",
         "logs": "*fp32",
         "parts": "*i32",
@@ -71,7 +65,6 @@ def _merge(width: int, most: int, *, beside: bool) -> Variant:
         "counters": "*i32",
         "beside": "*bf16",
         "beside_logs": "*fp32",
-        "output_row": "i32",
     }
     constants = {
         "GROUP": 4,
@@ -86,21 +79,18 @@ def _merge(width: int, most: int, *, beside: bool) -> Variant:
         "DEPENDENT": True,
     }
     name = "decode merge, beside others" if beside else "decode merge"
-    return Variant(name, merge_pieces, signature, constants, 4)
+    return Variant(name, merge_pieces, types, constants, 4)
 
 
-_TASKS = {
-    **{"lengths": "*i32", "starts": "*i32", "heads": "*i64", "firsts": "*i32"},
-    **dict.fromkeys(("count", "capacity", "most", "whole", "workers"), "i32"),
-}
+_TASKS = {"lengths": "*i32", "starts": "*i32", "heads": "*i64", "firsts": "*i32"}
 _CUT = {"HEADS": 8, "STARTS": True, "DEPENDENT": True}
 
 
 def _cut(name: str, tasks: int) -> Variant:
-    signature = {**_TASKS, "items": "*i32", "parts": "*i32", "room": "i32"}
+    types = {**_TASKS, "items": "*i32", "parts": "*i32"}
     cut = cutting(tasks)
     warps = cut.pop("num_warps")
-    return Variant(name, cut_equal, signature, {**_CUT, **cut}, warps)
+    return Variant(name, cut_equal, types, {**_CUT, **cut}, warps)
 
 
 _RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))

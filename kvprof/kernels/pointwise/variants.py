@@ -5,40 +5,26 @@ from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
 
-_STRIDES = (
-    *(
-        f"{own}_{axis}"
-        for own in ("query", "key", "query_out", "key_out")
-        for axis in ("row", "head")
-    ),
-    *("cos_row", "sin_row"),
-)
-_TENSORS = ("query", "keys", "query_out", "keys_out", "cos", "sin")
-
 #: Llama-3.1-8B's sizes.
 VARIANTS = (
     Variant(
         "pointwise norm bf16",
         normalise_rows,
-        {
-            **dict.fromkeys(("states", "weight", "output"), "*bf16"),
-            "row_stride": "i32",
-            "eps": "fp32",
-        },
+        {**dict.fromkeys(("states", "weight", "output"), "*bf16"), "eps": "fp32"},
         {"WIDTH": 4096, "BLOCK": 4096},
         8,
     ),
     Variant(
         "pointwise rotation bf16",
         rotate_heads,
-        {**dict.fromkeys(_TENSORS, "*bf16"), **dict.fromkeys(_STRIDES, "i32")},
+        dict.fromkeys(("query", "keys", "query_out", "keys_out", "cos", "sin"), "*bf16"),
         {"QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64},
         1,
     ),
     Variant(
         "pointwise gate bf16",
         gate_rows,
-        {**dict.fromkeys(("gate", "up", "output"), "*bf16"), "count": "i32"},
+        dict.fromkeys(("gate", "up", "output"), "*bf16"),
         {"BLOCK": 1024},
         4,
     ),

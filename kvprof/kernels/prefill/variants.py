@@ -24,7 +24,7 @@ def _prefill(
     tuning: Tuning | None = None,
 ) -> Variant:
     tile = (tuning or Tuning()).tile(key_width, value_width, 2, _SHARED)
-    signature = {
+    types = {
         "queries": f"*{dtype}",
         "cache": f"*{dtype}",
         "output": f"*{dtype}",
@@ -37,17 +37,8 @@ def _prefill(
         "order": "*i32",
         "table": "*i32",
         "trace": "*i64",
-        "first_block": "i32",
-        "own_heads": "i32",
-        "tokens": "i32",
-        "capacity": "i32",
-        "stride": "i32",
-        "table_row": "i32",
-        "query_row": "i32",
-        "output_row": "i32",
         "scale": "fp32",
         "softcap": "fp32",
-        "window": "i32",
     }
     constants = {
         "KINDS": kind_table((TiledWidths(key_width, value_width, tile),)),
@@ -63,20 +54,14 @@ def _prefill(
         "TRACE": False,
     }
     return Variant(
-        f"prefill {name} {dtype}", prefill_blocks, signature, constants, tile.warps, tile.stages
+        f"prefill {name} {dtype}", prefill_blocks, types, constants, tile.warps, tile.stages
     )
 
 
 def _cut() -> Variant:
-    signature = {
-        "starts": "*i32",
-        "lengths": "*i32",
-        "blocks": "*i32",
-        "count": "i32",
-        "capacity": "i32",
-    }
+    types = {"starts": "*i32", "lengths": "*i32", "blocks": "*i32"}
     constants = {"GROUP": 4, "ROWS": 128, "LANES": 256}
-    return Variant("prefill cut", cut_rows, signature, constants, 1)
+    return Variant("prefill cut", cut_rows, types, constants, 1)
 
 
 #: Full width, the uniform half, the most chunks, everything that models add, a wide latent, wide

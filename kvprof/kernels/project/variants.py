@@ -13,27 +13,6 @@ __all__ = ["VARIANTS"]
 
 _STATES = (("query", "query_bases"), ("keys", "key_bases"), ("values", "value_bases"))
 _DESTINATION = ("start", "valid", "slots")
-_NUMBERS = (
-    "count",
-    "rows",
-    "tokens",
-    "pool",
-    "capacity",
-    "distance",
-    "query_row",
-    "query_token",
-    "query_head",
-    "key_row",
-    "key_token",
-    "key_head",
-    "value_row",
-    "value_token",
-    "value_head",
-    "cos_row",
-    "cos_token",
-    "sin_row",
-    "sin_token",
-)
 
 
 def _project(
@@ -60,14 +39,13 @@ def _project(
     for stream, (states, bases) in enumerate(_STATES):
         missing |= set() if stream in streams else {states, bases}
     missing |= set() if value_depth else {"value_bases"}
-    tensors = {
+    types = {
         **{tensor: f"*{dtype}" for pair in _STATES for tensor in pair},
         **dict.fromkeys(("cos", "sin", "output", "buffer"), f"*{dtype}"),
         **dict.fromkeys(_DESTINATION, "*i32"),
         "slots": "*i64",
         "units": "*i64",
     }
-    signature = {key: kind for key, kind in tensors.items() if key not in missing}
     constants: dict[str, Any] = {
         **dict.fromkeys(sorted(missing)),
         "CASES": tuple(number for case in cases for number in case),
@@ -86,8 +64,7 @@ def _project(
         "STAGES": tuning.stages,
         "DEPENDENT": True,
     }
-    signature |= dict.fromkeys(_NUMBERS, "i32")
-    return Variant(f"project {name} {dtype}", project_rows, signature, constants, tuning.warps)
+    return Variant(f"project {name} {dtype}", project_rows, types, constants, tuning.warps)
 
 
 def _cases(*widths: int, streams: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ __all__ = ["VARIANTS"]
 
 
 def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
-    signature = {
+    types = {
         "queries": f"*{dtype}",
         "cache": f"*{dtype}",
         "up": f"*{dtype}",
@@ -23,9 +23,6 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
         "items": "*i32",
         "groups": "*i64",
         "table": "*i32",
-        "table_row": "i32",
-        "capacity": "i32",
-        "stride": "i32",
         "scale": "fp32",
         "cap": "fp32",
     }
@@ -38,7 +35,7 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
     return Variant(
         f"reconstruct {name} {dtype}",
         reconstruct_pieces,
-        signature,
+        types,
         constants,
         form.tuning.warps,
         form.tuning.stages,
@@ -46,7 +43,7 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
 
 
 def _pages(name: str, form: Form, dtype: str) -> Variant:
-    signature = {
+    types = {
         "cache": f"*{dtype}",
         "up": f"*{dtype}",
         "value_up": f"*{dtype}",
@@ -57,12 +54,9 @@ def _pages(name: str, form: Form, dtype: str) -> Variant:
         "groups": "*i64",
         "heads": "*i64",
         "columns": "*i32",
-        "stride": "i32",
-        "row": "i32",
-        "positions": "i32",
     }
     constants = {**page_constants(form, values=True), "angle_rows": 64, "angle_columns": 1}
-    return Variant(f"reconstruct {name} {dtype}", rebuild_pages, signature, constants, WARPS)
+    return Variant(f"reconstruct {name} {dtype}", rebuild_pages, types, constants, WARPS)
 
 
 def _form(

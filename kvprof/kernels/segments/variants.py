@@ -40,7 +40,7 @@ def segments_form(
     family = of_kinds(layout, layout.kinds)
     tuning = tuning_for(family)
     run = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    signature = {
+    types = {
         "queries": f"*{run}",
         "octets": "*u8",
         "full": f"*{run}",
@@ -53,72 +53,45 @@ def segments_form(
         "parts": "*i32",
         "units": "*i64",
         "table": "*i32",
-        "tasks": "i32",
-        "shares": "i32",
-        "blocks": "i32",
-        "table_row": "i32",
-        "stride": "i32",
-        "query_row": "i32",
         "scale": "fp32",
         "cap": "fp32",
     }
     fixed = constants(layout.heads, family, tuning, softcap=False, fast=True) | {"DEPENDENT": True}
     return Variant(
-        f"segments {name} {run}", segment_pieces, signature, fixed, tuning.warps, tuning.stages
+        f"segments {name} {run}", segment_pieces, types, fixed, tuning.warps, tuning.stages
     )
 
 
 def _move(name: str, keys: Bits, values: Bits) -> Variant:
     segment = Segment(RaggedLayout((64,), (64,), 4, 1, 64), keys, values)
-    signature = {
+    types = {
         "source": "*bf16",
         "octets": "*u8",
         "full": "*bf16",
         "halfs": "*fp16",
         "stretches": "*i64",
         "columns": "*i64",
-        "pitch": "i32",
         "origins": "*i32",
         "targets": "*i32",
         "low": "*i1",
-        "count": "i32",
-        "source_capacity": "i32",
-        "source_height": "i32",
-        "source_first": "i32",
-        "source_blocks": "i32",
-        "source_row": "i32",
-        "source_page": "i32",
-        "capacity": "i32",
-        "pool": "i32",
-        "first": "i32",
-        "blocks": "i32",
-        "stride": "i32",
     }
     fixed: dict[str, Any] = {**move_constants(SegmentsLayout((segment,)), 0), "LOW": True}
     fixed |= {"POOLED": True, "DEPENDENT": True}
-    return Variant(f"segments move {name} bf16", move_tokens, signature, fixed, 1)
+    return Variant(f"segments move {name} bf16", move_tokens, types, fixed, 1)
 
 
 def _restore(name: str, segment: Segment) -> Variant:
-    signature = {
+    types = {
         "planes": "*bf16",
         "octets": "*u8",
         "full": "*bf16",
         "halfs": "*fp16",
         "stretches": "*i64",
         "columns": "*i64",
-        "pitch": "i32",
         "slots": "*i64",
-        "count": "i32",
-        "room": "i32",
-        "capacity": "i32",
-        "pool": "i32",
-        "first": "i32",
-        "blocks": "i32",
-        "stride": "i32",
     }
     fixed = restore_constants(SegmentsLayout((segment,)), 0)
-    return Variant(f"segments restore {name} bf16", restore_tokens, signature, fixed, RESTORE_WARPS)
+    return Variant(f"segments restore {name} bf16", restore_tokens, types, fixed, RESTORE_WARPS)
 
 
 _RAGGED = ((112, 48), (32, 80))
@@ -142,18 +115,15 @@ def _own(geometry: type[Side]) -> list[Variant]:
     ]
 
 
-_UNITS = {
-    **{"lengths": "*i32", "units": "*i64", "firsts": "*i32", "counters": "*i32"},
-    **dict.fromkeys(("count", "batch", "pieces", "counted", "near"), "i32"),
-}
+_UNITS = {"lengths": "*i32", "units": "*i64", "firsts": "*i32", "counters": "*i32"}
 _CUT = {"HEADS": 8, "SEGMENTS": 3, "DEPENDENT": True}
 
 
 def _cut(name: str, tasks: int) -> Variant:
-    signature = {**_UNITS, "items": "*i32", "parts": "*i32", "room": "i32"}
+    types = {**_UNITS, "items": "*i32", "parts": "*i32"}
     cut = cutting(tasks)
     warps = cut.pop("num_warps")
-    return Variant(name, cut_units, signature, {**_CUT, **cut}, warps)
+    return Variant(name, cut_units, types, {**_CUT, **cut}, warps)
 
 
 #: Quantised ragged heads, in pages too, each named format of rows, what other geometries have,
