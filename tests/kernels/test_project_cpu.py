@@ -110,8 +110,8 @@ def test_operators_say_what_they_write():
     place = (made.buffer, *widths, LAYOUT.batch, LAYOUT.capacity, made.start, None, None)
     rope = (made.cos, made.sin, turn)
     checks = {
-        queries_operator: (made.query, bases, widths[0], *rope),
-        keys_operator: (made.keys, bases, *place, *rope),
+        queries_operator: (made.query, bases, widths[0]),
+        keys_operator: (made.keys, bases, *place),
         values_operator: (made.values, None, *place),
         step_operator: (
             made.query,
@@ -160,6 +160,10 @@ def refusals():
     slots = torch.zeros(2 * 3, dtype=torch.int64)
     yield "both", lambda c: c | {"slots": slots}, "neither start"
     yield "neither", lambda c: c | {"start": None}, "give start, or slots"
+
+
+def rotary_refusals():
+    """The same of RoPE's tables."""
     yield "sin", lambda c: c | {"sin": None}, "both"
     yield "no tables", lambda c: c | {"cos": None, "sin": None}, "without cos"
     yield "tables", lambda c: c | {"cos": c["cos"][:, :2]}, "cos of shape"
@@ -168,12 +172,13 @@ def refusals():
     yield "too far", lambda c: c | {"offset": 48}, "48"
 
 
-@pytest.mark.parametrize(
-    ("change", "said"), [(c, s) for _, c, s in refusals()], ids=[name for name, _, _ in refusals()]
-)
-def test_what_does_not_fit_is_refused(change, said):
-    case = Case(LAYOUT, 64, 3, (5, 9), rope=Rope(32, full=True))
-    made = Pass(case, torch.float32, CPU, 4)
+def named(cases):
+    """Return what parametrizes a test with cases that bring their names."""
+    return [pytest.param(*rest, id=name) for name, *rest in cases]
+
+
+def good_call(rope):
+    made = Pass(Case(LAYOUT, 64, 3, (5, 9), rope=rope), torch.float32, CPU, 4)
     good = {
         "keys": made.keys,
         "bases": made.bases,
@@ -182,9 +187,23 @@ def test_what_does_not_fit_is_refused(change, said):
         "start": made.start,
         **made.rotary,
     }
+    return made, good
+
+
+@pytest.mark.parametrize(("change", "said"), named(refusals()))
+def test_what_does_not_fit_is_refused(change, said):
+    _, good = good_call(None)
     project_keys(**good)
     with pytest.raises(UsageError, match=said):
         project_keys(**change(good))
+
+
+@pytest.mark.parametrize(("change", "said"), named(rotary_refusals()))
+def test_rope_that_does_not_fit_is_refused(change, said):
+    made, good = good_call(Rope(32, full=True))
+    project_step(made.query, values=made.values, **good)
+    with pytest.raises(UsageError, match=said):
+        project_step(made.query, values=made.values, **change(good))
 
 
 def test_values_and_passes_that_do_not_fit_are_refused():

@@ -8,7 +8,7 @@ import torch
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
 from kvprof.kernels.project.reference import reference_project, reference_store
-from kvprof.kernels.project.step import project_keys
+from kvprof.kernels.project.step import project_step
 from kvprof.models.interface import Rotation
 from kvprof.runtime.rotary import rotated
 
@@ -55,7 +55,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_keys_turn_as_the_model_turns_them(scheme):
+def test_states_turn_as_the_model_turns_them(scheme):
     model, dim, offset, theirs, ours, interleaved, sliced, transposed = scheme
     generator = torch.Generator().manual_seed(7)
     keys = torch.randn(BATCH, HEADS, TOKENS, WIDTH, generator=generator)
@@ -73,8 +73,11 @@ def test_keys_turn_as_the_model_turns_them(scheme):
     bases = [torch.randn(WIDTH, width, generator=generator) / 8 for width in layout.key_widths]
     buffer = torch.zeros(layout.elements)
     start = torch.tensor([4, 11], dtype=torch.int32)
-    project_keys(
-        keys.transpose(1, 2),
+    states = keys.transpose(1, 2)
+    queries = project_step(
+        states,
+        states,
+        torch.zeros(BATCH, TOKENS, sum(layout.value_widths)),
         basis_set(bases),
         layout,
         buffer,
@@ -86,5 +89,7 @@ def test_keys_turn_as_the_model_turns_them(scheme):
         interleaved=interleaved,
     )
     empty = torch.zeros(layout.elements)
-    stored = reference_store(layout, empty, reference_project(turned, bases), None, [4, 11])
+    latents = reference_project(turned, bases)
+    stored = reference_store(layout, empty, latents, None, [4, 11])
     assert float((buffer - stored).abs().max()) < 1e-5
+    assert float((queries - torch.cat(latents, dim=-1)).abs().max()) < 1e-5

@@ -1,9 +1,10 @@
 """FDC's online compression: what a layer calls between its projections and its attention.
 
-Q and K of a token are turned by RoPE, multiplied by their head's basis and cut to its width; K goes
-into the packed cache at once, Q to the dense rows that `decode` and `prefill` take. V goes into the
-cache beside K: as latents where its basis was folded into ``W_V``, through its basis where not. At
-decode, `project_step` does all three in one launch (FDC §5.1, §5.2; ZACK §4.3).
+Q and K of a token are multiplied by their head's basis and cut to its width; K goes into the packed
+cache at once, Q to the dense rows that `decode` and `prefill` take. V goes into the cache beside K:
+as latents where its basis was folded into ``W_V``, through its basis where not. `project_step` does
+all three in one launch, and turns Q and K by RoPE before where it is given tables (FDC §5.1, §5.2;
+ZACK §4.3).
 
 Where tokens go: token i of sequence b is stored at place ``start[b] + i``. With `valid`, the first
 ``valid[b]`` tokens (left padding) are not stored and leave no gap: token i lies at
@@ -88,14 +89,9 @@ def queries_operator(
     query: Tensor,
     bases: Tensor,
     widths: Sequence[int],
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rotation: Sequence[int],
 ) -> Tensor:
     """Return dense rows of projected queries; see `project_queries`."""
-    output = _run(
-        Work(query=Stream(query, bases, tuple(widths)), rotary=_rotary(cos, sin, rotation))
-    )
+    output = _run(Work(query=Stream(query, bases, tuple(widths))))
     assert output is not None
     return output
 
@@ -107,7 +103,7 @@ def _dense(query: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 @queries_operator.register_fake
-def _(query: Tensor, bases: Tensor, widths: Sequence[int], *rest: object) -> Tensor:
+def _(query: Tensor, bases: Tensor, widths: Sequence[int]) -> Tensor:
     return _dense(query, widths)
 
 
@@ -123,15 +119,11 @@ def keys_operator(
     start: Tensor | None,
     valid: Tensor | None,
     slots: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rotation: Sequence[int],
 ) -> None:
     """Store projected keys; see `project_keys`."""
     widths = (tuple(key_widths), tuple(value_widths))
     destination = Destination(buffer, *widths, pool, capacity, start, valid, slots)
-    stream = Stream(keys, bases, widths[0])
-    _run(Work(keys=stream, rotary=_rotary(cos, sin, rotation), destination=destination))
+    _run(Work(keys=Stream(keys, bases, widths[0]), destination=destination))
 
 
 @keys_operator.register_fake
@@ -341,17 +333,7 @@ def checked_rotary(
 # --- The calls.
 
 
-def project_queries(
-    query: Tensor,
-    bases: BasisSet,
-    layout: RaggedLayout,
-    *,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    rotary_dim: int | None = None,
-    offset: int = 0,
-    interleaved: bool = False,
-) -> Tensor:
+def project_queries(query: Tensor, bases: BasisSet, layout: RaggedLayout) -> Tensor:
     """Return projected queries, ``[batch, tokens, Σ_g G·dk_g]``.
 
     Parameters
@@ -362,14 +344,6 @@ def project_queries(
         ``[d, dk]`` per KV head, which its G query heads share.
     layout : RaggedLayout
         Of the cache they will meet.
-    cos, sin : Tensor, optional
-        Tables of angles.
-    rotary_dim : int, optional
-        Dimensions that turn; by default all from `offset` on.
-    offset : int
-        Where they begin in a head.
-    interleaved : bool
-        Pairs are (2i, 2i + 1) and not (i, i + rotary_dim/2).
 
     Raises
     ------
@@ -378,8 +352,7 @@ def project_queries(
     """
     check_states("queries", query, bases, layout.heads * layout.group)
     check_widths("key", bases, layout.key_widths)
-    rotation = checked_rotary(query, cos, sin, rotary_dim, offset, interleaved)
-    made: Tensor = queries_operator(query, bases.packed, list(bases.widths), cos, sin, rotation)
+    made: Tensor = queries_operator(query, bases.packed, list(bases.widths))
     return made
 
 
@@ -390,15 +363,10 @@ def project_keys(
     buffer: Tensor,
     start: Tensor | None,
     *,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    rotary_dim: int | None = None,
-    offset: int = 0,
-    interleaved: bool = False,
     valid: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> None:
-    """Turn keys, multiply them by their heads' bases and store them.
+    """Multiply keys by their heads' bases and store them.
 
     Parameters
     ----------
@@ -414,8 +382,6 @@ def project_keys(
     start : Tensor or None
         ``[batch]`` int32, on the device: where each sequence's first stored token goes; -1 for a
         sequence that stores nothing. None where there are slots.
-    cos, sin, rotary_dim, offset, interleaved
-        As `project_queries` takes them.
     valid : Tensor, optional
         ``[batch]`` int32: leading tokens that are padding and are skipped.
     slots : Tensor, optional
@@ -429,10 +395,7 @@ def project_keys(
     check_states("keys", keys, bases, layout.heads)
     check_widths("key", bases, layout.key_widths)
     check_destination(keys, layout, buffer, start, valid, slots)
-    rotation = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
-    keys_operator(
-        keys, bases.packed, buffer, *_shape(layout), start, valid, slots, cos, sin, rotation
-    )
+    keys_operator(keys, bases.packed, buffer, *_shape(layout), start, valid, slots)
 
 
 def store_values(
@@ -528,8 +491,16 @@ def project_step(
     bases : BasisSet
         Of K, and of Q too unless `query_bases` is given (methods whose pair of bases differs).
     query_bases, value_bases : BasisSet, optional
-    layout, buffer, start, cos, sin, rotary_dim, offset, interleaved, valid, slots
+    layout, buffer, start, valid, slots
         As `project_keys` takes them.
+    cos, sin : Tensor, optional
+        Tables of angles.
+    rotary_dim : int, optional
+        Dimensions that turn; by default all from `offset` on.
+    offset : int
+        Where they begin in a head.
+    interleaved : bool
+        Pairs are (2i, 2i + 1) and not (i, i + rotary_dim/2).
     blocks : int
         Of a head, where these lie one after another in a row, each with planes for the layout's
         capacity (`kvprof.kernels.segments.layout`); tokens go into the first.

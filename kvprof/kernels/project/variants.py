@@ -76,8 +76,8 @@ _STEP = tuning_for(8, torch.bfloat16)
 _PROMPT = tuning_for(4096, torch.bfloat16)
 _FP32 = tuning_for(4096, torch.float32)
 
-#: A decoding step with V folded; one with V through its basis, partial RoPE and pages; a prompt's
-#: keys with neighbours as pairs; a prompt's queries in fp32.
+#: A decoding step with V folded; one with V through its basis, partial RoPE and pages; a prompt
+#: with neighbours as pairs; a prompt's queries in fp32.
 VARIANTS = (
     _project(
         "step",
@@ -104,7 +104,7 @@ VARIANTS = (
         "prompt",
         "bf16",
         _PROMPT,
-        _cases(16, 32, 64, 128, streams=(KEYS,)),
+        _cases(16, 32, 64, 128, streams=_ALL),
         depth=128,
         dim=128,
         interleaved=True,
