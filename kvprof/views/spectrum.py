@@ -8,7 +8,6 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.errors import UsageError
 from kvprof.views.figure import draw_curves, draw_map, new_figure, titled
 from kvprof.views.heatmap import rank_maps
 from kvprof.views.numbers import number, percent, rate_text, span
@@ -30,7 +29,7 @@ PAIR_NAMES = {
     "w_v": "weight of the value projection",
 }
 
-#: Without a rate asked for, the removal rate whose dim_rate is nearest this is shown.
+#: Summary, heat maps and figure show the removal rate whose dim_rate is nearest this.
 _SHOWN_DIM_RATE = 0.5
 
 Result = Mapping[str, Any]
@@ -46,11 +45,7 @@ _EFFECTIVE_RANK = (
 
 
 def report(
-    result: Mapping[str, Any],
-    width: int | None = None,
-    colour: bool = True,
-    *,
-    removal_rate: float | None = None,
+    result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
     """Return the report for people.
 
@@ -62,17 +57,9 @@ def report(
         Columns at most; None takes the console's.
     colour : bool
         False leaves out every escape code.
-    removal_rate : float or None
-        Which of the result's removal rates summary and heat maps show; by default the one whose
-        ``dim_rate`` is nearest 0.5.
-
-    Raises
-    ------
-    UsageError
-        When `removal_rate` is not in the result.
     """
-    chosen = _chosen_removal(result, removal_rate)
-    parts: list[RenderableType] = [paragraph(summary(result, removal_rate))]
+    chosen = _chosen_removal(result)
+    parts: list[RenderableType] = [paragraph(summary(result))]
     parts += [paragraph(f"Note: {label}.", "bold") for label in result["inputs"].get("labels", ())]
     if chosen is not None:
         parts += [heading("Removal rates"), _removal_table(result)]
@@ -84,7 +71,7 @@ def report(
         parts += [paragraph(f"{_EFFECTIVE_RANK} {_PUBLISHED_CV}", "dim")]
         parts += [Text(), _plot(result)]
     if chosen is not None:
-        parts += _heat_maps(chosen, stated=removal_rate is not None)
+        parts += _heat_maps(chosen)
     return framed(
         result,
         parts,
@@ -95,20 +82,18 @@ def report(
     )
 
 
-def summary(result: Mapping[str, Any], removal_rate: float | None = None) -> str:
+def summary(result: Mapping[str, Any]) -> str:
     """Return one paragraph that answers how far this cache can go.
 
     Parameters
     ----------
     result : mapping
         Of ``kvprof spectrum``.
-    removal_rate : float or None
-        As for `report`.
     """
     pairs = result["data"]["pairs"]
     if not pairs:
         return "Nothing was measured."
-    chosen = _chosen_removal(result, removal_rate)
+    chosen = _chosen_removal(result)
     if chosen is None:
         sentences = [
             f"{capitalised(PAIR_NAMES.get(name, name))} ({name}) have an effective rank of "
@@ -193,9 +178,9 @@ def _plot(result: Mapping[str, Any]) -> RenderableType:
     )
 
 
-def _heat_maps(chosen: Mapping[str, Any], *, stated: bool) -> list[RenderableType]:
-    why = "" if stated else f" (dim_rate {chosen['dim_rate']:.2f}, nearest {_SHOWN_DIM_RATE:g})"
-    at = f"at removal rate {rate_text(chosen['removal_rate'])}{why}"
+def _heat_maps(chosen: Mapping[str, Any]) -> list[RenderableType]:
+    why = f"dim_rate {chosen['dim_rate']:.2f}, nearest {_SHOWN_DIM_RATE:g}"
+    at = f"at removal rate {rate_text(chosen['removal_rate'])} ({why})"
     return rank_maps(
         {
             f"Rank of {pair} by layer and head, {at}": chosen[f"ranks_{pair}"]
@@ -278,33 +263,20 @@ def _normalised_mean(pair: Result) -> list[float]:
     return [value / curve[0] for value in curve] if curve and curve[0] > 0 else []
 
 
-def _chosen_removal(result: Result, removal_rate: float | None = None) -> Result | None:
+def _chosen_removal(result: Result) -> Result | None:
     """Return the entry of ``data.removal`` that heat maps and summary show.
 
     Parameters
     ----------
     result : mapping
         Of ``kvprof spectrum``.
-    removal_rate : float or None
-        One of those in the result; by default the one whose ``dim_rate`` is nearest 0.5.
 
     Returns
     -------
     mapping or None
         None when the result has no removal rates (``qk`` or ``vo`` was not selected).
-
-    Raises
-    ------
-    UsageError
-        When the rate asked for is not in the result.
     """
     rows: Sequence[Result] = result["data"].get("removal") or ()
-    if removal_rate is not None:
-        for row in rows:
-            if abs(row["removal_rate"] - removal_rate) < 1e-9:
-                return row
-        known = ", ".join(f"{row['removal_rate']:g}" for row in rows) or "none"
-        raise UsageError(f"removal rate {removal_rate:g} is not in this result; it has {known}")
     return min(rows, key=lambda row: abs(row["dim_rate"] - _SHOWN_DIM_RATE), default=None)
 
 
@@ -538,7 +510,7 @@ def _rank_rows(row: Mapping[str, Any], of: str, pair: str, which: str) -> Iterat
 _BAND = (2.5, 97.5)  # per cent of the heads
 
 
-def figure(result: Mapping[str, Any], *, removal_rate: float | None = None) -> Any:
+def figure(result: Mapping[str, Any]) -> Any:
     """Return the curves (FDC Fig. 3, ZACK Fig. 5, 10) beside maps of the ranks of qk and vo.
 
     Mean, and the band that holds 95 % of the heads, are divided by the mean's first value.
@@ -547,8 +519,6 @@ def figure(result: Mapping[str, Any], *, removal_rate: float | None = None) -> A
     ----------
     result : mapping
         Of ``kvprof spectrum``.
-    removal_rate : float or None
-        Whose ranks are shown; by default the one whose ``dim_rate`` is nearest 0.5.
 
     Returns
     -------
@@ -559,10 +529,8 @@ def figure(result: Mapping[str, Any], *, removal_rate: float | None = None) -> A
     ------
     LackingError
         When matplotlib is not installed.
-    UsageError
-        When `removal_rate` is not in the result.
     """
-    chosen = _chosen_removal(result, removal_rate)
+    chosen = _chosen_removal(result)
     layers = 0 if chosen is None else len(chosen["ranks_qk"])
     # One row of a map needs 0.09 inches to be seen.
     drawing = new_figure(5.0 if chosen is None else 10.5, max(3.6, 0.09 * layers + 1.0))

@@ -3,7 +3,6 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from kvprof.errors import UsageError
 from kvprof.views.figure import figure_bytes
 from kvprof.views.spectrum import figure
 
@@ -23,15 +22,15 @@ def test_curves_and_bands_are_those_of_the_heads():
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["qk", "vo", "k", "v"]
 
 
-def test_maps_hold_the_ranks_of_the_rate():
+def test_maps_hold_the_ranks_of_the_rate_nearest_half():
     result = spectrum_result(heads=[4, 2], widths=[128, 64])
-    drawing = figure(result, removal_rate=0.1)
-    ranks = result["data"]["removal"][3]["ranks_vo"]
+    drawing = figure(result)
+    ranks = result["data"]["removal"][2]["ranks_vo"]
     image = drawing.axes[2].get_images()[0].get_array()
     assert image[0].tolist() == ranks[0]
     assert image[1, :2].tolist() == ranks[1]
     assert image.mask[1, 2:].all()
-    assert drawing.axes[2].get_title() == "rank of vo at 10 % removed"
+    assert drawing.axes[2].get_title() == "rank of vo at 5 % removed"
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,3 @@ def test_the_same_result_gives_the_same_svg():
 def test_an_incomplete_run_says_so():
     drawing = figure(spectrum_result(complete=False))
     assert drawing.axes[0].get_title().endswith("(incomplete)")
-
-
-def test_a_rate_not_in_the_result():
-    with pytest.raises(UsageError, match="is not in this result"):
-        figure(spectrum_result(), removal_rate=0.33)
