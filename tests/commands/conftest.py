@@ -22,3 +22,9 @@ def _few_documents(short_splits: Path) -> Iterator[None]:
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrate on few tokens where a command says nothing of it."""
     calibrate_on_few(monkeypatch)
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rates recorded on this machine are nobody's business here."""
+    monkeypatch.setenv("KVPROF_CACHE", str(tmp_path / "cache"))

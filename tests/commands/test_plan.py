@@ -16,14 +16,10 @@ from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
 from tests.models.folder import save_tiny
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 FINE = ("--grid", 1, "--minimum", 1)
 COARSE = ("--grid", 4, "--minimum", 4)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rates recorded on this machine are nobody's business here."""
-    monkeypatch.setenv("KVPROF_CACHE", str(tmp_path / "cache"))
 
 
 def plan_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:

@@ -13,14 +13,10 @@ from kvprof.records.result import build_result
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 FINE = ("--grid", 1, "--minimum", 1)
 LLAMA = "Llama-3.1-8B"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rates recorded on this machine are nobody's business here."""
-    monkeypatch.setenv("KVPROF_CACHE", str(tmp_path / "cache"))
 
 
 def moved(tmp_path: Path, *arguments: Any) -> dict[str, Any]:

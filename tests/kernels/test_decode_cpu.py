@@ -21,6 +21,7 @@ from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.tables import column
+from tests.kernels.numbers import error
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 widths = st.sampled_from([*range(16, 257, 16), *range(288, 513, 32)])
@@ -37,10 +38,6 @@ def states(layout: RaggedLayout, rows: int, dtype: torch.dtype, seed: int, scale
     )
     query = torch.randn(rows, layout.query_offsets[-1], generator=generator)
     return query.to(dtype), layout.packed(keys, values).to(dtype)
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from kvprof.kernels.prefill.paths import (
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, measured_path, prefill, prefill_operator
 from kvprof.kernels.prefill.tuning import HOPPER_WIDEST, shared_bytes
+from tests.kernels.numbers import error
 
 widths = st.integers(1, 10).map(lambda n: 16 * n)
 
@@ -41,10 +42,6 @@ def states(layout, tokens, dtype=torch.float32, seed=0, scale=1.0):
 
 def whole(numbers):
     return torch.tensor(numbers, dtype=torch.int32)
-
-
-def error(found, wanted):
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @st.composite

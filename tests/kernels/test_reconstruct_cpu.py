@@ -14,6 +14,7 @@ from kvprof.kernels.reconstruct.form import Form, Target, Tuning, arranged, bloc
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_operator, reconstruct_step, stored_step
 from tests.kernels.folded import folded_queries
+from tests.kernels.numbers import error
 
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
@@ -32,10 +33,6 @@ def states(layout: RaggedLayout, heads: int, head_dim: int, rotary_dim: int, dty
     query = random(layout.batch, layout.heads * layout.group * head_dim).to(dtype)
     angles = 3 * random(layout.capacity, rotary_dim // 2)
     return query, buffer, up, angles.cos(), angles.sin()
-
-
-def error(found, wanted) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @settings(max_examples=25, deadline=None)

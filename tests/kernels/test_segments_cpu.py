@@ -10,6 +10,7 @@ from kvprof.kernels.segments.cpu import segments_cpu
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_operator, segments_step
+from tests.kernels.numbers import error
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(uses_triton(CPU), reason="Triton interprets in this process")
@@ -43,10 +44,6 @@ def states(layout: SegmentsLayout, scale: float = 1.0) -> tuple[torch.Tensor, to
     row = layout.widest.query_offsets[-1]
     query = torch.randn(layout.batch, row, generator=generator).to(layout.dtype)
     return query, layout.packed(packed)
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize(

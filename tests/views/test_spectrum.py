@@ -40,13 +40,6 @@ def test_widths_are_respected(result, width):
     assert max(map(len, render_text(report(result), width).splitlines())) <= width
 
 
-def test_no_escape_code_without_colour(result):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=80, color_system="truecolor")
-    console.print(report(result, colour=False))
-    assert "\x1b" not in out.getvalue()
-
-
 def test_ascii_terminal(result):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)

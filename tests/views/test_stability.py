@@ -50,10 +50,7 @@ def test_widths_are_respected(name, width):
 
 
 def test_no_escape_code_without_colour(result):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=80, color_system="truecolor")
-    console.print(report(result, colour=False))
-    assert "\x1b" not in out.getvalue()
+    assert "\x1b" not in render_text(report(result, colour=False), 80, colour=True)
 
 
 def test_ascii_terminal(result):

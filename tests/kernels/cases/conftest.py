@@ -1,8 +1,9 @@
-"""Triton's interpreter, which does again at every call what it needs to do once."""
+"""Triton's interpreter, which does at every call what it needs to do once; memory that is NaN."""
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from kvprof.kernels.dispatch import interpreted
 
@@ -19,3 +20,12 @@ def _interpreter_that_remembers() -> Iterator[None]:
         remember(patch)
         yield
         forget()
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """New memory holds NaN: a workspace or an output that is read before it is written tells."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.zeros(1).new_empty(9, dtype=torch.float32).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

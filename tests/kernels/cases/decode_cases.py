@@ -18,6 +18,9 @@ from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.tables import Part, column
+from tests.kernels.numbers import error, whole
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -30,15 +33,6 @@ few = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    # New memory holds NaN: a workspace or an output that is read before it is written tells.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.zeros(1).new_empty(9, dtype=torch.float32).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def states(layout: RaggedLayout, rows: int, dtype: torch.dtype, seed: int, scale: float = 1.0):
@@ -59,14 +53,6 @@ def step(layout: RaggedLayout, *, pieces: int = 4, tile: int = 2048, **more) -> 
     return decode_step(
         layout, DEVICE, multiprocessors=2, tuning=Tuning(pieces=pieces, tile=tile), **more
     )
-
-
-def whole(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @st.composite

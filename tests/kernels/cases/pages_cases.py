@@ -26,6 +26,7 @@ from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_step
 from tests.kernels.column_runs import format_pairs, segment
+from tests.kernels.numbers import error, whole
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -38,14 +39,6 @@ EXAMPLES = 4 if GPU else 2 if interpreted() else 25
 few = settings(max_examples=EXAMPLES)
 # Interpreted, an example of many tiles takes half a minute.
 LONGEST, TILES = (90, [8192]) if interpreted() else (200, [1024, 8192])
-
-
-def whole(numbers: object) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 class Pool:

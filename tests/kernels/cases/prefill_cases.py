@@ -13,6 +13,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.paths import measured_path, quick_path, run_paths
 from kvprof.kernels.prefill.reference import reference_prefill
 from kvprof.kernels.prefill.step import Tile, Tuning, prefill, prefill_step
+from tests.kernels.numbers import error, whole
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -45,14 +46,6 @@ def poison(buffer: torch.Tensor, layout: RaggedLayout, row: int, tokens: slice) 
     for head in range(layout.heads):
         for plane in (part for side in layout.planes(buffer, head) for part in side):
             plane[row, tokens] = float("nan")
-
-
-def whole(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 widths = st.integers(1, 16).map(lambda n: 16 * n)

@@ -16,6 +16,7 @@ from kvprof.kernels.prefill.rows import RowsStep, rows_step
 from kvprof.kernels.prefill.schedules import BlockRow
 from kvprof.kernels.prefill.step import Tile, Tuning
 from kvprof.kernels.tables import column
+from tests.kernels.numbers import whole
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -30,10 +31,6 @@ def tuned(rows: int, keys: int) -> Tuning:
     """Small tiles, so that short prompts have many."""
     tile, small = Tile(rows, keys, 4, 2, 1), Tile(rows // 2, keys, 4, 2, 1)
     return Tuning(tile, small, small, small)
-
-
-def whole(numbers: object) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:

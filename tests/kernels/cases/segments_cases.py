@@ -21,6 +21,7 @@ from kvprof.kernels.segments.tables import Item, Unit
 from kvprof.kernels.tables import Part, column
 from tests.kernels.column_runs import FORMATS, format_pairs, runs
 from tests.kernels.column_runs import segment as segment_in
+from tests.kernels.numbers import error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
@@ -98,10 +99,6 @@ def run(prepared: SegmentsStep, query, buffer, lengths, scaling, **options):
         return prepared.run(query, buffer, schedule, scaling, **options)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 def check(layout: SegmentsLayout, lengths, query, buffer, scaling=0.09, **options) -> None:
