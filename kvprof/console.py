@@ -223,7 +223,7 @@ def _one_line(message: str) -> str:
 
 
 class Tracker:
-    """Handle that a long computation advances; see `track`. This one shows nothing."""
+    """Handle that a long computation advances; see `track`."""
 
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""
@@ -277,7 +277,7 @@ def status(description: str) -> Iterator[None]:
 
 
 @contextmanager
-def track(description: str, total: int, *, quiet: bool = False) -> Iterator[Tracker]:
+def track(description: str, total: int) -> Iterator[Tracker]:
     """Show a progress bar on stderr while the body runs; without a terminal a line now and then.
 
     Parameters
@@ -286,12 +286,7 @@ def track(description: str, total: int, *, quiet: bool = False) -> Iterator[Trac
         What is being done.
     total : int
         Number of units the body will `advance`.
-    quiet : bool
-        Show nothing.
     """
-    if quiet:
-        yield Tracker()
-        return
     console = _stderr()
     if not console.is_terminal:
         note(f"{description} …")

@@ -84,13 +84,6 @@ def test_a_terminal_shows_colour_and_a_bar_that_vanishes() -> None:
     assert "report" in uncoloured
 
 
-def test_a_quiet_tracker_counts_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.track("count", 2, quiet=True) as tracker:
-        tracker.advance(2)
-        tracker.describe("more")
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_log_gets_a_line_now_and_then() -> None:
     code = (
         "console._BETWEEN_LINES = {}\n"

@@ -233,8 +233,9 @@ def _inputs(
     harness: "HarnessSettings | None",
 ) -> dict[str, Any]:
     """Return every resolved input, so that a reader can repeat the run."""
+    from kvprof.evaluation.scores import RESAMPLES, SEED
+
     evaluator = sample.evaluator
-    settings = evaluator.settings
     return {
         "model": loaded.spec,
         "architecture": loaded.layout.architecture,
@@ -253,8 +254,8 @@ def _inputs(
         **sample.inputs(),
         "context": evaluator.context,
         "batch_size": evaluator.workload.batch_size,
-        "resamples": settings.resamples,
-        "seed": settings.seed,
+        "resamples": RESAMPLES,
+        "seed": SEED,
         "digest": evaluator.digest,
         "harness": list(harness.tasks) if harness is not None else None,
     }

@@ -24,6 +24,8 @@ from kvprof.evaluation.decode import (
     written_answers,
 )
 from kvprof.evaluation.scores import (
+    RESAMPLES,
+    SEED,
     Pair,
     TokenScores,
     answer_lengths,
@@ -74,17 +76,11 @@ class EvaluationSettings:
         Sequences at once; None by device and memory.
     worst : int
         Tokens of largest divergence to name.
-    resamples : int
-        Of the bootstrap.
-    seed : int
-        Of the bootstrap.
     """
 
     teacher_forced: bool = False
     batch_size: int | None = None
     worst: int = 10
-    resamples: int = 1000
-    seed: int = 0
 
 
 @dataclass(eq=False)
@@ -155,11 +151,11 @@ def assembled(
         if own:
             base, other = (TokenScores.joined(part) for part in zip(*own, strict=True))
             pairs[sample.name] = Pair(base, other)
-    text = text_figures(pairs, settings.resamples, settings.seed)
+    text = text_figures(pairs, RESAMPLES, SEED)
     own_answers = [base_answers.get(index) for index in range(len(items))]
     answers = [found.answers.get(index) for index in range(len(items))]
-    tasks = task_figures(items, own_answers, answers, settings.resamples, settings.seed)
-    lengths = answer_lengths(items, own_answers, answers, settings.resamples, settings.seed)
+    tasks = task_figures(items, own_answers, answers, RESAMPLES, SEED)
+    lengths = answer_lengths(items, own_answers, answers, RESAMPLES, SEED)
     by_name = {sample.name: sample for sample in samples}
     worst = worst_tokens(
         pairs,
@@ -333,7 +329,7 @@ class Evaluator:
         self._answers: dict[int, TaskAnswer] = {}
 
     def _digest(self) -> str:
-        settings = asdict(self.settings)
+        settings = asdict(self.settings) | {"resamples": RESAMPLES, "seed": SEED}
         del settings["batch_size"]  # it changes nothing beyond rounding
         described: dict[str, Any] = {
             "model": self.loaded.fingerprint,

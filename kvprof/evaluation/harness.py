@@ -39,6 +39,7 @@ HARNESS_PROTOCOL = (
 )
 _GENERATES = "generate_until"
 _STDERR = "_stderr"
+_SEED = 0  # of its random generators
 _COUNT = "sample_len"  # of the questions; it stands among the figures
 _LOGGERS = ("lm-eval", "lm_eval", "datasets")
 
@@ -58,15 +59,12 @@ class HarnessSettings:
     batch_size : int
         Its requests at once. It pads on the right, so that windows and levels of a plan see the
         padding as the newest tokens; with 1 there is none.
-    seed : int
-        Of its random generators.
     """
 
     tasks: tuple[str, ...]
     limit: int | None = None
     include: Path | None = None
     batch_size: int = 1
-    seed: int = 0
 
 
 def check_harness(settings: HarnessSettings) -> None:
@@ -136,10 +134,10 @@ def harness_rows(
                 tasks=list(settings.tasks),
                 limit=settings.limit,
                 task_manager=_manager(settings.include),
-                random_seed=settings.seed,
-                numpy_random_seed=settings.seed,
-                torch_random_seed=settings.seed,
-                fewshot_random_seed=settings.seed,
+                random_seed=_SEED,
+                numpy_random_seed=_SEED,
+                torch_random_seed=_SEED,
+                fewshot_random_seed=_SEED,
                 log_samples=False,
             )
     except (KeyboardInterrupt, MemoryError):

@@ -23,6 +23,8 @@ from kvprof.analysis.quality import (
 from kvprof.evaluation.tasks.items import Scoring, TaskAnswer, TaskItem
 
 __all__ = [
+    "RESAMPLES",
+    "SEED",
     "Pair",
     "TokenScores",
     "answer_lengths",
@@ -31,6 +33,10 @@ __all__ = [
     "text_figures",
     "worst_tokens",
 ]
+
+#: Of the bootstrap by which intervals are found.
+RESAMPLES = 1000
+SEED = 0
 
 _TAIL = 0.999
 

@@ -15,7 +15,14 @@ import torch
 from kvprof.analysis.quality import draws, ratio_interval
 from kvprof.errors import FailedError, UsageError
 from kvprof.evaluation.data import TextSample
-from kvprof.evaluation.scores import Pair, TokenScores, score_tokens, text_figures
+from kvprof.evaluation.scores import (
+    RESAMPLES,
+    SEED,
+    Pair,
+    TokenScores,
+    score_tokens,
+    text_figures,
+)
 from kvprof.evaluation.stored import Assignment, StoredPasses
 from kvprof.evaluation.workload import TextBatch, Workload
 from kvprof.methods.budget import heads_in
@@ -25,9 +32,6 @@ from kvprof.methods.settings import FULL, HeadSide, Part, Setting, Stored, bytes
 from kvprof.models.load import LoadedModel
 
 __all__ = ["Sensitivity", "answers", "layers_that_stay", "part_of"]
-
-_RESAMPLES = 1000
-_SEED = 0
 
 
 class Sensitivity:
@@ -131,9 +135,9 @@ class Sensitivity:
             pairs[sample.name] = Pair(
                 TokenScores.joined(bases), TokenScores.joined(found for _, found in own)
             )
-        figures = text_figures(pairs, _RESAMPLES, _SEED)
+        figures = text_figures(pairs, RESAMPLES, SEED)
         kl = np.concatenate([pair.found.kl for pair in pairs.values()])
-        counts = draws([len(pair.found.kl) for pair in pairs.values()], _RESAMPLES, _SEED)
+        counts = draws([len(pair.found.kl) for pair in pairs.values()], RESAMPLES, SEED)
         interval = ratio_interval(counts, kl.sum(axis=1), np.full(len(kl), float(kl.shape[1])))
         names = ("accuracy", "baseline_accuracy", "relative_accuracy", "decoded_tokens")
         return {

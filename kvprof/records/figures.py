@@ -116,13 +116,14 @@ def _given(
     yield Figure(key, name, row[name], better, interval=known, **more)
 
 
-def _sampled(name: str, key: Key, row: Row, **more: Any) -> Iterator[Figure]:
+def _sampled(key: Key, row: Row, **more: Any) -> Iterator[Figure]:
+    """Yield a row's median time, unless it was not measured."""
     samples = row.get("seconds")
     if samples:
         ends = row.get("seconds_interval")
         interval = tuple(ends) if ends is not None and None not in ends else None
         several = samples if len(samples) >= _LEAST_SAMPLES else None
-        yield Figure(key, name, median(samples), "lower", several, interval, **more)
+        yield Figure(key, "seconds", median(samples), "lower", several, interval, **more)
 
 
 def _bench(data: Row) -> Iterator[Figure]:
@@ -131,14 +132,14 @@ def _bench(data: Row) -> Iterator[Figure]:
         key = _key(row, names)
         beside = row.get("baseline_seconds")
         paired = beside if beside and len(beside) == len(row["seconds"] or ()) else None
-        yield from _sampled("seconds", key, row, headline=True, beside=paired)
+        yield from _sampled(key, row, headline=True, beside=paired)
         yield from _given(row, "speedup", key, "higher", interval="speedup_interval")
         yield from _given(row, "error", key, "lower")
         yield from _given(row, "cache_bytes", key, "lower", headline=True, exact=True)
     for row in data["baselines"]:
         fixed = {"method": row["name"], "dtype": None, "schedule": None}
         enough = len(row["seconds"] or ()) >= _LEAST_SAMPLES
-        yield from _sampled("seconds", _key({**row, **fixed}, names), row, control=enough)
+        yield from _sampled(_key({**row, **fixed}, names), row, control=enough)
     yield from _given(
         data.get("bandwidth", {}), "tb_per_s", (("of", "bandwidth"),), "higher", control=True
     )

@@ -168,7 +168,7 @@ def _measured(
         parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
     if table := _memory_table(result, group):
         parts += [Text(), table]
-    curves, unit = memory_curves(result, group, "logical")
+    curves, unit = memory_curves(result, group)
     if curves:
         title = "What the cache stores, against context"
         parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]

@@ -353,24 +353,26 @@ def byte_unit(most: float) -> tuple[int, str]:
     return (2**30, "GiB") if most >= 2**31 else (2**20, "MiB")
 
 
-def memory_curves(result: Mapping[str, Any], group: Group, key: str) -> tuple[list[Series], str]:
-    """Return a curve per case, bytes against context, and the unit that all of them are in.
+def memory_curves(result: Mapping[str, Any], group: Group) -> tuple[list[Series], str]:
+    """Return a curve per case, logical bytes against context, and the unit that all are in.
 
     Parameters
     ----------
     result : mapping
         Of kind ``jct``.
     group : Group
-    key : str
-        ``logical``, ``allocated``, ``full_width`` or ``peak``.
     """
     cases = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
     rows = [
-        row for row in result["data"]["memory"] if row["case"] in cases and row[key] is not None
+        row
+        for row in result["data"]["memory"]
+        if row["case"] in cases and row["logical"] is not None
     ]
-    factor, unit = byte_unit(max((row[key] for row in rows), default=0))
+    factor, unit = byte_unit(max((row["logical"] for row in rows), default=0))
     curves = []
     for case, name in cases.items():
-        points = sorted((row["context"], row[key] / factor) for row in rows if row["case"] == case)
+        points = sorted(
+            (row["context"], row["logical"] / factor) for row in rows if row["case"] == case
+        )
         curves.append(Series(name, [x for x, _ in points], [y for _, y in points]))
     return [curve for curve in curves if len(set(curve.x)) > 1], unit

@@ -207,7 +207,7 @@ def _curve_panels(result: Mapping[str, Any], group: Group) -> list[Any]:
     factor, unit = unit_of(
         row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
     )
-    stored, size = memory_curves(result, group, "logical")
+    stored, size = memory_curves(result, group)
     panels = (
         (step_curves(result, group, factor), f"time between tokens ({unit})"),
         (stored, f"cache, stored ({size})"),

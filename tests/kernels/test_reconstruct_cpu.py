@@ -154,7 +154,7 @@ def test_compiled_code_runs_through_it():
 
 
 def test_a_form_survives_its_numbers():
-    tuning = Tuning(3, 32, 4096, 16, True, 4, 3, False, 99)
+    tuning = Tuning(3, 32, 4096, 16, True, 4, 3, False)
     form = Form((32, 64), (48, 16), 2, 100, 2, 4, 80, 32, True, 2, tuning)
     assert Form.decoded(form.encoded()) == form
 

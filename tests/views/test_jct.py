@@ -408,10 +408,10 @@ def test_bytes_of_the_cache_are_drawn_in_a_unit_of_their_size() -> None:
     for row in large["data"]["memory"]:
         row["logical"] = 2**32
     (group,) = groups(large)
-    curves, unit = memory_curves(large, group, "logical")
+    curves, unit = memory_curves(large, group)
     assert unit == "GiB"
     assert {value for curve in curves for value in curve.y} == {4.0}
-    assert memory_curves(WHOLE, groups(WHOLE)[0], "logical")[1] == "MiB"
+    assert memory_curves(WHOLE, groups(WHOLE)[0])[1] == "MiB"
 
 
 def test_a_schedule_that_another_would_flatten_has_a_scale_of_its_own() -> None:

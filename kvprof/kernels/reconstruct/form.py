@@ -30,6 +30,9 @@ __all__ = [
     "tuning_for",
 ]
 
+#: Multiplications that take as long as reading one column: the cost by which work is cut.
+_PRODUCTS = 128
+
 # --- What is chosen for a GPU: how the reconstruction kernel is built and its work is cut.
 
 
@@ -56,8 +59,6 @@ class Tuning:
         Tiles of latents (kept) or blocks of `up` (not kept) on their way at once.
     ahead : bool
         Whether the next tile of latents is called into L2; for where tiles are not pipelined.
-    products : int
-        Multiplications that take as long as reading one column: the cost by which work is cut.
     """
 
     pieces: int = 4
@@ -68,7 +69,6 @@ class Tuning:
     warps: int = 8
     stages: int = 2
     ahead: bool = True
-    products: int = 128
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ class Form:
         The 32 stands for what does not shrink with the width (softmax), as in decode.
         """
         products = self.heads * self.padded * key_width
-        return key_width + value_width + 32 + products // self.tuning.products
+        return key_width + value_width + 32 + products // _PRODUCTS
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -429,8 +429,8 @@ def _decoded(numbers: tuple[int, ...]) -> Form:
     keys, values, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
     batch, capacity, heads, group, head_dim, rotary_dim, interleaved, element = rest[:8]
     sequences, longest, *rest = rest[8:]
-    pieces, height, tile, columns, kept, warps, stages, ahead, products = rest
-    tuning = Tuning(pieces, height, tile, columns, bool(kept), warps, stages, bool(ahead), products)
+    pieces, height, tile, columns, kept, warps, stages, ahead = rest
+    tuning = Tuning(pieces, height, tile, columns, bool(kept), warps, stages, bool(ahead))
     return Form(
         tuple(keys),
         tuple(values),

@@ -426,8 +426,8 @@ class SegmentStore(KernelStore):
             for own in slots
         ]
 
-    def rows_between(self, first: int, stop: int, totals: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return tokens `first` … `stop` in order, ``[batch, n, Σ width]`` in the run's dtype.
+    def rows_until(self, stop: int, totals: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the tokens before `stop` in order, ``[batch, stop, Σ width]`` in the run's dtype.
 
         At the top level's widths; columns that a token has lost are zero, and so is what a row does
         not have.
@@ -435,12 +435,12 @@ class SegmentStore(KernelStore):
         layout = self.layout
         assert layout is not None
         top, device = self.formats[0], self.buffer.device
-        shape = (layout.batch, stop - first)
+        shape = (layout.batch, stop)
         keys = torch.zeros(*shape, sum(top.key_widths), dtype=layout.dtype, device=device)
         values = torch.zeros(*shape, sum(top.value_widths), dtype=layout.dtype, device=device)
-        for begin in range(first, stop, self._at_once):
+        for begin in range(0, stop, self._at_once):
             end = min(stop, begin + self._at_once)
-            part = slice(begin - first, end - first)
+            part = slice(begin, end)
             for number, slots in enumerate(self.at(begin, end, totals)):
                 if slots is None:
                     continue
@@ -454,15 +454,15 @@ class SegmentStore(KernelStore):
                     whole[:, part, kept] = torch.where(there, own.to(layout.dtype), before)
         return keys, values
 
-    def scales_between(self, first: int, stop: int, totals: Sequence[int]) -> list[Tensor | None]:
-        """Return the scales of tokens `first` … `stop` in order, per side ``[batch, n, heads]``.
+    def scales_until(self, stop: int, totals: Sequence[int]) -> list[Tensor | None]:
+        """Return scales of the tokens before `stop` in order, per side ``[batch, stop, heads]``.
 
         Float32; None for a side whose columns have no bits of their own, 0 for a token without.
         """
         assert self.layout is not None
         number = len(self.formats) - 1
         found: list[list[Tensor]] = [[], []]
-        for begin in range(first, stop, self._at_once):
+        for begin in range(0, stop, self._at_once):
             slots = self.at(begin, min(stop, begin + self._at_once), totals)[number]
             if slots is None:
                 count = min(stop, begin + self._at_once) - begin

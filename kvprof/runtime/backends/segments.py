@@ -314,7 +314,7 @@ class SegmentKernelLayer(KernelLayer):
         past, total = max(old), max(1, *new)
         layout = self._dense(len(old), total)
         buffer = states[0].new_zeros(layout.elements)
-        stored = store.rows_between(0, past, old) if past else None
+        stored = store.rows_until(past, old) if past else None
         if self.plan.lazy:
             heads = self._heads(len(old), total)
             space = states[0].new_zeros(heads.elements)
@@ -402,8 +402,8 @@ class SegmentKernelLayer(KernelLayer):
         seen = state.seen(total)
         if not max(seen):
             return []
-        rows = store.rows_between(0, max(seen), seen)
-        scales = store.scales_between(0, max(seen), seen)
+        rows = store.rows_until(max(seen), seen)
+        scales = store.scales_until(max(seen), seen)
         found = []
         for tokens, members in rows_alike(seen).items():
             row_group = RowGroup(members, tokens)
