@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from kvprof import console
-from kvprof.commands.options import read_counts, resolve_device
+from kvprof.commands.options import grouped_option, read_counts, resolve_device
 from kvprof.commands.output import Outputs
 from kvprof.dtypes import read_dtype
 from kvprof.errors import UsageError
@@ -44,12 +43,7 @@ __all__ = [
 _GROUP = "A request's time (--jct)"
 _SHARED = ("--baseline", "--requests", "--tp", "--layers")  # with --load
 
-
-def _option(*names: str, metavar: str | None = None, text: str) -> Any:
-    return typer.Option(
-        *names, metavar=metavar, help=text, show_default=False, rich_help_panel=_GROUP
-    )
-
+_option = partial(grouped_option, _GROUP)
 
 JctOption = Annotated[
     bool, _option("--jct", text="Where the time of a request goes: prefill and every decode step.")

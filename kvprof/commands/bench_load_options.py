@@ -1,11 +1,11 @@
 """Options of ``kvprof bench --load``: how the command line has them, and as they were given."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
-
+from kvprof.commands.options import grouped_option
 from kvprof.errors import UsageError
 
 __all__ = [
@@ -34,12 +34,7 @@ __all__ = [
 
 _GROUP = "Requests under load (--load)"
 
-
-def _option(*names: str, metavar: str | None = None, text: str) -> Any:
-    return typer.Option(
-        *names, metavar=metavar, help=text, show_default=False, rich_help_panel=_GROUP
-    )
-
+_option = partial(grouped_option, _GROUP)
 
 LoadOption = Annotated[
     bool, _option("--load", text="Send requests at growing rates to a server of each method.")

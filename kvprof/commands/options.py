@@ -54,6 +54,7 @@ __all__ = [
     "check_choice",
     "check_rate",
     "checked_choice",
+    "grouped_option",
     "method_options",
     "parse_rates",
     "read_counts",
@@ -138,6 +139,13 @@ def share_option(name: str, help: str, group: str | None = None) -> Any:
         metavar="SHARE",
         parser=partial(parse_share, what=name),
         rich_help_panel=group,
+    )
+
+
+def grouped_option(group: str, *names: str, metavar: str | None = None, text: str) -> Any:
+    """Return an option of a group that says in its own words what its default is."""
+    return typer.Option(
+        *names, metavar=metavar, help=text, show_default=False, rich_help_panel=group
     )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "accounts",
     "case_row",
     "layer_rows",
+    "mean",
     "part_rows",
     "part_times",
     "quantile",
@@ -66,6 +67,11 @@ def quantile(values: Sequence[float], weights: Sequence[float], share: float) ->
         if below >= wanted * (1 - 1e-12):
             return value
     return ordered[-1][0]
+
+
+def mean(values: Sequence[float] | None) -> float | None:
+    """Return the mean; None where there are no values."""
+    return sum(values) / len(values) if values else None
 
 
 @dataclass

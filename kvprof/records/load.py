@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvprof.records.cases import mean
 from kvprof.records.events import (
     PHASES,
     LoadRateFinished,
@@ -251,8 +252,8 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "window": [begin, end],
         "settled": settled,
         "counted": len(counted),
-        "mean_prompt": _mean([one.prompt for one in requests]),
-        "mean_output": _mean([one.tokens for one in done]),
+        "mean_prompt": mean([one.prompt for one in requests]),
+        "mean_output": mean([one.tokens for one in done]),
         # An arrival at the window's very end opens what lies behind it.
         "arrived_per_s": sum(one.arrival < end for one in counted) / span if span > 0 else None,
         "completed_per_s": sum(begin <= (one.last or 0) < end for one in done) / span
@@ -403,7 +404,7 @@ def step_rows(case: LoadCase) -> list[dict[str, Any]]:
                 "rate": case.started.rate,
                 "phase": phase,
                 "sampled": len(sampled),
-                "seconds": _mean([one.seconds for one in sampled]),
+                "seconds": mean([one.seconds for one in sampled]),
                 "parts": [
                     {
                         "part": name,
@@ -414,10 +415,10 @@ def step_rows(case: LoadCase) -> list[dict[str, Any]]:
                 ],
                 "waited_share": sum(one.waited for one in sampled) / total if total > 0 else None,
                 "whole": len(whole),
-                "whole_seconds": _mean([one.seconds for one in whole]),
-                "decodes": _mean([one.decodes for one in own]),
-                "context": _mean([one.context for one in own]),
-                "prefill": _mean([one.prefill for one in own]),
+                "whole_seconds": mean([one.seconds for one in whole]),
+                "decodes": mean([one.decodes for one in own]),
+                "context": mean([one.context for one in own]),
+                "prefill": mean([one.prefill for one in own]),
             }
         )
     return found
@@ -438,10 +439,6 @@ def _by_server(requests: Sequence[LoadRequest]) -> list[int]:
 def _level(values: Sequence[float | None]) -> dict[str, float] | None:
     known = [one for one in values if one is not None]
     return {"mean": sum(known) / len(known), "most": max(known)} if known else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _whole(value: float | None) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvprof.records.cases import part_times
+from kvprof.records.cases import mean, part_times
 from kvprof.records.events import Balance
 from kvprof.records.load import LoadCase
 from kvprof.sizes import format_bytes
@@ -124,9 +124,9 @@ class LayerRow:
             case "bytes":
                 return self.nbytes
             case "K":
-                return _mean(self.key_ranks)
+                return mean(self.key_ranks)
             case "V":
-                return _mean(self.value_ranks)
+                return mean(self.value_ranks)
             case "error":
                 return self.error
         return self.layer
@@ -223,10 +223,6 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 # --- What the person at the screen has chosen to look at; nothing of it changes the

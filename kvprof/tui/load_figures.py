@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvprof.records.cases import mean
 from kvprof.records.load import LoadCase, attains, counted_of
 from kvprof.records.load_served import fails, sheds
 from kvprof.views.numbers import number
@@ -76,8 +77,8 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
         started.case,
         started.method,
         started.rate,
-        _mean(asked.latencies),
-        _mean([float(attains(one, limits)) for one in counted]) if limits else None,
+        mean(asked.latencies),
+        mean([float(attains(one, limits)) for one in counted]) if limits else None,
         grows,
         sheds({"shed": shed, "requests": started.requests}),
         fails({"failed": failed, "requests": started.requests}),
@@ -141,8 +142,4 @@ def binned(
     for time, value in zip(times, values, strict=True):
         if value is not None:
             sums[min(columns - 1, max(0, int(time / end * columns)))].append(value)
-    return [_mean(one) for one in sums]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return [mean(one) for one in sums]

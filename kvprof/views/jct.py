@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.records.cases import Account, accounts
+from kvprof.records.cases import Account, accounts, mean
 from kvprof.records.parts import UNATTRIBUTED
 from kvprof.sizes import format_bytes
 from kvprof.views.bars import LoadLine, StackedBars, bar_of, load_scales, relative_loads
@@ -742,8 +742,8 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "kind": "layer",
             **request[row["case"]],
             **{key: row[key] for key in ("layer", "nbytes", "error", "seconds")},
-            "key_rank_mean": _mean(row["key_ranks"]),
-            "value_rank_mean": _mean(row["value_ranks"]),
+            "key_rank_mean": mean(row["key_ranks"]),
+            "value_rank_mean": mean(row["value_ranks"]),
         }
     for row in data["memory"]:
         known = {key: value for key, value in row.items() if key != "levels"}
@@ -782,7 +782,3 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                         "name": name,
                         "value": value,
                     }
-
-
-def _mean(ranks: list[float] | None) -> float | None:
-    return sum(ranks) / len(ranks) if ranks else None
