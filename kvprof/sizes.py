@@ -19,7 +19,7 @@ __all__ = [
 #: Of whatever is counted; more tokens than this, nobody waits for.
 MOST = 2**31 - 1
 
-# definitions.md: k is 1,024 for token counts, so that 100k is 102,400.
+# k is 1,024 wherever tokens are counted (docs/concepts.md), so that 100k is 102,400.
 _FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 # A comma only where it marks thousands: 8,16 is a list that lost its way.
 _COUNT = re.compile(

@@ -4,7 +4,7 @@ One sample, every plan at one rate, decoded through the cache and compared with 
 model. Writes a record and prints the rows that docs/findings.md has::
 
     python tools/settings_study.py settings.json
-    python tools/settings_study.py docs/findings/signs.json --only signs
+    python tools/settings_study.py signs.json --only signs
 """
 
 import argparse

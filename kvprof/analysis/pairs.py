@@ -1,7 +1,8 @@
 """The pairs whose spectra are shown, each a Gram matrix per layer and KV head.
 
-``definitions``: ``qk`` and ``vo`` are the joint pairs of FDC and ZACK, ``q``, ``k``, ``v`` the
-vectors alone, ``q_pre`` and ``k_pre`` the ones before RoPE, ``w_v`` the value projection's weight.
+``qk`` and ``vo`` are the joint pairs of FDC and ZACK, ``q``, ``k``, ``v`` the vectors alone,
+``q_pre`` and ``k_pre`` the ones before RoPE, ``w_v`` the value projection's weight; formulas are in
+docs/concepts.md.
 """
 
 from torch import Tensor

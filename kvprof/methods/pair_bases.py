@@ -122,7 +122,7 @@ def vo_opt(moments: Moments, facts: LayerLayout) -> SideBases:
     return _optimal(value, output)
 
 
-#: By the names of `definitions`.
+#: By the names that the options `keys` and `values` of a method take.
 KEY_BASES: dict[str, Callable[[Moments, LayerLayout], SideBases]] = {
     "svd-qk": svd_qk,
     "svd-qk-stacked": svd_qk_stacked,

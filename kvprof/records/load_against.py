@@ -39,8 +39,8 @@ def against(simulated: Mapping[str, Any], served: Mapping[str, Any]) -> dict[str
         ``near`` (`NEAR`); ``rates``: of every method at every rate that both completed, for mean
         normalised latency, TTFT and TBT what was ``simulated`` and ``measured``, in seconds, their
         ``difference`` relative to what was measured, and whether it is ``within`` `NEAR`, or
-        within the measured 95 % interval; ``grows``: what both say of the queue; ``missing``: cases
-        of one alone.
+        within the measured 95 % interval, and in ``grows`` what both say of the queue;
+        ``missing``: cases of one alone.
     """
     theirs = {row["case"]: row for row in served["rates"] if row["complete"]}
     own = {row["case"]: row for row in simulated["rates"] if row["complete"]}

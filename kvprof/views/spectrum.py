@@ -17,7 +17,7 @@ from kvprof.views.tables import Column, DataTable
 
 __all__ = ["COLUMNS", "PAIR_NAMES", "figure", "report", "summary", "to_csv"]
 
-#: What a pair's vectors are, in the words of ``definitions``.
+#: What a pair's vectors are, in words; docs/concepts.md has the formulas.
 PAIR_NAMES = {
     "qk": "queries and keys of a KV head's group",
     "vo": "values with W_O",

@@ -5,8 +5,9 @@
 A program takes one block of a schedule (`kvprof.kernels.prefill.schedules`): neighbouring rows of
 one KV head, a row being one of the head's ``G`` query heads at one position, so that tiles are full
 whatever ``G`` is and the query heads share every tile of K and V. It goes through its rows a tile
-at a time. Prefill is bound by arithmetic: widths are compile-time constants with a branch per kind
-of head, tiles behind the diagonal are never visited, and only those on it are masked.
+at a time. Prefill is bound by arithmetic: widths are compile-time constants, so that each kind of
+head has a launch of its own (only `Tuning.fused` makes one of all, with a branch per kind), tiles
+behind the diagonal are never visited, and only those on it are masked.
 
 Every loop with a product is pipelined, those of one tile too: the assembler of CUDA 12.8, which
 Triton 3.6 brings, computes the address of an operand that lies at a constant place in shared memory
