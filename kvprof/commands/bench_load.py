@@ -34,7 +34,7 @@ from kvprof.records.journal import Journal, find_events, read_events
 from kvprof.records.load_names import LoadMethod, load_methods, tps_of
 from kvprof.records.result import to_plain
 from kvprof.serving.load.server import served_by_engine
-from kvprof.sizes import parse_bytes, parse_count
+from kvprof.sizes import parse_bytes, parse_count, parse_share
 from kvprof.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ _RATE = 0.5
 _REQUESTS = 200
 _TIMEOUT = 600.0
 _MOST_REQUESTS = 10_000_000
+_MOST_ENGINES = 10_000
 _TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)")
 _LIMITS = {
     "ttft": "ttft_seconds",
@@ -357,10 +358,11 @@ def _objective(text: str | None) -> dict[str, float]:
     found: dict[str, float] = {}
     for piece in text.split(","):
         name, _, value = piece.strip().partition("=")
+        if _LIMITS.get(name, name) in found:
+            raise UsageError(f"--slo names {name} twice; keep one")
         if name == "share":
-            with suppress(ValueError):
-                found["share"] = float(value)
-            if not 0 < found.get("share", 0) <= 1:
+            found["share"] = parse_share(value, what="--slo share")
+            if not 0 < found["share"] <= 1:
                 raise UsageError(f"--slo share={value}: a share lies above 0, and at most at 1")
             continue
         match = _TIME.fullmatch(value.strip())
@@ -417,7 +419,10 @@ def _inputs(
 def _engines(asked: LoadOptions) -> int:
     if asked.url is not None:
         return max(1, len(urls(asked.url)))  # that there is none is said where they are asked
-    return _positive("--replicas", 1 if asked.replicas is None else asked.replicas)
+    engines = _positive("--replicas", 1 if asked.replicas is None else asked.replicas)
+    if engines > _MOST_ENGINES:
+        raise UsageError(f"--replicas {engines}: no load has more than {_MOST_ENGINES:,} engines")
+    return engines
 
 
 def _tps(text: str | None) -> list[int]:

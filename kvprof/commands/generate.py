@@ -131,7 +131,7 @@ def generate(
 
     Examples
     --------
-    kvprof generate --prompt "The function returns"
+    kvprof generate --method full --prompt "The function returns"
     kvprof generate --method kq --rate 0.3 --prompt "The function returns" --diff
     kvprof generate --plan kq.plan --prompt-file question.txt --chat
     """

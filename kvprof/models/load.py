@@ -230,6 +230,8 @@ def _more(names: list[str]) -> str:
 
 
 def _first_sentence(error: Exception) -> str:
+    if isinstance(error, KeyError):  # of a word that transformers looks up, such as a rope_type
+        return f"transformers knows no {error} of its config"
     return " ".join(str(error).split()).split(". ")[0]
 
 

@@ -87,8 +87,8 @@ def check_config_sizes(
                 if isinstance(value, list) and len(value) <= limit:
                     continue  # one per layer, in some kinds of model
                 raise FailedError(
-                    f"{what}: {file} says {name} is {str(value)[:40]}, and not a whole number "
-                    f"from 1 to {limit:,}"
+                    f"{what}: {file} says {name} is {json.dumps(value)[:40]}, and not a whole "
+                    f"number from 1 to {limit:,}"
                 )
         for whole, parts in _SPLIT:
             large, small = part.get(whole), part.get(parts)
@@ -333,6 +333,11 @@ def _shards(spec: str, path: Path) -> list[str]:
         raise FailedError(f"{spec}: {path.name} is damaged (it has no weight_map)")
     if not all(isinstance(name, str) for name in weights.values()):
         raise FailedError(f"{spec}: {path.name} is damaged (its weight_map names no files)")
+    far = (one for one in weights.values() if Path(one).is_absolute() or ".." in Path(one).parts)
+    if beyond := next(far, None):
+        raise FailedError(
+            f"{spec}: {path.name} names {beyond[:60]!r}, and a model's weights lie in its folder"
+        )
     return sorted(set(weights.values()))
 
 

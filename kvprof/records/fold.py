@@ -210,7 +210,8 @@ class Fold(Generic[_Case]):
 
     def _caveats(self) -> list[str]:
         said = [(name, case.account.caveat()) for name, case in self.cases.items()]
-        return [f"{name}: {caveat}" for name, caveat in said if caveat is not None]
+        found = [f"{name}: {caveat}" for name, caveat in said if caveat is not None]
+        return [*found, *self.load.caveats()]
 
 
 def _telemetry(samples: Sequence[TelemetrySample]) -> dict[str, Any]:

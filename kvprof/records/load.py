@@ -67,6 +67,10 @@ LOAD_EVENTS = (
 )  # fmt: skip
 
 
+#: Share of the tokens that were asked for below which answers are called short.
+_SHORT = 0.9
+
+
 @dataclass
 class LoadCase:
     """What happened at one rate, in the order in which it did."""
@@ -114,6 +118,22 @@ class LoadFold:
                 self.cases[event.case] = LoadCase(event)
             case _:
                 self.cases[event.case].add(event)
+
+    def caveats(self) -> list[str]:
+        """Return what a reader must know of the answers before believing the figures."""
+        tokens: dict[str, list[int]] = {}
+        for case in self.cases.values():
+            own = tokens.setdefault(case.started.method, [0, 0])
+            for one in case.requests:
+                if one.failure is None and one.last is not None:
+                    own[0] += one.tokens
+                    own[1] += one.output
+        return [
+            f"{method}: answers have {100 * came / wanted:.0f} % of the tokens that were asked "
+            "for: they ended early, or a piece that counts as one holds several"
+            for method, (came, wanted) in tokens.items()
+            if came < _SHORT * wanted
+        ]
 
     def data(self, run: RunStarted | None) -> dict[str, Any]:
         """Return the `data` of the result; see ``schema/load.json``."""

@@ -5,6 +5,7 @@ projections carry the plan's bases, and every cache is a compressed one. Afterwa
 what it was, bit for bit, also after an exception.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -245,6 +246,8 @@ def _tried(loaded: LoadedModel) -> str | None:
         return f"a pass of {count} tokens fails: {' '.join(str(error).split())[:200]}"
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
     error_share = float((torch.cat(rows) - wanted).norm() / spread)
+    if not math.isfinite(error_share):
+        return "its angles, states or logits are no numbers: look at its config and weights"
     if not error_share <= _TOLERANCE.get(loaded.dtype, _HALF):
         return (
             f"its logits differ by {error_share:.0%} of their spread from the model's own, though "

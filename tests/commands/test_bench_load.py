@@ -88,6 +88,8 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--slo", "tbt=50"], "'tbt=50' is no limit"),  # seconds or milliseconds?
         (["--load", "--slo", "share=0.9"], "names no limit"),
         (["--load", "--slo", "ttft=1s,share=2"], "share=2"),
+        (["--load", "--slo", "ttft=1s,ttft=2s"], "--slo names ttft twice"),
+        (["--load", "--simulate", "--replicas", "1000000000"], "no load has more than 10,000"),
         (["--load", "--requests", "5", "--seconds", "9"], "leave one out"),
         (["--load", "--seconds", "-1"], "--seconds -1"),
         (["--load", "--seconds", "1e9", "--rates", "2"], "more than 10,000,000 requests"),

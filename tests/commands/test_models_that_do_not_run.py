@@ -40,6 +40,26 @@ def test_spectrum_takes_it_and_says_what_cannot_be_had(odd: Path, tmp_path: Path
     assert any(WHY[odd.name] in warning for warning in warnings)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rope_theta": 0.0}, "its angles, states or logits are no numbers"),
+        ({"rope_type": "foo"}, "transformers knows no 'foo' of its config"),
+    ],
+)
+def test_a_config_that_says_nonsense_is_told_from_a_model_that_cannot_run(
+    tmp_path: Path, change: dict[str, object], says: str
+) -> None:
+    folder = save_tiny(tmp_path / "model")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.setdefault("rope_parameters", {}).update(change)
+    file.write_text(json.dumps(config))
+    done = kvprof("plan", folder, "--method", "kq", "--rate", "0.2", "--calibrate", "random:256")
+    assert done.code in (1, 2)
+    assert says in done.error
+
+
 def test_another_model_at_the_same_path_takes_nothing_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,17 @@ def test_an_index_without_a_map_of_weights(saved, tmp_path, index):
         _refused(FailedError, r"index\.json is damaged \(it.* weight_map", spec)
 
 
+@pytest.mark.parametrize("where", ["..", "/"])
+def test_weights_outside_of_the_models_folder_are_not_read(folder, tmp_path, where):
+    """Whatever an index that somebody hands out names, also a file that is there."""
+    place = {"..": folder.parent, "/": tmp_path}[where]
+    shutil.move(folder / "model.safetensors", place / "far.safetensors")
+    named = {"..": "../far.safetensors", "/": str(place / "far.safetensors")}
+    index = {"weight_map": {"w": named[where]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _refused(FailedError, r"index\.json names '.*', and a model's weights", folder)
+
+
 def test_a_folder_without_config_or_with_a_damaged_one(folder):
     (folder / "config.json").write_text('{"model_type": ')
     _refused(FailedError, "config.json is damaged", folder)

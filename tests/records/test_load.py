@@ -146,6 +146,20 @@ def test_few_failures_end_no_sweep_and_leave_it_open(failed, sure):
     assert own["largest_rate_interval"] == [sure, None]
 
 
+def test_answers_that_are_well_short_are_told():
+    def with_share(share):
+        return result_of(
+            replace(event, tokens=round(share * event.output))
+            if isinstance(event, LoadRequest) and event.tokens and "full" in event.case
+            else event
+            for event in EVENTS
+        )["warnings"]
+
+    (said,) = (one for one in with_share(0.5) if "answers have" in one)
+    assert said.startswith("full: answers have 50 % of the tokens that were asked for")
+    assert not [one for one in (*with_share(1.0), *with_share(0.95)) if "answers have" in one]
+
+
 def test_a_rate_that_did_not_end_is_kept_and_not_judged():
     result = result_of(load_stream(rates=(1.0, 2.0), ends=False))
     validate_result(result)

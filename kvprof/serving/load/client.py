@@ -295,6 +295,10 @@ def _lost(problem: Exception) -> str:
     return "connection lost"
 
 
+#: What lines of an event stream begin with beside ``data:``.
+_EVENT_LINES = (b":", b"event:", b"id:", b"retry:")
+
+
 class _Tokens:
     """Reads a stream of pieces and keeps when each token came.
 
@@ -312,9 +316,10 @@ class _Tokens:
 
     async def read(self, answer: Answer) -> None:
         """Read until the stream ends."""
-        ended = False
+        ended = strange = False
         async for line in answer.lines():
             if not line.startswith(b"data:"):
+                strange = strange or bool(line.strip() and not line.startswith(_EVENT_LINES))
                 continue
             now = time.perf_counter() - self._start
             text = line[5:].strip()
@@ -335,7 +340,7 @@ class _Tokens:
                 self.failure = "more tokens than asked for"
                 return
         if not ended:
-            self.failure = "connection lost"
+            self.failure = "no event stream" if strange and not self.times else "connection lost"
 
     def _take(self, piece: dict[str, Any], now: float) -> bool:
         """Count the tokens of a piece; return whether it is the last with tokens."""

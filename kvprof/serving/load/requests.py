@@ -55,7 +55,7 @@ class Outcome:
         When each token came, one time per token.
     failure : str or None
         Why it did not end, in a few words without its text: ``timeout``, ``connection lost``,
-        ``HTTP 503``; None where all of its tokens came.
+        ``no event stream``, ``HTTP 503``; None where all of its tokens came.
     """
 
     request: Request

@@ -80,10 +80,14 @@ def read_trace_file(path: Path, count: Count | None = None) -> RecordedTrace:
     """
     try:
         text = path.read_text("utf-8-sig")
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         raise UsageError(f"--lengths {path}: there is no such file") from None
+    except IsADirectoryError:
+        raise UsageError(f"--lengths {path} is a folder; name a file in it") from None
     except UnicodeDecodeError as wrong:
-        raise FailedError(f"{path} is no text: byte {wrong.start:,} is not UTF-8") from None
+        raise FailedError(
+            f"{path} is no text: byte {wrong.start:,} is not UTF-8; unpack or convert it first"
+        ) from None
     except OSError as problem:
         raise FailedError(f"cannot read {path}: {problem.strerror}") from None
     first = text.lstrip()[:1]
@@ -211,15 +215,15 @@ def _with_prefixes(requests: list[Request]) -> list[Request]:
 def _chats(
     path: Path, entries: Iterator[tuple[int, dict[str, Any]]], count: Count | None
 ) -> RecordedTrace:
-    if count is None:
-        raise UsageError(
-            f"--lengths {path} holds texts, whose lengths a tokenizer tells; name a model that "
-            "has one with --tokenizer, or by --model"
-        )
     found: list[Request] = []
     skipped = 0
     for number, entry in entries:
         pair = _pair(f"{path} entry {number}", entry)
+        if count is None:
+            raise UsageError(
+                f"--lengths {path} holds texts, whose lengths a tokenizer tells; name a model that "
+                "has one with --tokenizer, or by --model"
+            )
         sizes = (0, 0) if pair is None else (count(pair[0]), count(pair[1]))
         if min(sizes) < 1:
             skipped += 1
@@ -291,6 +295,8 @@ def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _tokens(where: str, name: str, value: Any) -> int:
+    if value is None:
+        raise FailedError(f"{where} has no {name}")
     if type(value) is not int or not 0 <= value <= MOST:
         raise _damaged(where, name, value, "a number of tokens")
     return value
@@ -306,5 +312,6 @@ def _damaged(where: str, name: str, value: Any, wanted: str) -> FailedError:
 
 
 def _short(value: Any) -> str:
-    shown = value if isinstance(value, str) else json.dumps(value, default=str)
-    return repr(shown if len(shown) <= 40 else shown[:40] + "…")
+    # A text in quotation marks, anything else as JSON has it.
+    shown = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return shown if len(shown) <= 42 else shown[:42] + "…"

@@ -158,13 +158,13 @@ GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 5}\n'
         ("a,b,c\n1,2,3\n", "form is not known"),
         ("[1, 2", "line 1 is no JSON"),
         ("[1,\n", "line 2 is no JSON"),
-        ("[1, 2]", "entry 1 is no JSON object: '1'"),
+        ("[1, 2]", "entry 1 is no JSON object: 1"),
         ('[{"text": "x"}]', "entry 1 has no conversations"),
-        ('[{"conversations": 5}]', "conversations is '5'"),
-        ('[{"prompt": 5, "output": "x"}]', "entry 1: '5' stands where a text should be"),
+        ('[{"conversations": 5}]', "conversations is 5"),
+        ('[{"prompt": 5, "output": "x"}]', "entry 1: 5 stands where a text should be"),
         (GOOD + '{"timestamp"', "line 2 is no JSON"),
         (GOOD + '{"timestamp": 0, "input_length": -5, "output_length": 5}', "line 2: input_length"),
-        (GOOD + '{"timestamp": 0, "input_length": 5}', "line 2: output_length is 'null'"),
+        (GOOD + '{"timestamp": 0, "input_length": 5}', "line 2 has no output_length"),
         (GOOD + '{"timestamp": "x", "input_length": 5, "output_length": 5}', "'x', not millisec"),
         (GOOD.replace("0", '0, "hash_ids": ["a"]'), "line 1: hash_ids"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5\n", "line 2 has 2 cells"),
@@ -184,6 +184,21 @@ def test_a_damaged_file_is_answered_in_one_line_that_names_line_and_value(tmp_pa
     assert said in str(told.value)
     assert "\n" not in str(told.value)
     assert len(str(told.value).replace(str(path), "")) < 250
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '{"a": 1}', "[[[", '[{"prompt": 5, "output": "x"}]'])
+def test_what_holds_no_texts_is_not_said_to(tmp_path, text):
+    """Without a tokenizer too, which would not mend it."""
+    path = tmp_path / "damaged"
+    path.write_text(text)
+    with pytest.raises(FailedError) as told:
+        read_trace_file(path)
+    assert "tokenizer" not in str(told.value)
+    path.write_text('[{"prompt": "a", "output": "b"}]')
+    with pytest.raises(UsageError, match="holds texts, whose lengths a tokenizer tells"):
+        read_trace_file(path)
+    with pytest.raises(UsageError, match="is a folder"):
+        read_trace_file(tmp_path)
 
 
 def test_a_file_that_is_no_text_is_told_so(tmp_path):

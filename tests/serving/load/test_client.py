@@ -204,6 +204,13 @@ def test_what_nests_too_deep_is_a_damaged_answer():
     assert answered(deep)[1] == (None, None)
 
 
+def test_a_page_is_no_event_stream():
+    """A connection that ends without a word may be lost; one that says something else is not."""
+    assert answered(b"<html>\n<p>sign in</p>\n</html>\n")[0].failure == "no event stream"
+    assert answered(b": still here\n\n")[0].failure == "connection lost"
+    assert answered(b"")[0].failure == "connection lost"
+
+
 @pytest.mark.parametrize("size", [b"7fffffffffffffff", b"-5", b"x"])
 def test_chunks_of_no_true_size_break_an_answer_off(size):
     head = b"Transfer-Encoding: chunked"
