@@ -177,7 +177,7 @@ def _furthest(
         f"{base_name(result)} ({1 / (1 - rate):.2f} times smaller)."
     )
     if rivals:
-        return f"{text} Further than that may go: {', '.join(map(_reach, rivals))}."
+        return f"{text} Whether these go further is open: {', '.join(map(_reach, rivals))}."
     if len(sure) > 1:
         text += f" Next comes {sure[1][1]['label']} with {100 * sure[1][0]:.1f} %."
     return text
