@@ -235,7 +235,8 @@ def bench(
     kvprof bench --load --simulate --lengths arxiv --methods full,fp8,fdc   # needs no GPU
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
-    refuse_sources(outputs.files(), [model, plan, trace, lengths, step_times, against])
+    written = [*outputs.files().items(), ("--out", outputs.events)]
+    refuse_sources(written, [model, plan, trace, lengths, step_times, against])
     batches = tuple(read_counts(batch, what="--batch")) if batch is not None else None
     if not 0 <= rate < 1:
         raise UsageError(f"--rate {rate:g} is no share to save; write 0.5 to halve the bytes")

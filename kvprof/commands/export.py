@@ -92,7 +92,7 @@ def export(
     if output is None and to not in _READABLE:
         raise UsageError(f"--to {to} goes to a file: name one with --output")
     if output is not None and output != _STDOUT:
-        refuse_sources({"--output": output}, [run])
+        refuse_sources([("--output", output)], [run])
         ensure_writable(output, force)
     with what_was_read(run):
         content = FORMATS[to](run)

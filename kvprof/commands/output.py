@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,16 +60,17 @@ def check_folder(out: Path) -> None:
         raise UsageError(f"--out {out} is a file; name a folder")
 
 
-def refuse_sources(files: Mapping[str, Path], read: Iterable[Any]) -> None:
+def refuse_sources(files: Iterable[tuple[str, Path | None]], read: Iterable[Any]) -> None:
     """Refuse to write over what a command reads, which ``--force`` does not mean.
 
     Parameters
     ----------
-    files : mapping of str to Path
-        What is to be written, by option.
+    files : iterable of (str, Path or None)
+        The option that says it, and what is to be written, if anything.
     read : iterable
         Paths, and sequences of them; None and what is no path of a file or folder (a hub id, a
-        built-in text) count for nothing. Of a folder its record, events, configs and weights.
+        built-in text) count for nothing. Of a model's folder its configs and weights, of another
+        one the record and events of a run.
 
     Raises
     ------
@@ -80,10 +82,12 @@ def refuse_sources(files: Mapping[str, Path], read: Iterable[Any]) -> None:
         for one in [named] if isinstance(named, str | Path) else named or ():
             path = Path(os.path.realpath(one))
             sources.add(path)
-            sources |= {own for name in _READ for own in path.glob(name)}
-    for option, path in files.items():
-        if Path(os.path.realpath(path)) in sources and path.is_file():
-            raise UsageError(f"{option} {path}: that is read here; name another file")
+            with suppress(OSError):  # of a name that no file can have: whoever reads it says so
+                names = _OF_A_MODEL if (path / "config.json").is_file() else _OF_A_RUN
+                sources |= {own for name in names for own in path.glob(name)}
+    for option, file in files:
+        if file and Path(os.path.realpath(file)) in sources and file.is_file():
+            raise UsageError(f"{option} {file}: that is read here; name another file")
 
 
 def end_without_result(told: str) -> NoReturn:
@@ -132,8 +136,9 @@ ForceOption = Annotated[
 Report = Callable[[dict[str, Any], int, bool], Any]
 
 _STDOUT = Path("-")
-#: What is read in a folder: of a run, and of a model.
-_READ = (RESULT_NAME, EVENTS_NAME, f"{EVENTS_NAME}.gz", "*.safetensors", "*.gguf", "*config.json")
+#: What is read in a folder.
+_OF_A_RUN = (RESULT_NAME, EVENTS_NAME, f"{EVENTS_NAME}.gz")
+_OF_A_MODEL = ("*.safetensors", "*.gguf", "*config.json", "tokenizer.json", "*.index.json")
 
 
 @dataclass(frozen=True)
@@ -214,15 +219,16 @@ class Outputs:
                 )
         if self.out is not None:
             check_folder(self.out)
-        files = {**self.files(), **more}
+        # Under --out both a record and its events may be named.
+        files = [*self.files().items(), *more.items()]
         taken: dict[Path, str] = {}
-        for option, path in files.items():
+        for option, path in files:
             key = path if path == _STDOUT else Path(os.path.realpath(path))
             if key in taken:
                 raise UsageError(f"{taken[key]} and {option} both go to {path}; give each its own")
             taken[key] = option
         refuse_sources(files, read)
-        for path in files.values():
+        for _, path in files:
             if path != _STDOUT:
                 ensure_writable(path, self.force)
         if self.out is not None and not self.force and (found := find_events(self.out)) is not None:

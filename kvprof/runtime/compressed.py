@@ -245,9 +245,12 @@ def _tried(loaded: LoadedModel) -> str | None:
     except Exception as error:  # whatever a model's own code does with a cache it does not know
         return f"a pass of {count} tokens fails: {' '.join(str(error).split())[:200]}"
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
-    error_share = float((torch.cat(rows) - wanted).norm() / spread)
+    error_share = float((torch.cat(rows) - wanted).norm() / spread.clamp(min=1e-30))
     if not math.isfinite(error_share):
-        return "its angles, states or logits are no numbers: look at its config and weights"
+        return (
+            "its logits through such a cache are no numbers, though nothing is left out; see "
+            "whether its config and weights hold sound values"
+        )
     if not error_share <= _TOLERANCE.get(loaded.dtype, _HALF):
         return (
             f"its logits differ by {error_share:.0%} of their spread from the model's own, though "

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvprof.child import child_environment, child_python
 from kvprof.errors import LackingError, UsageError
-from kvprof.requirements import extra_command
+from kvprof.requirements import install_command
 from kvprof.serving.runners import take_runners
 from kvprof.serving.sampled import SAMPLE_VARIABLE, asked_sampling
 from kvprof.serving.settings import RUNNER_VARIABLE, model_runner
@@ -45,7 +45,7 @@ def check_found() -> None:
     if not names:
         raise LackingError(
             "vLLM would not find kvprof's plug-in, which this installation does not name; "
-            f"install it again: {extra_command('serve')}"
+            f"install kvprof again, from its clone: {install_command('.')}"
         )
     asked = subprocess.run(
         child_python("-c", f"import {__name__} as own; print(own.__file__)"),
@@ -59,8 +59,8 @@ def check_found() -> None:
         theirs = f"the kvprof in {Path(there).parents[2]}" if there else "no kvprof with one"
         raise LackingError(
             f"vLLM would not find kvprof's plug-in: its processes find {theirs}, this is the one "
-            f"in {Path(__file__).parents[2]}; start theirs, or install this one: "
-            f"{extra_command('serve')}"
+            f"in {Path(__file__).parents[2]}; start theirs, or install this one from its clone: "
+            f"{install_command('.')}"
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and not names & set(allowed.split(",")):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import variance
+from statistics import fmean, variance
 from typing import Any
 
 from rich.console import RenderableType
@@ -314,41 +314,63 @@ def _answer(curves: Sequence[Curve], limit: float, rank: int | None) -> str:
         same = all(ratio is not None and ratio < _SAME_ELEMENTS for ratio in ratios)
         return "yes" if same else "by its elements no, but the difference costs nothing"
     noise = _noise_of(curves)
-    if noise is not None and not any(_surely_above(curve, noise, rank) for curve in costly):
-        return "it cannot be told, another seed costs as much as another source"
-    if len(costly) < len(known):
-        cheap = [curve.target for curve in known if curve not in costly]
-        return f"for {listed(cheap)} yes in what it costs, for {_targets(costly)} no"
-    return "no" if len(known) > 1 else f"no, not for {_targets(known)}"
+    sure = [one for one in costly if noise is None or _surely_above(one, noise, rank)]
+    doubtful = [one for one in costly if one not in sure]
+    if len(sure) == len(known):
+        return "no" if len(known) > 1 else f"no, not for {_targets(known)}"
+    if len(doubtful) == len(known):
+        return f"it cannot be told, {_AS_MUCH}"
+    cheap = [one for one in known if one not in costly]
+    told = (
+        (cheap, "yes in what it costs"),
+        (sure, "no"),
+        (doubtful, f"it cannot be told, {_AS_MUCH}"),
+    )
+    return ", ".join(f"for {_targets(which)} {said}" for which, said in told if which)
+
+
+_AS_MUCH = "another seed costs as much as another source"
 
 
 def _surely_above(curve: Curve, noise: Curve, rank: int | None) -> bool:
     """Return whether a target costs more than another seed does, beyond what heads and seeds vary.
 
-    Heads of both were compared in the same runs, so their differences are judged: the mean is above
-    0 by more than two standard errors, those of heads and of seeds together.
+    The mean difference of the heads is above 0 by more than two standard errors, those of heads and
+    of seeds together. Where both are of the same seeds, these are compared one by one; a source
+    without a seed is taken to vary as one of the floor's does.
     """
     tokens = max(curve.counts)
     if noise.cost is None or tokens not in noise.points:
         return True
     if (curve.cost or 0.0) <= noise.cost:
         return False
-    floor = _costs_by_head(noise, rank, tokens)
-    heads: dict[tuple[int, int], list[float]] = {}
-    seeds: dict[int | None, list[float]] = {}
-    for head, costs in _costs_by_head(curve, rank, tokens).items():
-        for seed in costs.keys() & floor.get(head, {}).keys():
-            difference = costs[seed] - floor[head][seed]
-            heads.setdefault(head, []).append(difference)
-            seeds.setdefault(seed, []).append(difference)
+    costs, floor = (_costs_by_head(one, rank, tokens) for one in (curve, noise))
+    heads = [
+        fmean(own.values()) - fmean(floor[head].values())
+        for head, own in costs.items()
+        if head in floor
+    ]
     if not heads:
         return True
-    error = 0.0
-    for groups in (heads.values(), seeds.values()):
-        means = [sum(own) / len(own) for own in groups]
-        error += variance(means) / len(means) if len(means) > 1 else 0.0
-    above = sum(map(sum, heads.values())) / sum(map(len, heads.values()))
-    return above > 2.0 * math.sqrt(error)
+    own, other = _means_of_seeds(costs), _means_of_seeds(floor)
+    common = own.keys() & other.keys()
+    if common:
+        error = _error([own[seed] - other[seed] for seed in common])
+    else:
+        error = (1 + len(other)) * _error(list(other.values()))
+    return fmean(heads) > 2.0 * math.sqrt(_error(heads) + error)
+
+
+def _means_of_seeds(
+    costs: Mapping[tuple[int, int], Mapping[int | None, float]],
+) -> dict[int | None, float]:
+    seeds = {seed for own in costs.values() for seed in own}
+    return {seed: fmean(own[seed] for own in costs.values() if seed in own) for seed in seeds}
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the squared standard error of a mean; 0 of one value, which tells none."""
+    return variance(values) / len(values) if len(values) > 1 else 0.0
 
 
 def _evidence(result: Mapping[str, Any], pair: str, curves: Sequence[Curve]) -> str:

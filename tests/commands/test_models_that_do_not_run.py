@@ -43,7 +43,7 @@ def test_spectrum_takes_it_and_says_what_cannot_be_had(odd: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rope_theta": 0.0}, "its angles, states or logits are no numbers"),
+        ({"rope_theta": 0.0}, "its logits through such a cache are no numbers"),
         ({"rope_type": "foo"}, "transformers knows no 'foo' of its config"),
     ],
 )

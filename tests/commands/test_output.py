@@ -132,6 +132,12 @@ def test_what_is_read_is_not_written_over_by_force(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--save .*that is read here"):
         Outputs(force=True).check({"--save": events}, read=[run])
     outputs.check(read=[table.with_name("other.csv"), "a/hub-id", None])
+    outputs.check(read=["x" * 300])  # which whoever reads it tells
+    (run / "config.json").touch()
+    outputs.check(read=[run])  # a model's folder, whose result of a run nobody reads
+    with pytest.raises(UsageError, match=r"config\.json: that is read here"):
+        replace(outputs, json=run / "config.json").check(read=[run])
+    (run / "config.json").unlink()
     replace(outputs, json=None).check(read=[run])  # what was made of a run may lie beside it
 
 
@@ -142,6 +148,13 @@ def test_stdout_holds_one_of_them(tmp_path: Path) -> None:
         Outputs(png=Path("-")).check()
     with pytest.raises(UsageError, match="--save -: this output goes to a file; only --json and"):
         Outputs().check({"--save": Path("-")})
+    run = Outputs(json=tmp_path / "r" / "result.json", out=tmp_path / "r", force=True)
+    with pytest.raises(UsageError, match="--json and --out both go to"):
+        run.check({"--out": run.events})
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "result.json").touch()
+    with pytest.raises(UsageError, match=r"result\.json exists"):
+        replace(run, json=None, force=False).check({"--out": run.events})
     with pytest.raises(UsageError, match="--json and --save both go to"):
         Outputs(json=tmp_path / "a").check({"--save": tmp_path / "a"})
 

@@ -222,6 +222,13 @@ def test_what_is_like_random_tokens_never_costs_surely_more_than_another_seed(ta
     assert alike.count("it cannot be told, another seed costs as much as another source") == 2
     other = verdict(stability_result(**{**shape, "apart": 1.0}))[0]
     assert other.count(f"no, not for {target}") == 2
+    # A source without a seed, such as a text, beside a floor that has several.
+    for apart, said in ((0.0, "it cannot be told"), (1.0, f"no, not for {target}")):
+        result = stability_result(**{**shape, "apart": apart})
+        rows = [one for one in result["data"]["curves"] if one["target"] == target]
+        for row in rows:
+            row["seed"] = None
+        assert verdict(result)[0].count(said) == 2
 
 
 def test_figures_that_are_null_are_not_shown_as_zero():

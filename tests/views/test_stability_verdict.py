@@ -46,7 +46,7 @@ def changed(costs, ratio=0.1):
         ((0.01, 0.01, 0.0, 0.02), 0.1, "by its elements no, but the difference costs nothing."),
         ((0.01, 0.01, 0.0, 0.02), 0.004, "qk: yes. vo: yes."),
         ((0.03, 0.02, 0.01, 0.04), 0.1, "it cannot be told, another seed costs as much"),
-        ((0.03, 0.05, 0.01, 0.04), 0.1, "for tasks yes in what it costs, for prose and code no."),
+        ((0.03, 0.05, 0.01, 0.04), 0.1, "for code no, for prose it cannot be told, another seed"),
         ((None, None, None, None), 0.1, "it cannot be told, no cost was measured."),
         ((None, 0.5, None, None), None, "no, not for code."),
     ],

@@ -319,7 +319,8 @@ class _Tokens:
         ended = strange = False
         async for line in answer.lines():
             if not line.startswith(b"data:"):
-                strange = strange or bool(line.strip() and not line.startswith(_EVENT_LINES))
+                cut = b"data:".startswith(line.strip())  # an empty line, or one that was cut off
+                strange = strange or not (cut or line.startswith(_EVENT_LINES))
                 continue
             now = time.perf_counter() - self._start
             text = line[5:].strip()

@@ -208,7 +208,8 @@ def test_a_page_is_no_event_stream():
     """A connection that ends without a word may be lost; one that says something else is not."""
     assert answered(b"<html>\n<p>sign in</p>\n</html>\n")[0].failure == "no event stream"
     assert answered(b": still here\n\n")[0].failure == "connection lost"
-    assert answered(b"")[0].failure == "connection lost"
+    for cut in (b"", b"\n", b"dat"):
+        assert answered(cut)[0].failure == "connection lost"
 
 
 @pytest.mark.parametrize("size", [b"7fffffffffffffff", b"-5", b"x"])
