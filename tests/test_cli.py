@@ -347,7 +347,7 @@ def process(body: str, **options: Any) -> "subprocess.Popen[str]":
 def test_ctrl_c_ends_a_process_in_one_line() -> None:
     # What a shell starts in the background ignores Ctrl-C, and so would this process.
     heed = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    body = f"{heed}; print('ready', flush=True); time.sleep(60)"
+    body = f"{heed}; print('ready', flush=True); [time.sleep(0.05) for _ in range(1200)]"
     running = process(body, stdout=subprocess.PIPE)
     assert running.stdout is not None
     assert running.stdout.readline() == "ready\n"

@@ -72,7 +72,11 @@ def not_under_nohup() -> Iterator[None]:
 
 
 # --- signals --------------------------------------------------------------------------------
+#
+# Who waits for a signal sleeps in short pieces: of one that comes just before a long sleep Python
+# hears after it.
 
+WAITS = "[time.sleep(0.05) for _ in range(1200)]"
 COMMAND = """
 import sys, types, time
 from kvprof import cli
@@ -94,7 +98,7 @@ def command(body: str) -> str:
 def test_every_signal_cleans_up_and_is_130(number: int, tmp_path: Path) -> None:
     body = (
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "with ScratchFolder('x'):\n    print('ready', flush=True)\n    time.sleep(60)"
+        "with ScratchFolder('x'):\n    print('ready', flush=True)\n    " + WAITS
     )
     process = python(command(body))
     said_ready(process)
@@ -157,7 +161,7 @@ def test_an_error_that_an_interrupt_was_made_of_is_one() -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_inside_of_a_modules_import_ends_at_once(number: int, tmp_path: Path) -> None:
     """Raised there it was swallowed by whoever imports on trial, and half a module went on."""
-    slow = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\n"
+    slow = f"import time\nprint('ready', flush=True)\ntry:\n    {WAITS}\n"
     (tmp_path / "slow.py").write_text(f"{slow}except BaseException:\n    pass\n")
     body = (
         f"import sys, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
@@ -219,7 +223,7 @@ leash = Leash()
 process = leash.start([sys.executable, "-c", child])
 {then}
 print(process.pid, flush=True)
-time.sleep(60)
+[time.sleep(0.05) for _ in range(1200)]
 """
 
 
@@ -275,7 +279,7 @@ def test_scratch_of_the_killed_is_removed_and_nothing_else(
         "from pathlib import Path\n"
         "from kvprof.scratch import ScratchFolder, open_temporary\n"
         f"kept = ScratchFolder('x'), open_temporary(Path({str(tmp_path)!r}))\n"
-        "print('ready', flush=True); time.sleep(60)"
+        "print('ready', flush=True); [time.sleep(0.05) for _ in range(1200)]"
     )
     killed = python(code)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
