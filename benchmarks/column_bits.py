@@ -279,13 +279,12 @@ def mean_bits(kinds: list[tuple[Runs, Runs]]) -> float:
 TUNINGS: list[dict[str, int]] = [
     {},
     {"pieces": 10},
-    {"pieces": 12},
-    {"pieces": 14},
+    {"pieces": 11},
     {"pieces": 24},
-    {"near": 0},
-    {"near": 1},
-    {"near": 4},
-    {"near": 1, "pieces": 14},
+    {"near": 0, "dealt": 0},
+    {"near": 0, "dealt": 1},
+    {"near": 16, "dealt": 0},
+    {"near": 1, "dealt": 0},
 ]
 
 

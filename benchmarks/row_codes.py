@@ -153,9 +153,11 @@ def tunings(way: Way) -> list[dict[str, int]]:
     # Pieces are named: `tuning_for` has them by form.
     found = [OLD | {"pieces": 16}, *(NEW | {"pieces": pieces} for pieces in (16, 12, 8))]
     found.append(NEW | {"registers": 96, "pieces": 20})
-    # Multiprocessors have shares only of several kinds.
+    # Multiprocessors have shares, or neighbours, only of several kinds.
     for near in (0, 1) if len(KINDS[way.name]) > 2 else ():
         found += [NEW | {"pieces": pieces, "near": near} for pieces in (16, 12)]
+    for near in (0, 1) if len(KINDS[way.name]) > 1 else ():
+        found += [NEW | {"pieces": pieces, "near": near, "dealt": 1} for pieces in (16, 12)]
     return found
 
 

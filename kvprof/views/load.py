@@ -115,13 +115,16 @@ def _verdict(method: Row, data: Mapping[str, Any]) -> str:
     if method["largest_rate"] is not None and method["largest_rate_interval"][0] is None:
         return f"{name} may serve {own}"
     base = baseline_of(name, data["baseline"])
-    if name == base or method["ratio"] is None:
+    if name == base or (times := _ratio(method)) is None:
         return f"{name} serves {own}"
-    return f"{name} serves {_ratio(method)} of what {base} serves: {own}"
+    return f"{name} serves {times} of what {base} serves: {own}"
 
 
-def _ratio(method: Row) -> str:
+def _ratio(method: Row) -> str | None:
     low, high = method["ratio_interval"] or (None, None)
+    if method["ratio"] is None:
+        # The baseline served no rate that was offered, and surely less than one of them.
+        return f"at least {low:.2f} times" if low is not None else None
     if low is not None and high is not None:
         return f"{method['ratio']:.2f} times [{low:.2f}, {high:.2f}]"
     known = [f"at least {low:.2f}"] if low is not None else []

@@ -113,6 +113,18 @@ def test_requests_that_were_shed_are_told_and_no_growth_of_the_queue():
     assert " sheds " in said
 
 
+def test_what_a_method_serves_at_least_is_told_where_the_baseline_serves_no_rate():
+    result = json.loads(json.dumps(RESULT))
+    full, fdc = (next(m for m in result["data"]["methods"] if m["method"] == name)
+                 for name in ("full", "fdc"))  # fmt: skip
+    full |= {"largest_rate": None, "largest_rate_interval": [None, 2.0], "limited_by": "objective"}
+    fdc |= {"largest_rate": 4.0, "largest_rate_interval": [3.0, None], "limited_by": None}
+    fdc |= {"ratio": None, "ratio_interval": [1.5, None]}
+    assert "fdc serves at least 1.50 times of what full serves: 4 requests" in text_of(result)
+    fdc["ratio_interval"] = [None, None]
+    assert "fdc serves 4 requests a second (surely 3," in text_of(result)
+
+
 def test_steps_in_parts_have_a_table_and_bars_in_the_parts_own_order():
     result = result_of(load_stream(sampled=True))
     said = text_of(result)

@@ -103,8 +103,21 @@ _BLOCK_SIZE = tl.constexpr(column(MovedColumn, "block"))
 
 
 @triton.jit
-def _taken(counters, total, shares, FAST: tl.constexpr):
-    """Take what is to be done next: in order, or from this multiprocessor's share where that pays.
+def _dealt(total, shares):
+    """Return which piece a program runs so that a multiprocessor has neighbouring ones.
+
+    Programs that all have room at once go to multiprocessors in turn. Nothing is counted, so that
+    it costs short pieces nothing, and nothing is right but the time if it is otherwise.
+    """
+    number = tl.program_id(0)
+    own = number % shares
+    found = own * (total // shares) + tl.minimum(own, total % shares) + number // shares
+    return tl.where(number < total, found, total)
+
+
+@triton.jit
+def _taken(counters, found, total, shares, FAST: tl.constexpr):
+    """Take what is to be done next: `found`, or from this multiprocessor's share where that pays.
 
     Neighbouring work is of one kind of head mostly. A multiprocessor that has all kinds at once,
     which is what the order of programs would give it, reads their code again and again: it does not
@@ -113,7 +126,6 @@ def _taken(counters, total, shares, FAST: tl.constexpr):
     step by step, a hundred atomic operations after one another, took longer than the work. Who
     comes when there is none left gets `total` or more.
     """
-    found = tl.program_id(0)
     if tl.load(counters + _SHARED) > 0:
         found = tl.atomic_add(counters + _TAKEN, 1)
         if found < total:
@@ -142,7 +154,7 @@ def segment_pieces(
     COUNT: tl.constexpr, STRIDE: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDEST: tl.constexpr, PAGE: tl.constexpr,
     CAPPED: tl.constexpr, CODE: tl.constexpr, MIDDLE: tl.constexpr, FAST: tl.constexpr,
-    NEAR: tl.constexpr, DEPENDENT: tl.constexpr,
+    NEAR: tl.constexpr, DEALT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Run one item and block of query heads per program.
 
@@ -188,6 +200,8 @@ def segment_pieces(
         Whether inline assembly can be used.
     NEAR
         `Tuning.near`; only then the counters are read.
+    DEALT
+        `Tuning.dealt`.
     DEPENDENT
         Whether the launch did not wait for what comes before, nor what joins the parts for this one
         (`kvprof.kernels.dispatch.early_launch`).
@@ -197,7 +211,9 @@ def segment_pieces(
     behind = parts + _PART * tasks
     first = tl.load(behind + (_PART_FIRST - _PART))
     total = (first + tl.load(behind + (_PART_COUNT - _PART))) * blocks
-    taken = _taken(counters, total, shares, FAST) if NEAR else tl.program_id(0)
+    taken = _dealt(total, shares) if DEALT else tl.program_id(0)
+    if NEAR:
+        taken = _taken(counters, taken, total, shares, FAST)
     if taken < total:
         item = taken // blocks
         row = tl.load(items + item * _ITEM + _ITEM_ROW)

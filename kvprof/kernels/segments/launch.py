@@ -269,6 +269,7 @@ def constants(
         "MIDDLE": tl.float16 if fast else types[name],
         "FAST": fast,
         "NEAR": bool(tuning.near),
+        "DEALT": tuning.dealt,
     }
 
 

@@ -167,8 +167,7 @@ def segments_operator(
         What K and V are like, segment by segment, of every kind of head that the kernel is built
         for (`Side.number`).
     tuning
-        A `Tuning`: pieces, tile, stages, warps, the cost per token, the most registers, from
-        which length on neighbours go together, and whether codes are multiplied as int8.
+        A `Tuning`, its fields in order.
     shares
         Of the work, one for each multiprocessor, `MOST_SHARES` at most.
 
@@ -181,7 +180,7 @@ def segments_operator(
     other = Attended(*beside) if beside else None
     if uses_triton(query.device):
         items, parts, counters = scheduled
-        numbers: list[Any] = [*tuning[:-1], bool(tuning[-1])]
+        numbers: list[Any] = [*tuning[:-2], *map(bool, tuning[-2:])]
         return launch_segments(
             query.contiguous(),
             buffer,

@@ -29,6 +29,8 @@ class Tuning:
     int8 : bool
         Whether rows of codes are multiplied as int8, if both sides are such, and not as numbers of
         two bytes.
+    dealt : bool
+        Whether pieces in order are given to programs such that a multiprocessor has neighbours.
     """
 
     pieces: int = 16
@@ -39,3 +41,4 @@ class Tuning:
     registers: int = 128
     near: int = 16
     int8: bool = False
+    dealt: bool = False

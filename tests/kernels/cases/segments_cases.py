@@ -504,6 +504,19 @@ def test_shares_of_multiprocessors_are_for_long_pieces(pieces, near):
         assert error(prepared.run(query, buffer, cut, 0.2), wanted) < limit(layout, True)
 
 
+@pytest.mark.parametrize("near", [0, 1])
+@pytest.mark.parametrize("multiprocessors", [1, 3, 7])
+def test_every_piece_is_run_where_multiprocessors_have_neighbours(multiprocessors, near):
+    segment = one([(48, 32), (16, 64)], 4, 4, group=20, batch=2, capacity=700)
+    layout = SegmentsLayout((segment,), DTYPES[0])
+    tuning = replace(step(layout, pieces=5, tile=1024).tuning, near=near, dealt=True)
+    prepared = segments_step(layout, DEVICE, multiprocessors=multiprocessors, tuning=tuning)
+    query, buffer = random_states(layout, 5)
+    wanted = reference_segments(query, buffer, layout, [[690, 130]], 0.2)
+    found = run(prepared, query, buffer, [[690, 130]], 0.2)
+    assert error(found, wanted) < limit(layout, True)
+
+
 def test_lengths_on_the_device_are_clamped_and_empty_rows_give_zeros():
     layout = SegmentsLayout((one([(32, 32)], 4, 4, batch=2, capacity=70),), DTYPES[0])
     query, buffer = random_states(layout, 7)
