@@ -10,7 +10,10 @@ own: stretches of loads that it served (`load-steps.json`) and requests of long 
 Stretches lie in a run's events, which are too large to be kept: of the folders of runs that
 `kvprof bench --load` served, means of stretches that are alike are written.
 
-    python tools/step_times.py --loads RUN RUN --out docs/benchmarks/load-steps.json
+    python tools/step_times.py --loads RUN RUN --prompts RUN --out docs/benchmarks/load-steps.json
+
+Of runs after `--prompts` only prompts are taken that were read while nobody else was there: where
+prompts are long, steps that read one are too few among stretches for these to tell anything.
 """
 
 import argparse
@@ -49,9 +52,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--loads", type=Path, nargs="+", help="folders of loads that were served")
+    parser.add_argument("--prompts", type=Path, nargs="+", default=[], help="further ones")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    result = _of_loads(options.loads) if options.loads else _shipped(options.records)
+    loads = options.loads
+    result = _of_loads(loads, options.prompts) if loads else _shipped(options.records)
     write_result(options.out, result, force=True)
 
 
@@ -91,7 +96,8 @@ def _shipped(records: Path) -> dict[str, Any]:
 # --- Means of stretches of loads that were served.
 
 
-def _of_loads(folders: Sequence[Path]) -> dict[str, Any]:
+def _of_loads(loads: Sequence[Path], prompts: Sequence[Path]) -> dict[str, Any]:
+    folders = [*loads, *prompts]
     runs = [read_result(folder / "result.json") for folder in folders]
     last = max(runs, key=lambda result: str(result["created"]))
     methods: dict[str, dict[str, Any]] = {}
@@ -102,7 +108,10 @@ def _of_loads(folders: Sequence[Path]) -> dict[str, Any]:
             found = methods.setdefault(name, {"method": name, "rate": own.rate, "samples": []})
             if abs(found["rate"] - own.rate) > _ALIKE:
                 raise SystemExit(f"{folder}: {name} has another rate there: {own.rate:.3f}")
-            found["samples"] += [[*one, number] for one in _grouped(own.samples)]
+            stretches = [one for one in own.samples if one.decode and number < len(loads)]
+            alone = [one for one in own.samples if not one.decode]
+            found["samples"] += [[*one, number] for one in _grouped(stretches)]
+            found["samples"] += [[*_columns(one), number] for one in alone]
     return build_result(
         "benchmark",
         environment=last["environment"],
@@ -141,8 +150,14 @@ def _grouped(samples: Sequence[StepSample]) -> list[list[float]]:
                 sum(one.weight * getattr(one, name) for one in own) / weight
                 for name in METHOD_COLUMNS[:5]
             ]
-            found.append([float(f"{value:.{_DIGITS}g}") for value in (*means, weight)])
+            found.append(_columns(StepSample(*means, weight=weight)))
     return found
+
+
+def _columns(one: StepSample) -> list[float]:
+    """Return a mean as the record has it: with its weight, and as many digits as count."""
+    values = [getattr(one, name) for name in (*METHOD_COLUMNS[:5], "weight")]
+    return [float(f"{value:.{_DIGITS}g}") for value in values]
 
 
 def _split(samples: Sequence[StepSample], groups: int) -> list[Sequence[StepSample]]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import as_file, files
+from itertools import zip_longest
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from kvprof.records.journal import find_events, read_events
 from kvprof.records.load import undisturbed
 from kvprof.records.load_names import baseline_of, read_label, tps_of
 from kvprof.records.load_statistics import LEAST
+from kvprof.serving.load.replica import EngineSettings
 from kvprof.serving.load.step_times import StepSample, StepTimes, fit_step_times, pairs_of
 
 __all__ = [
@@ -32,6 +35,8 @@ METHOD_COLUMNS = ("decode", "context", "prefill", "pairs", "seconds", "source", 
 #: Share of a device's memory that an engine takes, as vLLM does. Activations are not counted.
 UTILISATION = 0.92
 _SHIPPED = "h200.json"
+#: Tokens of a prompt whose time to the first token is its steps', but for some percent.
+_LONG = 2048
 _DISTURBED = (
     "its steps are from rates at which requests were preempted or waited for the engine's front "
     "end, which counts as times between tokens: they are too long"
@@ -325,7 +330,7 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
         )
     method_of: dict[str, str] = {}
     servers: dict[str, LoadServer] = {}
-    prompts: dict[str, list[int]] = {}
+    requests: dict[str, list[LoadRequest]] = {}
     finished: list[LoadRateFinished] = []
     for event in read_events(events).events:
         match event:
@@ -334,7 +339,7 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
             case LoadRateStarted():
                 method_of[event.case] = event.method
             case LoadRequest():
-                prompts.setdefault(event.case, []).append(event.prompt)
+                requests.setdefault(event.case, []).append(event)
             case LoadRateFinished():
                 finished.append(event)
     by_method: dict[str, list[LoadRateFinished]] = {}
@@ -348,8 +353,13 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
             by_method[label] = calm
         else:
             notes[label] = (_DISTURBED,)
+    for one in finished:
+        if one.engine is not None and not one.engine.get("prefix_hits"):
+            samples.setdefault(method_of[one.case], []).extend(
+                _prompts_alone(requests.get(one.case, []), path.name)
+            )
     for one in (one for rates in by_method.values() for one in rates):
-        known = prompts.get(one.case, [])
+        known = [request.prompt for request in requests.get(one.case, [])]
         # A prompt's token attends to half of its prompt on average, long prompts have more tokens.
         each = sum(pairs_of(0, p) for p in known) / max(1, sum(known))
         for span in one.spans:
@@ -398,6 +408,28 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
         )
         for tp, own in methods.items()
     ]
+
+
+def _prompts_alone(requests: Sequence[LoadRequest], source: str) -> list[StepSample]:
+    """Return the steps of long prompts that were read while nobody else was there.
+
+    Stretches tell little of what prompts cost: which of them a prompt was read in is known to a
+    token's time alone, and nobody decodes in many steps that read one.
+    """
+    most = EngineSettings(1).max_num_batched_tokens
+    known = sorted(requests, key=lambda one: one.arrival)
+    found: list[StepSample] = []
+    ended = 0.0
+    for one, behind in zip_longest(known, known[1:]):
+        arrives = inf if behind is None else behind.arrival
+        first = inf if one.first is None else one.first
+        if one.prompt >= _LONG and ended <= one.sent and first < inf and first <= arrives:
+            steps = -(-one.prompt // most)
+            whole = one.prompt, pairs_of(0, one.prompt), first - one.sent
+            tokens, pairs, seconds = (value / steps for value in whole)
+            found.append(StepSample(0, 0.0, tokens, pairs, seconds, source, True, steps))
+        ended = max(ended, inf if one.last is None else one.last)
+    return found
 
 
 def _own_bytes(server: LoadServer, inputs: Mapping[str, Any]) -> int | None:

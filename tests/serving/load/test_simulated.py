@@ -143,7 +143,7 @@ def test_doubts_of_the_step_times_are_told():
         "fp8: steps are full width's, less what one and eight requests of 32,768 and one of "
         "100,000 tokens take less in FP8, by the token and by the pair"
     ]
-    assert opened.settings["step times"] == "h200.json (NVIDIA H200), 101 steps"
+    assert opened.settings["step times"] == "h200.json (NVIDIA H200), 114 steps"
     rough = (*SAMPLES, StepSample(1, 100, 0, 0, 9e-3))
     doubtful = ModelSteps(
         "m", 1, "d", "r", "", 10**6, None, {"full": MethodSteps("full", 0.0, 100.0, rough)}
