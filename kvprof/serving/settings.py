@@ -24,6 +24,7 @@ __all__ = [
     "engine_variables",
     "load_format_of",
     "model_runner",
+    "most_tokens",
     "named",
     "option_value",
 ]
@@ -128,7 +129,7 @@ def engine_options(
         if longest_graph <= SHORT_GRAPH:  # the engine's own sizes do
             compilation["max_cudagraph_capture_size"] = longest_graph
         else:
-            sizes = _graphs(longest_graph, _most_tokens(given))
+            sizes = _graphs(longest_graph, most_tokens(given))
             compilation["cudagraph_capture_sizes"], longest_graph = sizes, sizes[-1]
         fewer = f"{longest_graph:,} tokens or fewer"
     graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
@@ -160,8 +161,14 @@ def _graphs(longest: int, most: int | None) -> list[int]:
     return sizes
 
 
-def _most_tokens(given: Sequence[str]) -> int | None:
-    """Return the tokens that somebody lets a step have; None where vLLM decides, or refuses."""
+def most_tokens(given: Sequence[str]) -> int | None:
+    """Return the tokens that somebody lets a step have; None where vLLM decides, or refuses.
+
+    Parameters
+    ----------
+    given : sequence of str
+        Words of vLLM's command line.
+    """
     said = option_value(given, "--max-num-batched-tokens", least="--max-num-b") or ""
     found = _COUNT.fullmatch(said.strip())
     if found is None:

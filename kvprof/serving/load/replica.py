@@ -28,7 +28,15 @@ from kvprof.serving.load.pages import Held, PagePool
 from kvprof.serving.load.requests import Request
 from kvprof.serving.load.step_times import StepTimes
 
-__all__ = ["ROUTES", "EngineSettings", "LiveRequest", "Replica", "StepLog", "TokenTimes"]
+__all__ = [
+    "ROUTES",
+    "EngineSettings",
+    "LiveRequest",
+    "Replica",
+    "StepLog",
+    "TokenTimes",
+    "engine_defaults",
+]
 
 #: How requests are spread over replicas: in turn, or to where the least waits and runs.
 ROUTES = ("shortest-queue", "round-robin")
@@ -78,6 +86,22 @@ class EngineSettings:
             )
         if self.route not in ROUTES:
             raise UsageError(f"no route {self.route!r}: there are {', '.join(ROUTES)}")
+
+
+#: Below so many bytes of a device's memory vLLM's server takes fewer sequences and tokens at once.
+_LARGE = 70 * 2**30
+_SMALL = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+
+
+def engine_defaults(memory_bytes: int | None) -> dict[str, int]:
+    """Return in what vLLM's server on a device differs from the defaults of `EngineSettings`.
+
+    Parameters
+    ----------
+    memory_bytes : int or None
+        Of the device; None where it is not known, or is no GPU.
+    """
+    return _SMALL if memory_bytes is None or memory_bytes < _LARGE else {}
 
 
 class StepLog:

@@ -11,7 +11,14 @@ import numpy as np
 from kvprof.errors import UsageError
 from kvprof.serving.load.marks import Marks
 from kvprof.serving.load.pages import Held
-from kvprof.serving.load.replica import EngineSettings, LiveRequest, Replica, StepLog, TokenTimes
+from kvprof.serving.load.replica import (
+    EngineSettings,
+    LiveRequest,
+    Replica,
+    StepLog,
+    TokenTimes,
+    engine_defaults,
+)
 from kvprof.serving.load.requests import BLOCK, Outcome, Request
 from kvprof.serving.load.step_records import MethodSteps, ModelSteps
 from kvprof.serving.load.step_times import StepTimes
@@ -265,9 +272,6 @@ def _shared(request: Request, settings: EngineSettings) -> Held:
 # --- In the place of a server: the same requests, the same events, no GPU.
 
 _SAMPLES = 200  # of a rate
-#: Below so many bytes of a device's memory vLLM's server takes fewer sequences and tokens at once.
-_LARGE = 70 * 2**30
-_SMALL: dict[str, object] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 _DOUBTFUL = 0.1  # relative difference of a fitted step that is told
 
 
@@ -296,8 +300,7 @@ def engine_settings(
             f"--memory: {steps.source} does not say how much memory a cache may have; "
             "name it, such as --memory 100GiB"
         )
-    if steps.memory_bytes is None or steps.memory_bytes < _LARGE:
-        settings = {**_SMALL, **settings}
+    settings = {**engine_defaults(steps.memory_bytes), **settings}
     # Integers by the names of its fields, which mypy cannot know.
     engine = EngineSettings(1, **settings)  # type: ignore[arg-type]
     page = steps.method(method).token_bytes * engine.block_size

@@ -1,11 +1,11 @@
 """Where a simulation's step times come from: records of steps that were measured on some device."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import as_file, files
 from itertools import zip_longest
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from kvprof.records.journal import find_events, read_events
 from kvprof.records.load import undisturbed
 from kvprof.records.load_names import baseline_of, read_label, tps_of
 from kvprof.records.load_statistics import LEAST
-from kvprof.serving.load.replica import EngineSettings
+from kvprof.serving.load.replica import EngineSettings, engine_defaults
 from kvprof.serving.load.step_times import StepSample, StepTimes, fit_step_times, pairs_of
+from kvprof.serving.settings import most_tokens
 
 __all__ = [
     "METHOD_COLUMNS",
@@ -338,8 +339,9 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
                 servers[event.method] = event
             case LoadRateStarted():
                 method_of[event.case] = event.method
+                requests[event.case] = []  # of a rate that is measured again, its last time
             case LoadRequest():
-                requests.setdefault(event.case, []).append(event)
+                requests[event.case].append(event)
             case LoadRateFinished():
                 finished.append(event)
     by_method: dict[str, list[LoadRateFinished]] = {}
@@ -353,13 +355,15 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
             by_method[label] = calm
         else:
             notes[label] = (_DISTURBED,)
+    most = _most_tokens(result)
     for one in finished:
-        if one.engine is not None and not one.engine.get("prefix_hits"):
+        # Of what was broken off others were there that have left no event.
+        if one.complete and one.engine.get("prefix_hits") == 0:
             samples.setdefault(method_of[one.case], []).extend(
-                _prompts_alone(requests.get(one.case, []), path.name)
+                _prompts_alone(requests[one.case], most, path.name)
             )
     for one in (one for rates in by_method.values() for one in rates):
-        known = [request.prompt for request in requests.get(one.case, [])]
+        known = [request.prompt for request in requests[one.case]]
         # A prompt's token attends to half of its prompt on average, long prompts have more tokens.
         each = sum(pairs_of(0, p) for p in known) / max(1, sum(known))
         for span in one.spans:
@@ -410,25 +414,34 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
     ]
 
 
-def _prompts_alone(requests: Sequence[LoadRequest], source: str) -> list[StepSample]:
-    """Return the steps of long prompts that were read while nobody else was there.
+def _most_tokens(result: Mapping[str, Any]) -> int:
+    """Return the tokens that a step of a load's engine might have."""
+    gpus = result["environment"].get("gpus") or []
+    defaults = engine_defaults(gpus[0]["memory_bytes"] if gpus else None)
+    said = most_tokens(shlex.split(result["inputs"].get("engine") or ""))
+    own = EngineSettings.max_num_batched_tokens
+    return said or defaults.get("max_num_batched_tokens", own)
+
+
+def _prompts_alone(requests: Sequence[LoadRequest], most: int, source: str) -> list[StepSample]:
+    """Return the steps, of so many tokens, of long prompts that were read while none was beside.
 
     Stretches tell little of what prompts cost: which of them a prompt was read in is known to a
     token's time alone, and nobody decodes in many steps that read one.
     """
-    most = EngineSettings(1).max_num_batched_tokens
     known = sorted(requests, key=lambda one: one.arrival)
     found: list[StepSample] = []
     ended = 0.0
     for one, behind in zip_longest(known, known[1:]):
-        arrives = inf if behind is None else behind.arrival
-        first = inf if one.first is None else one.first
-        if one.prompt >= _LONG and ended <= one.sent and first < inf and first <= arrives:
+        if one.failure or one.first is None or one.last is None:
+            break  # the server may be at work for it as long as the rate lasts
+        alone = ended <= one.sent and (behind is None or one.first <= behind.arrival)
+        if alone and one.prompt >= _LONG:
             steps = -(-one.prompt // most)
-            whole = one.prompt, pairs_of(0, one.prompt), first - one.sent
+            whole = one.prompt, pairs_of(0, one.prompt), one.first - one.sent
             tokens, pairs, seconds = (value / steps for value in whole)
             found.append(StepSample(0, 0.0, tokens, pairs, seconds, source, True, steps))
-        ended = max(ended, inf if one.last is None else one.last)
+        ended = max(ended, one.last)
     return found
 
 

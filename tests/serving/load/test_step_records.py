@@ -173,33 +173,52 @@ def test_a_load_that_was_served_gives_the_steps_of_its_stretches(tmp_path):
 def test_prompts_that_were_read_alone_tell_what_prompts_cost(tmp_path):
     """And not stretches, in which a prompt's token seems to cost half; nor others' prompts."""
     stretches = StepTimes((0.0,), (5e-3,), 1e-5, 1e-6)
-    folder = served(tmp_path / "run", stretches)
     alone = StepTimes((0.0,), (5e-3,), 2e-5, 1e-6, 8e-10)
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    number = next(n for n, line in enumerate(lines) if '"load_request"' in line)
-    template, at, requests = json.loads(lines[number]), 1.0, []
-    for prompt in (2048, 5000, 8192, 12_288, 24_576):
-        steps = -(-prompt // 8192)
-        each, pairs = prompt / steps, prompt * (prompt + 1) / 2 / steps
-        first = at + steps * alone.step(0, 0.0, each, pairs)
-        requests.append({"arrival": at, "sent": at, "prompt": prompt, "first": first})
-        at = first + 1.0
-    wrong = [
-        {"arrival": at, "sent": at, "prompt": 9000, "first": at + 9.0},
-        {"arrival": at + 8.0, "sent": at + 8.0, "prompt": 9000, "first": at + 9.0},  # beside it
-        {"arrival": at + 20.0, "sent": at + 20.0, "prompt": 2000, "first": at + 29.0},  # short
-        {"arrival": at + 40.0, "sent": at + 40.0, "prompt": 9000, "first": None, "last": None},
-        {"arrival": at + 50.0, "sent": at + 50.0, "prompt": 9000, "first": at + 59.0},  # behind it
-    ]
-    lines[number + 2 : number + 2] = [
-        json.dumps(template | {"last": (one["first"] or at) + 0.1} | one)
-        for one in (*requests, *wrong)
-    ]
-    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
-    own = read_model_steps(folder).method("full")
-    assert [one.weight for one in own.samples if not one.decode] == [1, 1, 1, 2, 3]
-    for step in ((0, 0.0, 6000, 6000 * 3000.5), (0, 0.0, 8192, 8192 * 12_288.0)):
-        assert own.times.step(*step) == pytest.approx(alone.step(*step), rel=0.05)
+
+    def run(name, most=8192, complete=True, hits=0.0, **inputs):
+        folder = served(tmp_path / name, stretches, inputs=inputs)
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        number = next(n for n, line in enumerate(lines) if '"load_request"' in line)
+        at, requests = 1.0, []
+        for prompt in (2048, 5000, 8192, 12_288, 24_576):
+            steps = -(-prompt // most)
+            each, pairs = prompt / steps, prompt * (prompt + 1) / 2 / steps
+            sent = at + 0.5  # late
+            first = sent + steps * alone.step(0, 0.0, each, pairs)
+            requests.append({"arrival": at, "sent": sent, "prompt": prompt, "first": first})
+            at = first + 1.0
+        for behind, prompt, first, failure in (
+            (0, 9000, 9, None),
+            (8, 9000, 9, None),  # beside it
+            (20, 2000, 29, None),  # short
+            (40, 9000, 49, "timeout"),
+            (50, 9000, 59, None),  # the server may be at work for the one before
+        ):
+            own = {"arrival": at + behind, "sent": at + behind, "prompt": prompt}
+            requests.append(own | {"first": at + first, "failure": failure})
+        template = json.loads(lines[number])
+        lines[number + 2 : number + 2] = [
+            json.dumps(template | one | {"last": one["first"] + 0.1}) for one in requests
+        ]
+        ended = next(n for n, line in enumerate(lines) if '"load_rate_finished"' in line)
+        marks = {"complete": complete, "engine": {} if hits is None else {"prefix_hits": hits}}
+        lines[ended] = json.dumps(json.loads(lines[ended]) | marks)
+        (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+        return read_model_steps(folder).method("full")
+
+    engine = "--max-num-batched-tokens 4k"
+    for own, weights in ((run("run"), [1, 1, 1, 2, 3]), (run("4k", 4000, engine=engine), None)):
+        prompts = [one for one in own.samples if not one.decode]
+        assert len(prompts) == 5
+        assert weights is None or [one.weight for one in prompts] == weights
+        for step in ((0, 0.0, 4000, 4000 * 2000.5), (0, 0.0, 8000, 8000 * 12_288.0)):
+            assert own.times.step(*step) == pytest.approx(alone.step(*step), rel=0.05)
+    for name, other in (
+        ("broken off", {"complete": False}),
+        ("found again", {"hits": 64.0}),
+        ("no marks", {"hits": None}),
+    ):
+        assert all(one.decode for one in run(name, **other).samples), name
 
 
 def shown(folder):
