@@ -353,9 +353,9 @@ def compile_all(run: Run, parts: list[str], processes: int) -> None:
         else:
             tasks = [(way, own, 1) for way, _, _ in cases(run, part) for own in tunings(way)]
         for way, change, rows in tasks:
-            near = bool(replace(tuning_for(way.layout(1, 300, run.dtype)), **change).near)
+            tuning = replace(tuning_for(way.layout(1, 300, run.dtype)), **change)
             built = {name: change[name] for name in _BUILT if name in change}
-            key = way.name, way.heads, bool(change["int8"]), near, built
+            key = way.name, way.heads, bool(change["int8"]), bool(tuning.near), tuning.dealt, built
             wanted.setdefault(str(key), (way, change, rows))
     order = sorted(wanted.values(), key=lambda task: -len(set(task[0].specs[-1].pairs)))
     context = multiprocessing.get_context("spawn")

@@ -155,7 +155,12 @@ class ColumnSide(Side):
     words = "bits by column"
     by_width = False
     #: All bits that there are.
-    compiled = ((((16, 8), (16, 4), (32, 3), (32, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),)
+    # The last two are there so that multiprocessors have shares of the work, and neighbours.
+    compiled = (
+        (((16, 8), (16, 4), (32, 3), (32, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),
+        (((16, 2),), ((16, 4),)),
+        (((16, 4),), ((16, 2),)),
+    )
 
     @classmethod
     def of(

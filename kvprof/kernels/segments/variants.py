@@ -110,7 +110,9 @@ def _own(geometry: type[Side]) -> list[Variant]:
     stored = segment_of(geometry.compiled, 4, 1, 128, bits, bits, None, paged=True)
     return [
         _restore(name, stored),
-        segments_form(name, torch.bfloat16, 4, ((_FULL, None, None), own), None),
+        segments_form(
+            name, torch.bfloat16, 4, ((_FULL * len(geometry.compiled), None, None), own), None
+        ),
         segments_form(f"{name}, pages of 128", torch.float16, 4, (own,), None, page=128),
     ]
 

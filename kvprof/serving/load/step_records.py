@@ -341,7 +341,7 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
                 method_of[event.case] = event.method
                 requests[event.case] = []  # of a rate that is measured again, its last time
             case LoadRequest():
-                requests[event.case].append(event)
+                requests.setdefault(event.case, []).append(event)
             case LoadRateFinished():
                 finished.append(event)
     by_method: dict[str, list[LoadRateFinished]] = {}
@@ -355,7 +355,7 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
             by_method[label] = calm
         else:
             notes[label] = (_DISTURBED,)
-    most = _most_tokens(result)
+    most = _most_tokens(result, path)
     for one in finished:
         # Of what was broken off others were there that have left no event.
         if one.complete and one.engine.get("prefix_hits") == 0:
@@ -414,11 +414,17 @@ def _served(result: Mapping[str, Any], path: Path) -> list[ModelSteps]:
     ]
 
 
-def _most_tokens(result: Mapping[str, Any]) -> int:
+def _most_tokens(result: Mapping[str, Any], path: Path) -> int:
     """Return the tokens that a step of a load's engine might have."""
+    engine = result["inputs"].get("engine")
+    try:
+        said = most_tokens(shlex.split(str(engine or "")))
+    except ValueError as problem:
+        raise FailedError(
+            f"--step-times {path}: the engine's options {engine!r}: {str(problem).lower()}"
+        ) from None
     gpus = result["environment"].get("gpus") or []
     defaults = engine_defaults(gpus[0]["memory_bytes"] if gpus else None)
-    said = most_tokens(shlex.split(result["inputs"].get("engine") or ""))
     own = EngineSettings.max_num_batched_tokens
     return said or defaults.get("max_num_batched_tokens", own)
 
