@@ -33,6 +33,8 @@ from kvprof.kernels.segments.digits import (
     joined,
     query_digits,
     single,
+    summed,
+    without_end,
 )
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import PlaneColumns
@@ -67,6 +69,13 @@ _SCALES = tl.constexpr(
 #: Where a slot's code of 2, 4 and 8 bits lies in an operand: where it lies in a byte, but below the
 #: sign, and of 2 bits below the highest of 3.
 _TO = {2: (0, 2, 4, 4), 4: (0, 2, 0, 2), 8: (0, 0, 0, 0)}
+#: The largest code of a plane in codes of its run, by its bits; of 8 bits less 128, twice.
+_LARGEST = {1: 4, 2: 3, 4: 15, 8: -1}
+
+
+@triton.constexpr_function
+def _largest(bits):
+    return _LARGEST[bits]
 
 
 @triton.constexpr_function
@@ -260,10 +269,14 @@ def _column_tile(
     PLACES: tl.constexpr,
     PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
-    CHECK: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Go on with one tile: scores, online softmax in base 2, weighted values."""
+    """Go on with one tile: scores, online softmax in base 2, weighted values.
+
+    Behind a row's end lies room for a whole tile, whose bytes are numbers whatever they are, and
+    are left out here: a loop of its own for the last tile would be the code once more, and code is
+    what several kinds of head wait for.
+    """
     places = by_row(PLACES)
     left = stop - at - places * _SLOTS
     if PAGE > 0:
@@ -308,10 +321,10 @@ def _column_tile(
         if CAPPED:
             # cap · tanh(s / cap) with tanh(x) = 1 - 2 / (e^2x + 1); `cap` is times log2(e).
             score = cap - 2.0 * cap / (tl.exp2(score * (2.0 * 1.4426950408889634 / cap)) + 1.0)
-        if CHECK:
-            score = tl.where((left > slot)[:, None], score, float("-inf"))
         found += (score,)
     scores = found
+    if stop - at < PLACES * _SLOTS:
+        scores = without_end(scores, left[:, None], float("-inf"), _SLOTS)
     highest = scores[0]
     for slot in tl.static_range(1, _SLOTS):
         highest = tl.maximum(highest, scores[slot])
@@ -319,11 +332,8 @@ def _column_tile(
     higher = tl.maximum(top, peak)
     fade = tl.exp2(top - higher)[None, :]
     scales = _row_scales(octets, places, V_SCALES, BLOCK_BYTES, FAST)
-    if CHECK:
-        found = ()
-        for slot in tl.static_range(_SLOTS):
-            found += (tl.where(left > slot, scales[slot], 0.0),)
-        scales = found
+    if stop - at < PLACES * _SLOTS:
+        scales = without_end(scales, left, 0.0, _SLOTS)
     most = scales[0]
     for slot in tl.static_range(1, _SLOTS):
         most = tl.maximum(most, scales[slot])
@@ -402,21 +412,14 @@ def column_piece(
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
-    queries, planes, largest = query_digits(
-        query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS
+    queries, largest = query_digits(
+        query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS, FAST
     )
-    total = tl.zeros([2 * HEADS], tl.float32)
+    total = tl.zeros([16, 2 * HEADS], tl.int32)
     for number in tl.static_range(K_PLANES):
-        # Half of the largest code of a plane, of 8 bits less 128, in codes of its run.
-        half = (
-            -0.5
-            if KINDS[KEYS + number * _PLANE + _BITS] == 8
-            else 0.5 * ((1 << KINDS[KEYS + number * _PLANE + _BITS]) - 1)
-        ) * (4.0 if KINDS[KEYS + number * _PLANE + _BITS] == 1 else 1.0)
-        total += planes[number] * half
-    rate = scale / MOST * _LACK * largest
-    total = single(total * rate)[None, :]
-    rate = single(rate)[None, :]
+        total = summed(queries[number], total, _largest(KINDS[KEYS + number * _PLANE + _BITS]))
+    rate = single(largest * (scale / MOST * _LACK))[None, :]
+    total = tl.max(joined(total), 0)[None, :] * (0.5 * rate)
     sums = ()
     for number in tl.static_range(V_PLANES):
         sums += (empty(KINDS[VALUES + number * _PLANE + _DEPTH], HEADS),)
@@ -424,43 +427,12 @@ def column_piece(
     mass = tl.zeros([PLACES, HEADS], tl.float32)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([HEADS], -1e30, tl.float32)
-    end = start + (stop - start) // (PLACES * _SLOTS) * (PLACES * _SLOTS)
-    # The end of a row last: behind it lies room for a whole tile, but perhaps no number.
-    for TAIL in tl.static_range(2):
-        for at in tl.range(
-            end if TAIL else start,
-            stop if TAIL else end,
-            PLACES * _SLOTS,
-            num_stages=2 if TAIL else STAGES,
-        ):
-            sums, whole, mass, top = _column_tile(
-                sums,
-                whole,
-                mass,
-                top,
-                queries,
-                total,
-                octets,
-                pages,
-                stride,
-                at,
-                stop,
-                rate,
-                cap,
-                KINDS,
-                KEYS,
-                VALUES,
-                K_PLANES,
-                K_SCALES,
-                V_PLANES,
-                V_SCALES,
-                BLOCK_BYTES,
-                PLACES,
-                PAGE,
-                CAPPED,
-                TAIL == 1,
-                FAST,
-            )
+    for at in tl.range(start, stop, PLACES * _SLOTS, num_stages=STAGES):
+        sums, whole, mass, top = _column_tile(
+            sums, whole, mass, top, queries, total, octets, pages, stride, at, stop, rate, cap,
+            KINDS, KEYS, VALUES, K_PLANES, K_SCALES, V_PLANES, V_SCALES, BLOCK_BYTES, PLACES, PAGE,
+            CAPPED, FAST,
+        )  # fmt: skip
     weight = tl.sum(mass, 0)
     weighed = tl.sum(whole, 0)
     share = _LACK / weight

@@ -234,14 +234,12 @@ class ColumnSide(Side):
     @classmethod
     def tuned(cls, kinds: int) -> Tuning | None:
         """Return what was fastest on an H100, and the registers on an H200 (docs/benchmarks)."""
-        # As many programs as have room beside exact tokens' tiles, all of them at once: with one
-        # that is not it takes 1.2 times as long on an H200. There shares pay for several kinds in
-        # pieces of 37 tiles (0.88 of the time of shorter ones in order); in pieces of four,
-        # neighbours that are dealt out, without any counter, take 0.90 to 0.94 of the time in order
-        # with four kinds, and 1.01 with two. Three programs of 168 registers fill a scheduler's; a
-        # fourth has room beside three others where none has more than 128.
-        several = kinds > 2
-        return Tuning(12, registers=168, near=16 if several else 0, dealt=several)
+        # As many programs as a scheduler has registers for, three of 168, all of them at once: with
+        # one that is not it takes 1.2 times as long on an H200. With several kinds multiprocessors
+        # take their own, which took 0.95 to 1.01 of the time in order or dealt out there, in pieces
+        # of four tiles and of 32 (0.70 with four kinds in pieces of 32).
+        several = kinds > 1
+        return Tuning(12, registers=168, near=int(several), dealt=several)
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:

@@ -26,6 +26,8 @@ __all__ = [
     "joined",
     "query_digits",
     "single",
+    "summed",
+    "without_end",
 ]
 
 _PLANE = tl.constexpr(len(PlaneColumns._fields))
@@ -49,6 +51,11 @@ _ASSEMBLY = tl.constexpr(
     "{ .reg .b32 x, y; "
     "prmt.b32 x, $2, $3, 0x5140; prmt.b32 y, $4, $5, 0x5140; "
     "prmt.b32 $0, x, y, 0x7632; prmt.b32 x, x, y, 0x5410; xor.b32 $1, x, 0x80808080; }"
+)
+#: One byte of each of four words, of all the upper digit or of all the lower one.
+_CHOICE = tl.constexpr(
+    "{ .reg .b32 x, y; prmt.b32 x, $1, $2, $5; prmt.b32 y, $3, $4, $5; "
+    "prmt.b32 x, x, y, 0x5410; xor.b32 $0, x, $9; }"
 )
 
 
@@ -83,6 +90,32 @@ def digits(numbers, FAST: tl.constexpr):
 
 
 @triton.jit
+def _one_digit(whole, upper, FAST: tl.constexpr):
+    """Return one digit of whole numbers, as `biased` has them, as int8: the upper or lower one."""
+    if FAST:
+        # Which byte of two words is taken, and by what it is changed then.
+        choice = tl.broadcast_to(tl.where(upper, 0x51, 0x40), whole.shape)
+        change = tl.broadcast_to(tl.where(upper, 0, -0x7F7F7F80), whole.shape)
+        found = tl.inline_asm_elementwise(
+            _CHOICE,
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [whole, choice, change],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        found = tl.where(upper, whole >> 8, (whole & 255) - 128).to(tl.int8)
+    return found
+
+
+@triton.constexpr_function
+def _blocks(width):
+    """Return of how many blocks of 16 columns a plane is."""
+    return max(1, width // 16)
+
+
+@triton.jit
 def query_digits(
     query,
     width,
@@ -92,36 +125,67 @@ def query_digits(
     PLANES: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Load a group's queries as digits: upper ones in every second column, the lower ones between.
 
-    A tuple of ``[DEPTH, 2 · heads]`` by plane, one of the sums over each plane of the numbers that
-    they make, and the largest of each query, which is `MOST` as digits.
+    A tuple of ``[DEPTH, 2 · heads]`` by plane, and the largest of each query, twice, which is
+    `MOST` as digits. By 16 columns, of which a thread has four neighbours: as bytes they are the
+    word that it needs in a product, and no thread asks another for any. A thread with a column of
+    every query took three times the instructions, which every program reads anew.
     """
     digit = tl.arange(0, 2 * HEADS)
     whose = first_head + digit // 2
-    known = whose < GROUP
+    known = (whose < GROUP)[:, None]
+    place = tl.arange(0, 16)[None, :]
+    at = query + (whose * width)[:, None] + place
     loaded = ()
-    largest = tl.zeros([2 * HEADS], tl.float32)
+    most = tl.zeros([2 * HEADS, 16], tl.float32)
     for number in tl.static_range(PLANES):
-        place = tl.arange(0, KINDS[KEYS + number * _PLANE + _DEPTH])
-        at = query + whose[None, :] * width + KINDS[KEYS + number * _PLANE + _START]
-        there = (place < KINDS[KEYS + number * _PLANE + _WIDTH])[:, None] & known[None, :]
-        own = tl.load(at + place[:, None], mask=there, other=0.0).to(tl.float32)
-        own *= KINDS[KEYS + number * _PLANE + _STEP]
-        largest = tl.maximum(largest, tl.max(tl.abs(own), 0))
+        own = ()
+        for part in tl.static_range(_blocks(KINDS[KEYS + number * _PLANE + _WIDTH])):
+            begin = KINDS[KEYS + number * _PLANE + _START] + 16 * part
+            there = known
+            if KINDS[KEYS + number * _PLANE + _WIDTH] < 16:
+                there = known & (place < KINDS[KEYS + number * _PLANE + _WIDTH])
+            found = tl.load(at + begin, mask=there, other=0.0).to(tl.float32)
+            most = tl.maximum(most, tl.abs(found) * KINDS[KEYS + number * _PLANE + _STEP])
+            own += (found,)
         loaded += (own,)
-    largest = tl.maximum(largest, TINY)
+    largest = tl.maximum(tl.max(most, 1), TINY)
     up = MOST / largest
+    nothing = tl.zeros([2 * HEADS, 16], tl.int8)
     queries = ()
-    totals = ()
     for number in tl.static_range(PLANES):
-        own = loaded[number] * up[None, :]
-        whole = biased(own)
-        both = tl.where((digit % 2 == 0)[None, :], whole >> 8, (whole & 255) - 128)
-        queries += (both.to(tl.int8),)
-        totals += (tl.sum(own + _MAGIC - _MAGIC, 0),)
-    return queries, totals, largest
+        factor = (up * KINDS[KEYS + number * _PLANE + _STEP])[:, None]
+        own = ()
+        for part in tl.static_range(_blocks(KINDS[KEYS + number * _PLANE + _WIDTH])):
+            whole = biased(loaded[number][part] * factor)
+            own += (_one_digit(whole, (digit % 2 == 0)[:, None], FAST),)
+        if KINDS[KEYS + number * _PLANE + _WIDTH] <= 16:
+            own += (nothing,)
+        both = _beside(own[0], own[1])
+        if KINDS[KEYS + number * _PLANE + _WIDTH] == 64:
+            both = _beside(both, _beside(own[2], own[3]))
+        queries += (tl.trans(both),)
+    return queries, largest
+
+
+@triton.jit
+def _beside(left, right):
+    """Return the columns of two blocks, one block beside the other."""
+    both = tl.permute(tl.join(left, right), (0, 2, 1))
+    return tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
+def summed(query, sums, WORTH: tl.constexpr):
+    """Add what a plane's digits make together, times WORTH, to ``[16, 2 · heads]``, row by row.
+
+    By a product, so that no thread asks another.
+    """
+    worth = tl.full([16, query.shape[0]], WORTH, tl.int8)
+    return tl.dot(worth, query, sums, out_dtype=tl.int32)
 
 
 @triton.jit
@@ -156,3 +220,12 @@ def by_place(weights):
     BLOCKS: tl.constexpr = weights.shape[0] // _BLOCK
     apart = tl.reshape(weights, (BLOCKS, 4, 8, weights.shape[1]))
     return tl.reshape(tl.permute(apart, (0, 2, 1, 3)), weights.shape)
+
+
+@triton.jit
+def without_end(numbers, left, OTHER: tl.constexpr, SLOTS: tl.constexpr):
+    """Return numbers by slot with OTHER where a row has ended, `left` tokens from there on."""
+    found = ()
+    for slot in tl.static_range(SLOTS):
+        found += (tl.where(left > slot, numbers[slot], OTHER),)
+    return found

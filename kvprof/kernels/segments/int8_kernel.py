@@ -25,6 +25,8 @@ from kvprof.kernels.segments.digits import (
     joined,
     query_digits,
     single,
+    summed,
+    without_end,
 )
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import PlaneColumns
@@ -183,15 +185,24 @@ def _kept(
 
 
 @triton.jit
+def _without_end(kept, left, COUNT: tl.constexpr, SLOTS: tl.constexpr):
+    """Return what `_kept` loaded with zeros where a row has ended, `left` tokens from there on."""
+    found = ()
+    for number in tl.static_range(COUNT * SLOTS):
+        # Turning twice gives the same again, so that this is the slot.
+        here = left > _turned(number, COUNT * SLOTS) % SLOTS
+        found += (tl.where(here, kept[number], 0.0),)
+    return found
+
+
+@triton.jit
 def _weighed(
     weights,
     scales,
     middles,
-    left,
     GROUP: tl.constexpr,
     COUNT: tl.constexpr,
     SLOTS: tl.constexpr,
-    CHECK: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """Return a group's weights as digits by place, per slot, and its weighted middles."""
@@ -199,9 +210,6 @@ def _weighed(
     for slot in tl.static_range(SLOTS):
         scale = scales[_turned(GROUP * SLOTS + slot, COUNT * SLOTS)]
         middle = middles[_turned(GROUP * SLOTS + slot, COUNT * SLOTS)]
-        if CHECK:
-            scale = tl.where(left > slot, scale, 0.0)
-            middle = tl.where(left > slot, middle, 0.0)
         numbers += (by_place(digits(weights[slot] * scale[:, None], FAST)),)
         if slot == 0:
             own = weights[slot] * middle[:, None]
@@ -245,10 +253,13 @@ def _int8_tile(
     PLACES: tl.constexpr,
     PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
-    CHECK: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Go on with one tile: scores, online softmax in base 2, weighted values."""
+    """Go on with one tile: scores, online softmax in base 2, weighted values.
+
+    What lies behind a row's end is left out here, as in columns with bits of their own
+    (`kvprof.kernels.segments.column_kernel`).
+    """
     places = by_row(PLACES)
     left = stop - at - places * SLOTS
     if PAGE > 0:
@@ -307,10 +318,10 @@ def _int8_tile(
             # cap · tanh(s / cap) with tanh(x) = 1 - 2 / (e^2x + 1); `cap` is times log2(e).
             twice = 2.0 * 1.4426950408889634 / cap * rate
             score = cap - 2.0 * cap / (tl.exp2(score * twice) + 1.0)
-        if CHECK:
-            score = tl.where((left > slot)[:, None], score, float("-inf"))
         found += (score,)
     scores = found
+    if stop - at < PLACES * SLOTS:
+        scores = without_end(scores, left[:, None], float("-inf"), SLOTS)
     if CAPPED:
         rate = tl.full(rate.shape, 1.0, tl.float32)
     highest = scores[0]
@@ -322,12 +333,12 @@ def _int8_tile(
     V_ALL: tl.constexpr = _power(V_GROUPS)
     scales = _kept(halfs, V_SCALES, V_GROUPS, BLOCK_BYTES // 2, SLOTS, PLACES, False)
     middles = _kept(halfs, V_MIDDLES, V_GROUPS, BLOCK_BYTES // 2, SLOTS, PLACES, True)
+    if stop - at < PLACES * SLOTS:
+        scales = _without_end(scales, left, V_ALL, SLOTS)
+        middles = _without_end(middles, left, V_ALL, SLOTS)
     most = tl.full([PLACES], _LEAST, tl.float32)
     for number in tl.static_range(V_ALL * SLOTS):
-        scale = scales[_turned(number, V_ALL * SLOTS)]
-        if CHECK:
-            scale = tl.where(left > number % SLOTS, scale, 0.0)
-        most = tl.maximum(most, scale)
+        most = tl.maximum(most, scales[number])
     # Weights such that none times a scale is more than two digits hold.
     up = headroom(tl.max(most, 0))
     unit = tl.exp2(peak - higher - up)
@@ -350,11 +361,9 @@ def _int8_tile(
                 weights,
                 scales,
                 middles,
-                left,
                 KINDS[VALUES + number * _PLANE + _GROUP],
                 V_ALL,
                 SLOTS,
-                CHECK,
                 FAST,
             )
             before = fixes[KINDS[VALUES + number * _PLANE + _GROUP]]
@@ -421,18 +430,18 @@ def int8_piece(
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
-    queries, planes, largest = query_digits(
-        query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS
+    queries, largest = query_digits(
+        query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS, FAST
     )
     totals = ()
-    total = tl.zeros([2 * HEADS], tl.float32)
+    total = tl.zeros([16, 2 * HEADS], tl.int32)
     # Codes are the highest bits of an int8.
     worth: tl.constexpr = 2.0 ** (8 - K_BITS)
     for number in tl.static_range(K_PLANES):
-        total += planes[number] * worth
+        total = summed(queries[number], total, 1)
         if KINDS[KEYS + number * _PLANE + _LAST] == 1:
-            totals += (single(total)[None, :],)
-            total = tl.zeros([2 * HEADS], tl.float32)
+            totals += (tl.max(joined(total), 0)[None, :] * worth,)
+            total = tl.zeros([16, 2 * HEADS], tl.int32)
     rate = single(largest * (scale / MOST / worth))[None, :]
     sums = ()
     for number in tl.static_range(V_PLANES):
@@ -443,52 +452,13 @@ def int8_piece(
     mass = tl.zeros([8, HEADS], tl.float32)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([1, HEADS], -1e30, tl.float32)
-    end = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
-    # The end of a row last: behind it lies room for a whole tile, but perhaps no number.
-    for TAIL in tl.static_range(2):
-        for at in tl.range(
-            end if TAIL else start,
-            stop if TAIL else end,
-            PLACES * SLOTS,
-            num_stages=2 if TAIL else STAGES,
-        ):
-            sums, fixes, mass, top = _int8_tile(
-                sums,
-                fixes,
-                mass,
-                top,
-                queries,
-                totals,
-                octets,
-                halfs,
-                pages,
-                stride,
-                at,
-                stop,
-                rate,
-                cap,
-                KINDS,
-                KEYS,
-                VALUES,
-                K_BITS,
-                K_PARTS,
-                K_GROUPS,
-                K_PLANES,
-                K_SCALES,
-                V_BITS,
-                V_PARTS,
-                V_GROUPS,
-                V_PLANES,
-                V_SCALES,
-                V_MIDDLES,
-                BLOCK_BYTES,
-                SLOTS,
-                PLACES,
-                PAGE,
-                CAPPED,
-                TAIL == 1,
-                FAST,
-            )
+    for at in tl.range(start, stop, PLACES * SLOTS, num_stages=STAGES):
+        sums, fixes, mass, top = _int8_tile(
+            sums, fixes, mass, top, queries, totals, octets, halfs, pages, stride, at, stop, rate,
+            cap, KINDS, KEYS, VALUES, K_BITS, K_PARTS, K_GROUPS, K_PLANES, K_SCALES, V_BITS,
+            V_PARTS, V_GROUPS, V_PLANES, V_SCALES, V_MIDDLES, BLOCK_BYTES, SLOTS, PLACES, PAGE,
+            CAPPED, FAST,
+        )  # fmt: skip
     weight = tl.sum(mass, 0)[None, :]
     share = 1.0 / weight
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST

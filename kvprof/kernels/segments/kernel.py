@@ -91,7 +91,6 @@ _KIND = tl.constexpr(column(Unit, "kind"))
 _COUNTER = tl.constexpr(len(Counter._fields))
 _MOST_SHARES = tl.constexpr(MOST_SHARES)
 _SHARED = tl.constexpr(column(Counter, "shared"))
-_TAKEN = tl.constexpr(column(Counter, "taken"))
 _STRETCH = tl.constexpr(len(Stretch._fields))
 _SIDE = tl.constexpr(column(Stretch, "side"))
 _FIRST_COLUMN = tl.constexpr(column(Stretch, "first"))
@@ -102,12 +101,24 @@ _SOURCE_PLACE = tl.constexpr(column(MovedColumn, "source_place"))
 _BLOCK_SIZE = tl.constexpr(column(MovedColumn, "block"))
 
 
+@triton.constexpr_function
+def _ends(kinds, number, count, stride):
+    """Tell whether a kind is of exact tokens beside quantised ones, as they are at a row's ends."""
+    exact = [
+        all(kinds[own * stride + side] == FULL for side in (_K_FORMAT.value, _V_FORMAT.value))
+        for own in range(count)
+    ]
+    return exact[number] and not all(exact)
+
+
 @triton.jit
 def _dealt(total, shares):
-    """Return which piece a program runs so that a multiprocessor has neighbouring ones.
+    """Return which piece a program runs so that a multiprocessor has few kinds of them.
 
-    Programs that all have room at once go to multiprocessors in turn. Nothing is counted, so that
-    it costs short pieces nothing, and nothing is right but the time if it is otherwise.
+    As if programs that all have room at once went to multiprocessors in turn. They do so about, on
+    an H200: with four kinds of head a multiprocessor has two or three, and all four in order.
+    Nothing is counted, so that it costs short pieces nothing, and nothing is right but the time if
+    it is otherwise.
     """
     number = tl.program_id(0)
     own = number % shares
@@ -127,23 +138,23 @@ def _taken(counters, found, total, shares, FAST: tl.constexpr):
     comes when there is none left gets `total` or more.
     """
     if tl.load(counters + _SHARED) > 0:
-        found = tl.atomic_add(counters + _TAKEN, 1)
-        if found < total:
-            share = tl.arange(0, _MOST_SHARES)
-            there = share < shares
-            own = (cuda.smid() if FAST else tl.program_id(0)) % shares
-            found = total
-            while found == total:
-                number = own * total // shares + tl.atomic_add(counters + _COUNTER + own, 1)
-                if number < (own + 1) * total // shares:
-                    found = number
-                else:
-                    # What others take meanwhile shows, for it is read where they count.
-                    gone = tl.load(counters + _COUNTER + share, mask=there, other=0, volatile=True)
-                    size = (share + 1) * total // shares - share * total // shares
-                    way = (share + shares - own) % shares
-                    own += tl.min(tl.where(there & (gone < size), way, shares), 0)
-                    own %= shares
+        share = tl.arange(0, _MOST_SHARES)
+        there = share < shares
+        size = (share + 1) * total // shares - share * total // shares
+        own = (cuda.smid() if FAST else tl.program_id(0)) % shares
+        found = total
+        nearest = own * 0
+        while nearest < shares:
+            number = own * total // shares + tl.atomic_add(counters + _COUNTER + own, 1)
+            if number < (own + 1) * total // shares:
+                found = number
+                nearest = shares
+            else:
+                # What others take meanwhile shows, for it is read where they count.
+                gone = tl.load(counters + _COUNTER + share, mask=there, other=0, volatile=True)
+                way = (share + shares - own) % shares
+                nearest = tl.min(tl.where(there & (gone < size), way, shares), 0)
+                own = (own + nearest) % shares
     return found
 
 
@@ -222,7 +233,8 @@ def segment_pieces(
         start = tl.load(items + item * _ITEM + _ITEM_START)
         stop = tl.load(items + item * _ITEM + _ITEM_STOP)
         unit = units + (segment * KV_HEADS + head) * _UNIT
-        query = queries + row.to(tl.int64) * query_row + tl.load(unit + _QUERIES)
+        own_query = tl.multiple_of(tl.load(unit + _QUERIES), 16)
+        query = queries + row.to(tl.int64) * query_row + own_query
         width = tl.multiple_of(tl.load(unit + _QUERY_WIDTH).to(tl.int32), 16)
         at = tl.load(unit + _BEGIN)
         pages = table
@@ -324,6 +336,7 @@ def segment_pieces(
                         if KINDS[number * STRIDE + _V_FORMAT] == _FULL
                         else CODE,
                         MIDDLE,
+                        _ends(KINDS, number, COUNT, STRIDE),
                         FAST,
                     )
 

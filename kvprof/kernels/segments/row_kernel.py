@@ -303,9 +303,13 @@ def row_piece(
     BLOCK_HALFS: tl.constexpr, SLOTS: tl.constexpr, PLACES: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WIDEST: tl.constexpr,
     PAGE: tl.constexpr, CAPPED: tl.constexpr, V_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr,
-    FAST: tl.constexpr,
+    END: tl.constexpr, FAST: tl.constexpr,
 ):
-    """Attend to the tokens of one piece and leave its part of the result."""
+    """Attend to the tokens of one piece and leave its part of the result.
+
+    END: a few exact tokens, of which every tile is taken for a row's last, so that there is one
+    loop: what they cost is that their code is read, beside that of everybody else.
+    """
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
     wanted = ()
@@ -342,14 +346,16 @@ def row_piece(
     fixes = tl.zeros([ROWS, HEADS], tl.float32)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([HEADS], -1e30, tl.float32)
-    whole = start + (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
+    whole = start
+    if not END:
+        whole += (stop - start) // (PLACES * SLOTS) * (PLACES * SLOTS)
     # The end of a row last: behind it lies room for a whole tile, but perhaps no number.
-    for TAIL in tl.static_range(2):
+    for TAIL in tl.static_range(1 if END else 0, 2):
         for at in tl.range(
             whole if TAIL else start,
             stop if TAIL else whole,
             PLACES * SLOTS,
-            num_stages=2 if TAIL else STAGES,
+            num_stages=(1 if END else 2) if TAIL else STAGES,
         ):
             sums, fixes, top = _tile(
                 sums, fixes, top, wanted, totals, ones, keys, values, halfs, pages, stride, at,

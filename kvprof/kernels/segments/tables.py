@@ -76,12 +76,9 @@ class Counter(NamedTuple):
     ----------
     shared : int
         1 where multiprocessors have shares of the work; set when the work is cut.
-    taken : int
-        By all of them.
     """
 
     shared: int
-    taken: int
 
 
 class Kind(NamedTuple):

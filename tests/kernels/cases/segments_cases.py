@@ -306,7 +306,7 @@ def test_the_device_cuts_as_the_host_states(found, pieces, tile):
         for tokens in lengths[number]
     )
     shared = int(tiles >= 16 * 2 * pieces)
-    assert counters.tolist() == [shared, 0] + [0] * prepared.multiprocessors
+    assert counters.tolist() == [shared] + [0] * prepared.multiprocessors
 
 
 def test_the_device_cuts_many_rows_as_the_host_states():
@@ -500,7 +500,7 @@ def test_shares_of_multiprocessors_are_for_long_pieces(pieces, near):
     wanted = reference_segments(query, buffer, layout, [[1090]], 0.2)
     cut = prepared.cut([[1090]])
     for _ in range(2):
-        assert cut.scheduled[2].tolist() == [near, 0, 0, 0]
+        assert cut.scheduled[2].tolist() == [near, 0, 0]
         assert error(prepared.run(query, buffer, cut, 0.2), wanted) < limit(layout, True)
 
 
@@ -535,9 +535,9 @@ def test_pieces_in_order_need_no_counters_and_a_cut_for_another_tuning_is_refuse
     wanted = reference_segments(query, buffer, layout, [[200]], 0.2)
     cut = ordered.cut([[200]])
     assert error(ordered.run(query, buffer, cut, 0.2), wanted) < limit(layout, True)
-    with pytest.raises(UsageError, match="cut for 0 counters, and this step has 4"):
+    with pytest.raises(UsageError, match="cut for 0 counters, and this step has 3"):
         near.run(query, buffer, cut, 0.2)
-    with pytest.raises(UsageError, match="cut for 4 counters, and this step has 0"):
+    with pytest.raises(UsageError, match="cut for 3 counters, and this step has 0"):
         ordered.run(query, buffer, near.cut([[200]]), 0.2)
 
 
