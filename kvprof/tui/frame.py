@@ -418,9 +418,22 @@ class RunScreen(Screen[None]):
         lines = text_lines(make(), self.app.console, width)
         # Laying the screen out costs as much as painting it, and most figures change in place.
         shape = (width, [max(1, -(-line.cell_len // width)) for line in lines])
-        target.update(Text("\n").join(lines), layout=self._shapes.get(widget) != shape)
+        reshaped = self._shapes.get(widget) != shape
+        target.update(Text("\n").join(lines), layout=reshaped)
         self._shapes[widget] = shape
+        if reshaped:
+            target.call_after_refresh(self._lay_out_again, target, sum(shape[1]))
         return True
+
+    @staticmethod
+    def _lay_out_again(target: Static, height: int) -> None:
+        """Ask for another layout where a widget has not the height of its lines.
+
+        While a layout is waited for, Textual takes an update for no reason for another one, and
+        keeps the height of what was there before.
+        """
+        if target.size.height != height:
+            target.refresh(layout=True)
 
 
 def _hashable(key: tuple[Any, ...]) -> Hashable:
