@@ -160,6 +160,19 @@ def test_four_numbers_come_apart_into_two_digits():
         assert torch.equal(256 * upper + lower, four)
 
 
+def test_of_four_numbers_one_digit_comes():
+    numbers = torch.tensor([0, 1, 127, 128, 129, 255, 256, 32383, 32512, -1, -128, -129, -32512])
+    for four in numbers.repeat(4)[:48].view(-1, 4):
+        words = (four.float() + digits._MAGIC.value).view(torch.int32).tolist()
+        found = []
+        for choice, change in ((digits._UPPER, 0), (digits._LOWER, digits._TURNED.value & WORD)):
+            # Of four numbers, four choices and four changes the first of each is read.
+            given = [*words, choice.value, -1, -1, -1, change, -1, -1, -1]
+            own = ran(digits._CHOICE.value, {f"${n}": word for n, word in enumerate(given, 1)})
+            found.append(octets(int(own["$0"])).view(torch.int8).long())
+        assert torch.equal(256 * found[0] + found[1], four)
+
+
 def test_every_assembly_names_what_it_reads():
     # The interpreter above knows all the operations that there are.
     known = {

@@ -69,7 +69,7 @@ _SCALES = tl.constexpr(
 #: Where a slot's code of 2, 4 and 8 bits lies in an operand: where it lies in a byte, but below the
 #: sign, and of 2 bits below the highest of 3.
 _TO = {2: (0, 2, 4, 4), 4: (0, 2, 0, 2), 8: (0, 0, 0, 0)}
-#: The largest code of a plane in codes of its run, by its bits; of 8 bits less 128, twice.
+#: Twice the middle of a plane's codes, in codes of its run, by its bits; those of 8 are less 128.
 _LARGEST = {1: 4, 2: 3, 4: 15, 8: -1}
 
 

@@ -155,7 +155,7 @@ class ColumnSide(Side):
     words = "bits by column"
     by_width = False
     #: All bits that there are.
-    # The last two are there so that multiprocessors have shares of the work, and neighbours.
+    # Several, so that multiprocessors have shares of the work, and neighbours.
     compiled = (
         (((16, 8), (16, 4), (32, 3), (32, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),
         (((16, 2),), ((16, 4),)),
@@ -233,11 +233,11 @@ class ColumnSide(Side):
 
     @classmethod
     def tuned(cls, kinds: int) -> Tuning | None:
-        """Return what was fastest on an H100, and the registers on an H200 (docs/benchmarks)."""
+        """Return what was fastest on an H200 (docs/benchmarks)."""
         # As many programs as a scheduler has registers for, three of 168, all of them at once: with
         # one that is not it takes 1.2 times as long on an H200. With several kinds multiprocessors
-        # take their own, which took 0.95 to 1.01 of the time in order or dealt out there, in pieces
-        # of four tiles and of 32 (0.70 with four kinds in pieces of 32).
+        # take their own: with two 0.96 and 0.95 of the time in order, in pieces of four tiles and
+        # of 32.
         several = kinds > 1
         return Tuning(12, registers=168, near=int(several), dealt=several)
 

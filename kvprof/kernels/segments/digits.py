@@ -52,6 +52,9 @@ _ASSEMBLY = tl.constexpr(
     "prmt.b32 x, $2, $3, 0x5140; prmt.b32 y, $4, $5, 0x5140; "
     "prmt.b32 $0, x, y, 0x7632; prmt.b32 x, x, y, 0x5410; xor.b32 $1, x, 0x80808080; }"
 )
+#: Which byte of each of two words is a digit, and by what four lower ones are changed then.
+_UPPER, _LOWER = tl.constexpr(0x51), tl.constexpr(0x40)
+_TURNED = tl.constexpr(0x80808080 - 2**32)
 #: One byte of each of four words, of all the upper digit or of all the lower one.
 _CHOICE = tl.constexpr(
     "{ .reg .b32 x, y; prmt.b32 x, $1, $2, $5; prmt.b32 y, $3, $4, $5; "
@@ -93,9 +96,10 @@ def digits(numbers, FAST: tl.constexpr):
 def _one_digit(whole, upper, FAST: tl.constexpr):
     """Return one digit of whole numbers, as `biased` has them, as int8: the upper or lower one."""
     if FAST:
-        # Which byte of two words is taken, and by what it is changed then.
-        choice = tl.broadcast_to(tl.where(upper, 0x51, 0x40), whole.shape)
-        change = tl.broadcast_to(tl.where(upper, 0, -0x7F7F7F80), whole.shape)
+        # The four words of an operation are of one row, and so of one digit: they are neighbours in
+        # a thread, whose columns are the columns of a query.
+        choice = tl.broadcast_to(tl.where(upper, _UPPER, _LOWER), whole.shape)
+        change = tl.broadcast_to(tl.where(upper, 0, _TURNED), whole.shape)
         found = tl.inline_asm_elementwise(
             _CHOICE,
             "=r,r,r,r,r,r,r,r,r,r,r,r,r",

@@ -103,12 +103,23 @@ _BLOCK_SIZE = tl.constexpr(column(MovedColumn, "block"))
 
 @triton.constexpr_function
 def _ends(kinds, number, count, stride):
-    """Tell whether a kind is of exact tokens beside quantised ones, as they are at a row's ends."""
+    """Tell whether a kind is of exact tokens at a row's ends, of which there are few.
+
+    They are taken to be such beside what is multiplied as whole numbers, and nothing else.
+    """
     exact = [
         all(kinds[own * stride + side] == FULL for side in (_K_FORMAT.value, _V_FORMAT.value))
         for own in range(count)
     ]
-    return exact[number] and not all(exact)
+    whole = [
+        kinds[own * stride + _K_FORMAT.value] == COLUMNS or kinds[own * stride + _INT8.value] == 1
+        for own in range(count)
+    ]
+    return (
+        exact[number]
+        and not all(exact)
+        and all(one or other for one, other in zip(exact, whole, strict=True))
+    )
 
 
 @triton.jit

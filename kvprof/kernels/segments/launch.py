@@ -100,12 +100,13 @@ def _query_block(layout: SegmentsLayout, warps: int) -> int:
 def _near(kinds: int, int8: bool) -> int:
     """Return `Tuning.near` for so many kinds of quantised unit.
 
-    On an H200, behind whatever empties its caches: with two kinds of head shares never pay; with
-    four they take 0.75 of the time in order at 48 tiles a piece, 0.98 at 4 and 1.10 at 2; with six
-    0.52, 0.77 and 0.92. Below a tile a piece there is nothing left to take for most programs.
-    Multiplied as int8 by 16 programs, at 1, four kinds take 0.99 to 1.07 in shares, and eight 0.52
-    to 0.68 (docs/benchmarks); the others were timed when programs without a share went from one to
-    the next.
+    Of rows; up to four kinds of 4 bits as int8 are told apart by `tuning_for`. On an H200, behind
+    whatever empties its caches, when a program that took from a share counted twice: with two kinds
+    of head shares never paid; with four they took 0.75 of the time in order at 48 tiles a piece,
+    0.98 at 4 and 1.10 at 2; with six 0.52, 0.77 and 0.92. Below a tile a piece there is nothing
+    left to take for most programs. Multiplied as int8 in 16 pieces, at 1, eight took 0.52 to 0.68
+    in shares (docs/benchmarks); the others were timed when programs without a share went from one
+    to the next.
     """
     if kinds <= (4 if int8 else 2):
         return 0
@@ -156,7 +157,7 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
     pieces = 16 if slots == {2} else 13 if slots == {1} else 12
     if int8 and 2 in slots and kinds <= 4:
         # Of 12 programs each has registers for all it needs: on an H200 that took 0.95 to 0.98 of
-        # the time with 128, and with four kinds 0.96 to 0.99 of that of 16 programs, if each
+        # the time with 128, and with four kinds 0.96 to 0.98 of that of 16 programs, if each
         # multiprocessor takes its own kind, and 1.13 to 1.23 if not.
         several = kinds > 2
         return Tuning(12, registers=168, near=int(several), dealt=several, int8=True)

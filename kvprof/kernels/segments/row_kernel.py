@@ -308,7 +308,7 @@ def row_piece(
     """Attend to the tokens of one piece and leave its part of the result.
 
     END: a few exact tokens, of which every tile is taken for a row's last, so that there is one
-    loop: what they cost is that their code is read, beside that of everybody else.
+    loop: they cost mostly the reading of their code.
     """
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP

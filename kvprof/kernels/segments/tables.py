@@ -70,7 +70,7 @@ class Item(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """What is counted while pieces are taken, before what was taken from each share.
+    """What stands before the numbers of what was taken from each share.
 
     Attributes
     ----------

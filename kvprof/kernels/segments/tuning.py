@@ -30,7 +30,7 @@ class Tuning:
         Whether rows of codes are multiplied as int8, if both sides are such, and not as numbers of
         two bytes.
     dealt : bool
-        Whether pieces in order are given to programs such that a multiprocessor has neighbours.
+        Whether pieces in order are given to programs such that a multiprocessor has few kinds.
     """
 
     pieces: int = 16
