@@ -1,4 +1,4 @@
-"""The tests that need a GPU, in one run: what compares times comes last and by itself.
+"""The tests that need a GPU, in one run: what needs a GPU of its own comes last and by itself.
 
 Three parts, each a pytest of its own: `together`, what is marked `gpu` and not `alone`, on many
 processes; `kernels`, every operation against float64 (`tests/kernels/cases`, interpreted where

@@ -18,6 +18,7 @@ from tests.serving.engine_runs import (
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,  # an engine takes most of the memory, and measures what is left
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
