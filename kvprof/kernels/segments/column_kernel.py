@@ -70,12 +70,13 @@ _SCALES = tl.constexpr(
 #: sign, and of 2 bits below the highest of 3.
 _TO = {2: (0, 2, 4, 4), 4: (0, 2, 0, 2), 8: (0, 0, 0, 0)}
 #: Twice the middle of a plane's codes, in codes of its run, by its bits; those of 8 are less 128.
-_LARGEST = {1: 4, 2: 3, 4: 15, 8: -1}
+_TWICE_MIDDLE = {1: 4, 2: 3, 4: 15, 8: -1}
 
 
 @triton.constexpr_function
-def _largest(bits):
-    return _LARGEST[bits]
+def _twice_middle(*bits):
+    """Return it of the planes of a run."""
+    return sum(_TWICE_MIDDLE[own] for own in bits)
 
 
 @triton.constexpr_function
@@ -417,7 +418,7 @@ def column_piece(
     )
     total = tl.zeros([16, 2 * HEADS], tl.int32)
     for number in tl.static_range(K_PLANES):
-        total = summed(queries[number], total, _largest(KINDS[KEYS + number * _PLANE + _BITS]))
+        total = summed(queries[number], total, _twice_middle(KINDS[KEYS + number * _PLANE + _BITS]))
     rate = single(largest * (scale / MOST * _LACK))[None, :]
     total = tl.max(joined(total), 0)[None, :] * (0.5 * rate)
     sums = ()
@@ -447,11 +448,9 @@ def column_piece(
                     sums[number + 2],
                     KINDS[VALUES + number * _PLANE + _PLANE + _WIDTH],
                 )
-                half = 3.5
-            elif KINDS[VALUES + number * _PLANE + _BITS] == 8:
-                half = -0.5
+                half = 0.5 * _twice_middle(KINDS[VALUES + number * _PLANE + _BITS], 1)
             else:
-                half = 0.5 * ((1 << KINDS[VALUES + number * _PLANE + _BITS]) - 1)
+                half = 0.5 * _twice_middle(KINDS[VALUES + number * _PLANE + _BITS])
             found = (found - (half * weighed)[None, :]) * (
                 KINDS[VALUES + number * _PLANE + _STEP] * share
             )[None, :]

@@ -33,7 +33,6 @@ __all__ = [
 _PLANE = tl.constexpr(len(PlaneColumns._fields))
 _START = tl.constexpr(column(PlaneColumns, "start"))
 _WIDTH = tl.constexpr(column(PlaneColumns, "width"))
-_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
 _STEP = tl.constexpr(column(PlaneColumns, "step"))
 _BLOCK = tl.constexpr(PLACES)
 
@@ -184,7 +183,7 @@ def _beside(left, right):
 
 @triton.jit
 def summed(query, sums, WORTH: tl.constexpr):
-    """Add what a plane's digits make together, times WORTH, to ``[16, 2 · heads]``, row by row.
+    """Add a plane's digits, times WORTH, to their sums ``[16, 2 · heads]``, whose rows are alike.
 
     By a product, so that no thread asks another.
     """

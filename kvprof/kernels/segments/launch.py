@@ -23,7 +23,7 @@ from kvprof.kernels.segments.cuts import (
 from kvprof.kernels.segments.geometries import GEOMETRIES
 from kvprof.kernels.segments.kernel import segment_pieces
 from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.tables import Item, Kind, PlaneColumns, Unit
+from kvprof.kernels.segments.tables import Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.segments.tuning import Tuning
 from kvprof.kernels.segments.unpack import missing_factor
 from kvprof.kernels.tables import Part, joined_rows
@@ -418,7 +418,7 @@ def launch_segments(
         units,
         layout.heads,
         sinks=sinks,
-        counters=counters[1:] if tuning.near else None,
+        counters=counters[len(Counter._fields) :] if tuning.near else None,
         beside=beside,
     )
     return output
