@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -10,6 +11,9 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 from kvprof.kernels.reconstruct import variants
+from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
+from kvprof.kernels.segments.side import Runs
+from kvprof.kernels.segments.variants import segments_form
 
 
 @pytest.mark.parametrize(("word", "code"), [("--help", 0), ("--architecture", 2)])
@@ -34,3 +38,25 @@ def test_products_outside_of_loops_take_no_operands_from_constant_places() -> No
     )
     assert "mma.sync" in binary.asm["ptx"]
     assert "wgmma" not in binary.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (((16, 8), (16, 4), (48, 3), (32, 2)), ((32, 8), (16, 3), (64, 2))),
+        (((112, 3),), ((16, 8), (80, 4))),
+    ],
+)
+def test_the_products_that_a_token_costs_are_those_of_the_loop(kind: tuple[Runs, Runs]) -> None:
+    own = segments_form("own", torch.bfloat16, 4, (((kind,), "uniform-rms", "uniform-rms"),), None)
+    types = {**own.signature, **dict.fromkeys(own.constants, "constexpr")}
+    binary = compile_source(
+        ASTSource(own.kernel, types, dict(own.constants)),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": own.warps, "num_stages": own.stages},
+    )
+    # Before the loop queries are summed, by one product for each 32 columns of a plane.
+    layout = SegmentsLayout((segment_of((kind,), 4, 1, 64, "uniform-rms", "uniform-rms", None),))
+    keys, values = layout.sides(0, 0)
+    before = sum(plane.depth // 32 for plane in keys.table(0))
+    assert binary.asm["ptx"].count("mma.sync") == keys.products + values.products + before

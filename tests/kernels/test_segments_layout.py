@@ -15,7 +15,8 @@ from kvprof.kernels.segments.columns import (
 from kvprof.kernels.segments.cuts import token_bytes, token_cost
 from kvprof.kernels.segments.geometries import FORMATS, bits_numbered, format_of
 from kvprof.kernels.segments.launch import tuning_for
-from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
+from kvprof.kernels.segments.side import Runs
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
 from tests.kernels.column_runs import format_pairs, segment
@@ -155,6 +156,19 @@ def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes_but_not_as_int8(
     assert difference == pytest.approx(16 * (0.25 * 48 - 0.05 * 3 * 4), abs=1)
     beside = SegmentsLayout(tuple(segment([(128, 32)], bits, bits, columns=32) for bits in (4, 2)))
     assert token_cost(beside, 0, 0, 26) == 16 * (token_bytes(beside, 0, 0) + 26)
+
+
+def test_columns_with_bits_of_their_own_cost_products_and_not_bytes():
+    def cost(pair: tuple[Runs, Runs]) -> int:
+        own = segment_of([pair], 4, 1, 128, "uniform-rms", "uniform-rms", None)
+        return token_cost(SegmentsLayout((own,)), 0, 0, 26)
+
+    # Planes of 2, 4 and 8 bits take as many products of a width; of 3 bits those of 2, and more.
+    two, three, eight = (cost((((64, bits),), ((64, bits),))) for bits in (2, 3, 8))
+    assert eight == two < three
+    # 64 columns: 4 slots by 2 halves of the places, or 4 of the columns; as many of both sides.
+    wide = cost((((128, 2),), ((64, 2),)))
+    assert wide - two == pytest.approx(16 * 0.72 * 4 * 2 * 2, abs=1)
 
 
 EXACT, CODED = (None, None), (4, 4)

@@ -414,6 +414,12 @@ class ColumnSide(Side):
                 )
         return found
 
+    @cached_property
+    def products(self) -> int:
+        """Products: places of K, summed over columns, and columns of V, summed over places."""
+        found = (plane.depth * PLACES // (16 * 32) for plane in self.table(0))
+        return COLUMN_SLOTS * sum(found)
+
     def kept_from(self, name: str, before: int) -> int:
         """Return where something kept begins in a block, in bytes; 0 if nowhere."""
         at = self.kept_at(name)

@@ -61,6 +61,14 @@ _BYTES = _Weights()
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
+#: Where sides tell their products, a token costs the instructions of its tile and not its bytes:
+#: about 8.3 for each product and as many as for 60 beside them (of forty layouts of columns with
+#: bits of their own, compiled for sm_90, 2.5 % off in the mean), in bytes' worth of about as many
+#: as such a token has. On an H200 a layer of four kinds of head ended 0.92 and 0.97 of the time in
+#: which it had ended by bytes, at batch 1 and 8, and one of two as before.
+_PRODUCT, _BESIDE = 0.72, 60
+
+
 def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
     """Return the bytes that a token of a head moves, scales and middles included."""
     return layout.block_bytes(segment, head) // (PLACES * layout.segments[segment].slots)
@@ -76,11 +84,14 @@ def token_cost(
     layout : SegmentsLayout
     segment, head : int
     per_token : int
-        Bytes' worth of what every token costs: `Tuning.per_token`.
+        Bytes' worth of what every token costs: `Tuning.per_token`. Of sides that tell their
+        products it is known.
     int8 : bool
         `Tuning.int8`.
     """
     keys, values = layout.sides(segment, head)
+    if keys.products and values.products:
+        return round(_PARTS * _PRODUCT * (keys.products + values.products + _BESIDE))
     four = len(layout.segments) == 1 and keys.container == values.container == 4
     weights = _FOUR if four and not int8 else _BYTES
     cost = (

@@ -202,6 +202,14 @@ class Side(ABC):
         """Scales of a token."""
 
     @property
+    def products(self) -> int:
+        """Products of tensor cores for a block's codes, where these say what a token costs; or 0.
+
+        Of 16 rows by 8 columns, over 32 numbers: for eight digits of queries or weights.
+        """
+        return 0
+
+    @property
     @abstractmethod
     def code_bytes(self) -> int:
         """Bytes of a block's codes, or of its values at full precision."""
