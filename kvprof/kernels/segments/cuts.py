@@ -1,7 +1,7 @@
 """What a unit of a step over segments costs, and how a step is cut into pieces.
 
 A unit is one segment of one KV head of one row; its cost is its tokens times their bytes, weighed
-by what they are, plus a constant per token.
+by what they are, plus a constant per token, or times the products of tensor cores that they take.
 """
 
 from dataclasses import dataclass
@@ -61,12 +61,14 @@ _BYTES = _Weights()
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
-#: Where sides tell their products, a token costs the instructions of its tile and not its bytes:
-#: about 8.3 for each product and as many as for 60 beside them (of forty layouts of columns with
-#: bits of their own, compiled for sm_90, 2.5 % off in the mean), in bytes' worth of about as many
-#: as such a token has. On an H200 a layer of four kinds of head ended 0.92 and 0.97 of the time in
-#: which it had ended by bytes, at batch 1 and 8, and one of two as before.
+#: Where sides tell their products, a token costs the instructions of its tile: about 8.3 for each
+#: product and as many as for 60 beside them (of forty layouts of columns with bits of their own
+#: for up to four query heads, compiled for sm_90, 2.5 % off in the mean; for more, all heads take
+#: more alike, about), in bytes' worth of about as many as such a token has and costs beside them.
 _PRODUCT, _BESIDE = 0.72, 60
+#: But no less than to bring its bytes, of which memory brings 4.4 TB/s where a token of 74 bytes
+#: and 84 products, which costs 104, is worth 3.4 TB/s.
+_BROUGHT = 1.1
 
 
 def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
@@ -91,7 +93,8 @@ def token_cost(
     """
     keys, values = layout.sides(segment, head)
     if keys.products and values.products:
-        return round(_PARTS * _PRODUCT * (keys.products + values.products + _BESIDE))
+        computed = _PRODUCT * (keys.products + values.products + _BESIDE)
+        return round(_PARTS * max(computed, _BROUGHT * token_bytes(layout, segment, head)))
     four = len(layout.segments) == 1 and keys.container == values.container == 4
     weights = _FOUR if four and not int8 else _BYTES
     cost = (
