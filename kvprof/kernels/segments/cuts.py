@@ -86,8 +86,8 @@ def token_cost(
     layout : SegmentsLayout
     segment, head : int
     per_token : int
-        Bytes' worth of what every token costs: `Tuning.per_token`. Of sides that tell their
-        products it is known.
+        Bytes' worth of what every token costs: `Tuning.per_token`. Not read where sides
+        tell their products, with which that is counted.
     int8 : bool
         `Tuning.int8`.
     """
