@@ -40,6 +40,30 @@ def test_products_outside_of_loops_take_no_operands_from_constant_places() -> No
     assert "wgmma" not in binary.asm["ptx"]
 
 
+#: Twice the middles of what meets the first two slots' codes, the third's and the last's, by bits;
+#: of 3 of the lower bits, then of the highest in a plane's halves.
+MIDDLES = {
+    8: [(-1, -1, -1)],
+    4: [(15, -1, -1)],
+    3: [(3, 3, -1), (1, 1, 1), (2, 2, -2)],
+    2: [(3, 3, -1)],
+}
+
+
+def sums_of_queries(planes: list[tuple[int, int]]) -> int:
+    """Return the products before the loop: of 32 columns each, those once that begin alike."""
+    found = set()
+    for slot in range(3):
+        done: tuple[int, ...] = ()
+        for width, bits in planes:
+            for part, middles in enumerate(MIDDLES[bits]):
+                columns = width if part == 0 else width // 2
+                for _ in range(max(1, columns // 32)):
+                    done += (middles[slot],)
+                    found.add(done)
+    return len(found)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -47,7 +71,7 @@ def test_products_outside_of_loops_take_no_operands_from_constant_places() -> No
         (((112, 3),), ((16, 8), (80, 4))),
     ],
 )
-def test_the_products_that_a_token_costs_are_those_of_the_loop(kind: tuple[Runs, Runs]) -> None:
+def test_what_a_token_costs_is_in_the_loop(kind: tuple[Runs, Runs]) -> None:
     own = segments_form("own", torch.bfloat16, 4, (((kind,), "uniform-rms", "uniform-rms"),), None)
     types = {**own.signature, **dict.fromkeys(own.constants, "constexpr")}
     binary = compile_source(
@@ -55,8 +79,10 @@ def test_the_products_that_a_token_costs_are_those_of_the_loop(kind: tuple[Runs,
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": own.warps, "num_stages": own.stages},
     )
-    # Before the loop queries are summed, by one product for each 32 columns of a plane.
     layout = SegmentsLayout((segment_of((kind,), 4, 1, 64, "uniform-rms", "uniform-rms", None),))
     keys, values = layout.sides(0, 0)
-    before = sum(plane.depth // 32 for plane in keys.table(0))
-    assert binary.asm["ptx"].count("mma.sync") == keys.products + values.products + before
+    ptx = binary.asm["ptx"]
+    before = sums_of_queries([(plane.width, plane.bits) for plane in keys.table(0)])
+    assert ptx.count("mma.sync") == keys.products + values.products + before
+    # Asked for before the loop and in it, and scales of both sides too.
+    assert ptx.count("cp.async.commit_group") == 2 * (keys.loads + values.loads + 2)

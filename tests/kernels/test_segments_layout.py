@@ -158,19 +158,22 @@ def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes_but_not_as_int8(
     assert token_cost(beside, 0, 0, 26) == 16 * (token_bytes(beside, 0, 0) + 26)
 
 
-def test_columns_with_bits_of_their_own_cost_products_or_the_bringing_of_their_bytes():
-    def cost(pair: tuple[Runs, Runs]) -> int:
+def test_columns_with_bits_of_their_own_cost_what_takes_longer_to_bring_or_to_multiply():
+    def cost(pair: tuple[Runs, Runs]) -> float:
         own = segment_of([pair], 4, 1, 128, "uniform-rms", "uniform-rms", None)
-        return token_cost(SegmentsLayout((own,)), 0, 0, 26)
+        return token_cost(SegmentsLayout((own,)), 0, 0, 26) / 16
 
-    # Of 3 bits there are the products of 2, and more; bytes are brought in the meantime.
+    # Of 3 bits there are the products of 2, and as many more.
     two, three, eight = (cost((((64, bits),), ((64, bits),))) for bits in (2, 3, 8))
-    assert two < three
-    # Not of 8 bits: 64 bytes a side, and a scale, take longer to bring than to multiply.
-    assert eight == pytest.approx(16 * 1.1 * 2 * (64 + 1), abs=1)
-    # 64 columns: 4 slots by 2 halves of the places, or 4 of the columns; as many of both sides.
-    wide = cost((((128, 2),), ((64, 2),)))
-    assert wide - two == pytest.approx(16 * 0.72 * 4 * 2 * 2, abs=1)
+    assert three - two == pytest.approx(0.64 * 4 * 4 * 2, abs=0.1)
+    # Of 8 bits a side has 64 bytes, and a scale, in four pieces.
+    assert eight == pytest.approx(2 * (64 + 1) + 3.2 * 4 + 11.5, abs=0.1)
+    # 64 columns of values: 4 slots, 4 times 16 columns.
+    wide = cost((((64, 2),), ((128, 2),)))
+    assert wide - two == pytest.approx(0.64 * 4 * 4, abs=0.1)
+    # Twice 16 columns of keys lie apart, of 4 bits in one piece and of 8 in two.
+    narrow, four = (cost((((16, bits), (64, 2)), ((64, 8),))) for bits in (4, 8))
+    assert four - narrow == pytest.approx(16 * 4 / 8 + 3.2, abs=0.1)
 
 
 EXACT, CODED = (None, None), (4, 4)

@@ -30,6 +30,7 @@ from kvprof.kernels.segments.digits import (
     by_row,
     digits,
     headroom,
+    in_lanes,
     joined,
     query_digits,
     single,
@@ -37,7 +38,7 @@ from kvprof.kernels.segments.digits import (
     without_end,
 )
 from kvprof.kernels.segments.side import PLACES
-from kvprof.kernels.segments.tables import PlaneColumns
+from kvprof.kernels.segments.tables import EYE_HALVES, EYE_THREE, PlaneColumns
 from kvprof.kernels.tables import column
 
 __all__ = ["column_piece"]
@@ -51,8 +52,9 @@ _FIRST = tl.constexpr(column(PlaneColumns, "first"))
 _LAST = tl.constexpr(column(PlaneColumns, "last"))
 _AT = tl.constexpr(column(PlaneColumns, "at"))
 _BITS = tl.constexpr(column(PlaneColumns, "bits"))
-_BELOW = tl.constexpr(column(PlaneColumns, "shift"))
 _STEP = tl.constexpr(column(PlaneColumns, "step"))
+_EYE_HALVES = tl.constexpr(EYE_HALVES)
+_EYE_THREE = tl.constexpr(EYE_THREE)
 _BLOCK = tl.constexpr(PLACES)
 _SLOTS = tl.constexpr(COLUMN_SLOTS)
 #: By what a number in e4m3 less its sign, as the upper bits of a float16, is less than it was.
@@ -66,79 +68,138 @@ _SCALES = tl.constexpr(
     "mov.b32 {a, b}, x; cvt.f32.f16 $0, a; cvt.f32.f16 $2, b; "
     "mov.b32 {a, b}, y; cvt.f32.f16 $1, a; cvt.f32.f16 $3, b; }"
 )
-#: Where a slot's code of 2, 4 and 8 bits lies in an operand: where it lies in a byte, but below the
-#: sign, and of 2 bits below the highest of 3.
-_TO = {2: (0, 2, 4, 4), 4: (0, 2, 0, 2), 8: (0, 0, 0, 0)}
-#: Twice the middle of a plane's codes, in codes of its run, by its bits; those of 8 are less 128.
-_TWICE_MIDDLE = {1: 4, 2: 3, 4: 15, 8: -1}
-
-
-@triton.constexpr_function
-def _twice_middle(*bits):
-    """Return it of the planes of a run."""
-    return sum(_TWICE_MIDDLE[own] for own in bits)
+#: Behind how many bits of its byte a token's code lies, by its bits; of 3 the lower two, and those
+#: of the first half's highest. In the highest bits of a byte it is less half of what it can be.
+_TO = {2: (0, 2, 4, 6), 3: (0, 2, 4, 6), 4: (0, 0, 4, 4), 8: (0, 0, 0, 0)}
 
 
 @triton.constexpr_function
 def _to(bits, slot):
-    """Return behind how many bits of an operand of K a slot's code lies."""
-    return _TO[2][slot] + 2 if bits == 1 else _TO[bits][slot]
+    """Return behind how many bits of its byte a slot's code lies."""
+    return _TO[bits][slot]
 
 
 @triton.constexpr_function
-def _worth(bits, slot):
-    """Return what 1 of an operand of K is worth in codes of its run."""
-    return 2.0 ** -_TO[max(2, bits)][slot]
+def _bytes(bits):
+    """Return of how many bytes a place is, of codes or of the lower bits of 3."""
+    return max(1, bits // 2)
+
+
+@triton.constexpr_function
+def _paired(bits, width):
+    """Return whether two bytes of a place of K are read as if they were of twice the columns."""
+    return width == 16 and bits in (4, 8)
 
 
 @triton.constexpr_function
 def _rise(before, bits, slot):
     """Return what one run's products are shifted by before those of the next are added."""
-    return _TO[max(2, bits)][slot] - _TO[max(2, before)][slot]
-
-
-@triton.constexpr_function
-def _value_to(bits, below, slot):
-    """Return behind how many bits of an operand of V a slot's code lies."""
-    return below + _TO[2][slot] if bits < 3 else 0
+    return _TO[bits][slot] - _TO[before][slot]
 
 
 @triton.constexpr_function
 def _farther(bits, slot):
-    """Return how much farther a slot's code lies than the one's before in an operand of V."""
-    return _TO[2][slot] - _TO[2][max(0, slot - 1)] if bits < 3 else 0
+    """Return how much farther a slot's code lies than the one's before."""
+    return _TO[bits][slot] - _TO[bits][max(0, slot - 1)]
 
 
 @triton.constexpr_function
-def _value_worth(bits, below):
-    """Return what 1 of a plane's sums of V is worth in codes."""
-    return 2.0 ** -(below + _TO[2][-1]) if bits < 3 else 1.0
+def _worth(bits, slot):
+    """Return what 1 of a slot's products is worth in codes of its run."""
+    return 2.0 ** -_TO[bits][slot]
 
 
 @triton.constexpr_function
-def _assembly(at, bits, to):
-    """Return assembly for four bytes: a code of each, from behind `at` bits to behind `to`."""
+def _signed(bits, slot):
+    """Return whether a slot's code lies in the highest bits of its byte."""
+    return bits + _TO[bits][slot] == 8 if bits != 3 else slot == 3
+
+
+@triton.constexpr_function
+def _twice_middle(bits, slot):
+    """Return twice the middle of a slot's codes of some bits as they are multiplied."""
+    return -1 if _signed(bits, slot) else (1 << bits) - 1
+
+
+@triton.constexpr_function
+def _part_middle(bits, part, slot):
+    """Return it of codes of K; of 3 bits of the lower two, and of the highest by halves."""
+    if bits != 3:
+        return _twice_middle(bits, slot)
+    # The second half's lie one bit farther, and in the last slot are less what they can be.
+    return (_twice_middle(2, slot), 1, -2 if slot == 3 else 2)[part]
+
+
+@triton.constexpr_function
+def _any_of_4(kinds, at, planes):
+    """Return whether a kind's planes from `at` on have one of 4 bits."""
+    return any(kinds[at + number * _PLANE.value + _BITS.value] == 4 for number in range(planes))
+
+
+@triton.constexpr_function
+def _assembly(bits, at):
+    """Return assembly for four bytes that leaves the bits of each behind `at`."""
     if bits == 8:
-        return "xor.b32 $0, $1, 0x80808080;"
-    mask = f"{((1 << bits) - 1 << to) * 0x01010101:#010x}"
-    if at == to:
-        return f"and.b32 $0, $1, {mask};"
-    shift = f"shr.b32 x, $1, {at - to}" if at > to else f"shl.b32 x, $1, {to - at}"
-    return f"{{ .reg .b32 x; {shift}; and.b32 $0, x, {mask}; }}"
+        return "mov.b32 $0, $1;"
+    return f"and.b32 $0, $1, {((1 << bits) - 1 << at) * 0x01010101:#010x};"
 
 
 @triton.jit
-def _codes(octets, AT: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr, FAST: tl.constexpr):
-    """Return the codes behind AT bits of bytes as int8, times 2^TO; of 8 bits less 128."""
+def _bits(octets, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
+    """Return bytes of which only the bits behind AT are left, as int8."""
     if FAST:
-        TEXT: tl.constexpr = _assembly(AT, BITS, TO)
+        TEXT: tl.constexpr = _assembly(BITS, AT)
         found = tl.inline_asm_elementwise(
             TEXT, "=r,r", [octets], dtype=tl.int8, is_pure=True, pack=4
         )
-    elif BITS == 8:
-        found = (octets ^ 128).to(tl.int8, bitcast=True)
     else:
-        found = (((octets >> AT) & ((1 << BITS) - 1)) << TO).to(tl.int8)
+        found = (octets & (((1 << BITS) - 1) << AT)).to(tl.int8, bitcast=True)
+    return found
+
+
+@triton.jit
+def _masked(octets, masks, SLOT: tl.constexpr, FAST: tl.constexpr):
+    """Return bytes of which only a slot's bits are left, as int8.
+
+    Parameters
+    ----------
+    octets
+        uint8.
+    masks
+        uint8, in the same shape: the bits of the first slot.
+    """
+    if FAST:
+        TEXT: tl.constexpr = f"{{ .reg .b32 x; shl.b32 x, $2, {2 * SLOT}; and.b32 $0, $1, x; }}"
+        found = tl.inline_asm_elementwise(
+            TEXT, "=r,r,r", [octets, masks], tl.int8, is_pure=True, pack=4
+        )
+    else:
+        found = (octets & (masks << 2 * SLOT)).to(tl.int8, bitcast=True)
+    return found
+
+
+@triton.jit
+def _key_codes(
+    octets, tops, masks, SLOT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Return a slot's factors of a plane's products, ``[places, 32 or more]`` each: one or two.
+
+    Where 16 columns of 2 bits are all they are there twice, and meet nothing the second time.
+    """
+    if BITS == 3 and WIDTH == 16:
+        found = (_masked(octets, tl.broadcast_to(masks[None, :], octets.shape), SLOT, FAST),)
+    else:
+        own = _bits(octets, _to(BITS, SLOT), 2 if BITS == 3 else BITS, FAST)
+        if WIDTH == 16:
+            twice = tl.broadcast_to(own[:, None, :], (own.shape[0], 2, 16))
+            own = tl.reshape(twice, (own.shape[0], 32))
+        found = (own,)
+        if BITS == 3:
+            shape: tl.constexpr = (tops.shape[0], 2, tops.shape[1])
+            twice = tl.broadcast_to(tops[:, None, :], shape)
+            top = _masked(twice, tl.broadcast_to(masks[None, :, None], shape), SLOT, FAST)
+            found += (tl.reshape(top, (tops.shape[0], WIDTH)),)
     return found
 
 
@@ -146,71 +207,108 @@ def _codes(octets, AT: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr, FAST:
 def _key_products(
     raws,
     query,
+    eye,
     tile_at,
     places,
     AT: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
     BITS: tl.constexpr,
-    BELOW: tl.constexpr,
     WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
     FIRST: tl.constexpr,
     BEFORE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Add a plane of bits to the products of a run, one per slot."""
-    octet = tl.arange(0, DEPTH)
-    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK * WIDTH
-    APART: tl.constexpr = 2 if BITS == 1 else BITS
+    """Add a plane to the products of a run, one per slot."""
+    block = (tile_at + places // _BLOCK * BLOCK_BYTES)[:, None] + AT
+    lane = (places % _BLOCK)[:, None]
+    octets = ()
+    if BITS == 3 and WIDTH == 16:
+        # The lower bits, and behind them the highest ones twice.
+        own = tl.arange(0, 32)[None, :]
+        at = tl.where(own < 16, lane * 16 + own, _BLOCK * 16 + lane * 8 + own % 8)
+        octets += (tl.load(block + tl.max_contiguous(tl.multiple_of(at, (1, 8)), (1, 8))),)
+        masks = tl.load(eye + _EYE_THREE + tl.arange(0, 32))
+        tops = octets[0]
+    elif _paired(BITS, WIDTH):
+        # Two bytes of a place side by side, as those of 32 columns.
+        own = tl.arange(0, 32)[None, :]
+        at = own // 16 * (_BLOCK * 16) + lane * 16 + own % 16
+        at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 16))
+        for part in tl.static_range(_bytes(BITS) // 2):
+            octets += (tl.load(block + at + part * (2 * _BLOCK * 16)),)
+        masks = own
+        tops = own
+    else:
+        own = lane * WIDTH + tl.arange(0, WIDTH)[None, :]
+        for part in tl.static_range(_bytes(BITS)):
+            octets += (tl.load(block + own + part * (_BLOCK * WIDTH)),)
+        masks = own
+        tops = own
+        if BITS == 3:
+            masks = tl.load(eye + _EYE_HALVES + tl.arange(0, 2))
+            own = lane * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+            tops = tl.load(block + own + _BLOCK * WIDTH)
     found = ()
-    for part in tl.static_range(APART // 2):
-        pointer = tile_at + (lane[:, None] + octet[None, :]) + (AT + part * (_BLOCK * WIDTH))
-        if DEPTH > WIDTH:
-            octets = tl.load(pointer, mask=(octet < WIDTH)[None, :], other=0)
+    for slot in tl.static_range(_SLOTS):
+        if _paired(BITS, WIDTH):
+            octet = octets[slot % _bytes(BITS) // 2]
+            codes = (_bits(octet, _to(BITS, slot), BITS, FAST),)
+            # What meets the other byte is 0.
+            factors = (query[slot % 2],)
         else:
-            octets = tl.load(pointer)
-        for number in tl.static_range(8 // APART):
-            raw = _codes(octets, BELOW + APART * number, BITS, _to(BITS, number), FAST)
-            if FIRST:
-                product = tl.dot(raw, query, out_dtype=tl.int32)
-            else:
-                before = raws[part * (8 // APART) + number]
-                if _rise(BEFORE, BITS, part * (8 // APART) + number) > 0:
-                    before = before << _rise(BEFORE, BITS, part * (8 // APART) + number)
-                product = tl.dot(raw, query, before, out_dtype=tl.int32)
-            found += (product,)
+            octet = octets[slot % _bytes(BITS)]
+            codes = _key_codes(octet, tops, masks, slot, BITS, WIDTH, FAST)
+            factors = query
+        if FIRST:
+            product = tl.dot(codes[0], factors[0], out_dtype=tl.int32)
+        else:
+            before = raws[slot]
+            if _rise(BEFORE, BITS, slot) > 0:
+                before = before << _rise(BEFORE, BITS, slot)
+            product = tl.dot(codes[0], factors[0], before, out_dtype=tl.int32)
+        for part in tl.static_range(1, len(codes)):
+            product = tl.dot(codes[part], factors[part], product, out_dtype=tl.int32)
+        found += (product,)
     return found
 
 
 @triton.jit
 def _value_products(
     weights,
+    eye,
     tile_at,
     places,
     AT: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
     BITS: tl.constexpr,
-    BELOW: tl.constexpr,
     WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Return weighted codes of a plane of bits, ``[DEPTH, heads]``; from WIDTH on columns again."""
-    line = tl.arange(0, DEPTH) % WIDTH
-    lane = places // _BLOCK * BLOCK_BYTES + places % _BLOCK
-    APART: tl.constexpr = 2 if BITS == 1 else BITS
-    for part in tl.static_range(APART // 2):
-        pointer = tile_at + (line[:, None] * _BLOCK + lane[None, :])
-        octets = tl.load(pointer + (AT + part * (_BLOCK * WIDTH)))
-        for number in tl.static_range(8 // APART):
-            raw = _codes(octets, BELOW + APART * number, BITS, _value_to(BITS, BELOW, number), FAST)
-            weight = weights[part * (8 // APART) + number]
-            if (part == 0) and (number == 0):
-                sums = tl.dot(raw, weight, out_dtype=tl.int32)
-            else:
-                if _farther(BITS, number) > 0:
-                    sums = sums << _farther(BITS, number)
-                sums = tl.dot(raw, weight, sums, out_dtype=tl.int32)
+    """Return weighted codes of a plane, ``[WIDTH, heads]``, 2^`_to` of the last slot as large."""
+    lane = tile_at + (places // _BLOCK * BLOCK_BYTES + places % _BLOCK)[None, :]
+    row = tl.arange(0, WIDTH)
+    sums = tl.zeros([WIDTH, weights[0].shape[1]], tl.int32)
+    if BITS == 3:
+        shape: tl.constexpr = (2, WIDTH // 2, lane.shape[1])
+        line = tl.arange(0, WIDTH // 2)[:, None] * _BLOCK
+        tops = tl.broadcast_to(tl.load(lane + line + (AT + _BLOCK * WIDTH))[None, :, :], shape)
+        masks = tl.load(eye + _EYE_HALVES + tl.arange(0, 2))[:, None, None]
+        masks = tl.broadcast_to(masks, shape)
+        for slot in tl.static_range(_SLOTS):
+            if slot > 0:
+                sums = sums << 2
+            top = tl.reshape(_masked(tops, masks, slot, FAST), (WIDTH, lane.shape[1]))
+            sums = tl.dot(top, weights[slot], sums, out_dtype=tl.int32)
+        # Four times as much in what the lower bits begin with, 2^6 and of the second half 2^7 here.
+        sums = sums >> tl.where(row < WIDTH // 2, 4, 5)[:, None]
+    octets = ()
+    for part in tl.static_range(_bytes(BITS)):
+        octets += (tl.load(lane + row[:, None] * _BLOCK + (AT + part * (_BLOCK * WIDTH))),)
+    for slot in tl.static_range(_SLOTS):
+        raw = _bits(octets[slot % _bytes(BITS)], _to(BITS, slot), 2 if BITS == 3 else BITS, FAST)
+        if _farther(BITS, slot) > 0:
+            sums = sums << _farther(BITS, slot)
+        sums = tl.dot(raw, weights[slot], sums, out_dtype=tl.int32)
     return joined(sums)
 
 
@@ -233,15 +331,27 @@ def _row_scales(pointer, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, FA
 
 
 @triton.jit
-def _with_top(low, first, second, WIDTH: tl.constexpr):
-    """Add the halves of a plane of highest bits, WIDTH columns each, to the lower ones."""
-    if WIDTH < 16:
-        row = tl.arange(0, 16)
-        top = tl.where((row < WIDTH)[:, None], first, second)
-    else:
-        top = tl.permute(tl.join(first, second), (2, 0, 1))
-        top = tl.reshape(top, (2 * WIDTH, first.shape[1]))
-    return low + 4.0 * top
+def _over_rows(sums, ROWS: tl.constexpr):
+    """Return the first of rows that are alike, ``[ROWS, heads]``, of what a lane has."""
+    apart = tl.reshape(sums, (2, 8, sums.shape[1]))
+    row = tl.max(apart, 0)[None, :, :]
+    return tl.reshape(tl.broadcast_to(row, (ROWS // 8, 8, sums.shape[1])), (ROWS, sums.shape[1]))
+
+
+@triton.jit
+def _value_middle(weighed, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the middles of a plane's columns, times the weights of each: ``[WIDTH, heads]``."""
+    low: tl.constexpr = 2 if BITS == 3 else BITS
+    found = tl.zeros(weighed[0].shape, tl.float32)
+    for part in tl.static_range(3):
+        found += weighed[part] * (0.5 * _twice_middle(low, part + 1))
+    found = tl.broadcast_to(found[None, :], (WIDTH, found.shape[0]))
+    if BITS == 3:
+        # 4 · 1/2, and of the second half's last slot, which is less 1, 4 · (1/2 - 1).
+        row = tl.arange(0, WIDTH)[:, None]
+        last = tl.where(row < WIDTH // 2, weighed[2], -weighed[2])
+        found += 2.0 * (weighed[0] + weighed[1] + last)
+    return found
 
 
 @triton.jit
@@ -251,7 +361,8 @@ def _column_tile(
     mass,
     top,
     queries,
-    total,
+    totals,
+    eye,
     octets,
     pages,
     stride,
@@ -292,14 +403,13 @@ def _column_tile(
         raws = _key_products(
             raws,
             queries[number],
+            eye,
             octets,
             places,
             KINDS[KEYS + number * _PLANE + _AT],
             BLOCK_BYTES,
             KINDS[KEYS + number * _PLANE + _BITS],
-            KINDS[KEYS + number * _PLANE + _BELOW],
             KINDS[KEYS + number * _PLANE + _WIDTH],
-            KINDS[KEYS + number * _PLANE + _DEPTH],
             KINDS[KEYS + number * _PLANE + _FIRST],
             KINDS[KEYS + (number - (number > 0)) * _PLANE + _BITS],
             FAST,
@@ -311,7 +421,7 @@ def _column_tile(
                     rate * _worth(KINDS[KEYS + number * _PLANE + _BITS], slot)
                 )
                 if KINDS[KEYS + number * _PLANE + _GROUP] == 0:
-                    found += (own - total,)
+                    found += (own - totals[max(0, slot - 1)],)
                 else:
                     found += (own + scores[slot],)
             scores = found
@@ -324,17 +434,16 @@ def _column_tile(
             score = cap - 2.0 * cap / (tl.exp2(score * (2.0 * 1.4426950408889634 / cap)) + 1.0)
         found += (score,)
     scores = found
+    scales = _row_scales(octets, places, V_SCALES, BLOCK_BYTES, FAST)
     if stop - at < PLACES * _SLOTS:
         scores = without_end(scores, left[:, None], float("-inf"), _SLOTS)
+        scales = without_end(scales, left, 0.0, _SLOTS)
     highest = scores[0]
     for slot in tl.static_range(1, _SLOTS):
         highest = tl.maximum(highest, scores[slot])
     peak = tl.max(highest, 0)
     higher = tl.maximum(top, peak)
     fade = tl.exp2(top - higher)[None, :]
-    scales = _row_scales(octets, places, V_SCALES, BLOCK_BYTES, FAST)
-    if stop - at < PLACES * _SLOTS:
-        scales = without_end(scales, left, 0.0, _SLOTS)
     most = scales[0]
     for slot in tl.static_range(1, _SLOTS):
         most = tl.maximum(most, scales[slot])
@@ -343,7 +452,7 @@ def _column_tile(
     unit = tl.exp2(peak - higher - up)[None, :]
     base = (peak - up)[None, :]
     numbers = ()
-    count = tl.full([PLACES, higher.shape[0]], -_SLOTS * ZERO & 0x7FFFFFFF, tl.int32)
+    counts = ()
     for slot in tl.static_range(_SLOTS):
         weight = tl.exp2(scores[slot] - base)
         if slot == 0:
@@ -351,29 +460,32 @@ def _column_tile(
         else:
             own += weight
         number = weight * scales[slot][:, None]
-        count += biased(number)
+        count = biased(number) - ZERO
+        if slot == 1:
+            counts = (counts[0] + count,)
+        else:
+            counts += (count,)
         numbers += (by_place(digits(number, FAST)),)
-    mass = mass * fade + own * unit
-    whole = whole * fade + (count & 0x7FFFFFFF).to(tl.float32) * unit
+    mass = mass * fade + in_lanes(own) * unit
+    weighed = ()
+    for part in tl.static_range(3):
+        weighed += (whole[part] * fade + in_lanes(counts[part]).to(tl.float32) * unit,)
     found = ()
     for number in tl.static_range(V_PLANES):
         own = _value_products(
             numbers,
+            eye,
             octets,
             tl.arange(0, PLACES),
             KINDS[VALUES + number * _PLANE + _AT],
             BLOCK_BYTES,
             KINDS[VALUES + number * _PLANE + _BITS],
-            KINDS[VALUES + number * _PLANE + _BELOW],
             KINDS[VALUES + number * _PLANE + _WIDTH],
-            KINDS[VALUES + number * _PLANE + _DEPTH],
             FAST,
         )
-        worth = unit * _value_worth(
-            KINDS[VALUES + number * _PLANE + _BITS], KINDS[VALUES + number * _PLANE + _BELOW]
-        )
+        worth = unit * _worth(KINDS[VALUES + number * _PLANE + _BITS], 3)
         found += (sums[number] * fade + own * worth,)
-    return found, whole, mass, higher
+    return found, weighed, mass, higher
 
 
 @triton.jit
@@ -381,6 +493,7 @@ def column_piece(
     octets,
     pages,
     stride,
+    eye,
     partial,
     logs,
     item,
@@ -413,54 +526,61 @@ def column_piece(
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
-    queries, largest = query_digits(
+    queries, parts, largest = query_digits(
         query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS, FAST
     )
-    total = tl.zeros([16, 2 * HEADS], tl.int32)
-    for number in tl.static_range(K_PLANES):
-        total = summed(queries[number], total, _twice_middle(KINDS[KEYS + number * _PLANE + _BITS]))
     rate = single(largest * (scale / MOST * _LACK))[None, :]
-    total = tl.max(joined(total), 0)[None, :] * (0.5 * rate)
+    totals = ()
+    for part in tl.static_range(3):
+        # Only codes of 4 bits lie in another way in the third slot than in those before.
+        if part == 1 and not _any_of_4(KINDS, KEYS, K_PLANES):
+            totals += (totals[0],)
+        else:
+            total = tl.zeros([16, 2 * HEADS], tl.int32)
+            for number in tl.static_range(K_PLANES):
+                for own in tl.static_range(len(parts[number])):
+                    middles = tl.full(
+                        [16, parts[number][own].shape[0]],
+                        _part_middle(KINDS[KEYS + number * _PLANE + _BITS], own, part + 1),
+                        tl.int8,
+                    )
+                    total = summed(parts[number][own], total, middles)
+            totals += (_over_rows(joined(total) * (0.5 * rate), PLACES),)
     sums = ()
     for number in tl.static_range(V_PLANES):
-        sums += (empty(KINDS[VALUES + number * _PLANE + _DEPTH], HEADS),)
-    whole = tl.zeros([PLACES, HEADS], tl.float32)
-    mass = tl.zeros([PLACES, HEADS], tl.float32)
+        sums += (empty(KINDS[VALUES + number * _PLANE + _WIDTH], HEADS),)
+    mass = tl.zeros([8, HEADS], tl.float32)
+    # Of the first two slots, whose codes lie alike in their bytes whatever their bits, of the third
+    # and of the fourth.
+    whole = (mass, mass, mass)
     # Finite, so that the first tile's fade is exp2 of something and not of inf - inf.
     top = tl.full([HEADS], -1e30, tl.float32)
     for at in tl.range(start, stop, PLACES * _SLOTS, num_stages=STAGES):
         sums, whole, mass, top = _column_tile(
-            sums, whole, mass, top, queries, total, octets, pages, stride, at, stop, rate, cap,
-            KINDS, KEYS, VALUES, K_PLANES, K_SCALES, V_PLANES, V_SCALES, BLOCK_BYTES, PLACES, PAGE,
-            CAPPED, FAST,
+            sums, whole, mass, top, queries, totals, eye, octets, pages, stride, at, stop, rate,
+            cap, KINDS, KEYS, VALUES, K_PLANES, K_SCALES, V_PLANES, V_SCALES, BLOCK_BYTES, PLACES,
+            PAGE, CAPPED, FAST,
         )  # fmt: skip
     weight = tl.sum(mass, 0)
-    weighed = tl.sum(whole, 0)
+    weighed = ()
+    for part in tl.static_range(3):
+        weighed += (tl.sum(whole[part], 0),)
     share = _LACK / weight
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
     for number in tl.static_range(V_PLANES):
-        if KINDS[VALUES + number * _PLANE + _BITS] > 1:
-            found = sums[number]
-            if (number + 2 < V_PLANES) and (KINDS[VALUES + number * _PLANE + _PLANE + _BITS] == 1):
-                found = _with_top(
-                    found,
-                    sums[number + 1],
-                    sums[number + 2],
-                    KINDS[VALUES + number * _PLANE + _PLANE + _WIDTH],
-                )
-                half = 0.5 * _twice_middle(KINDS[VALUES + number * _PLANE + _BITS], 1)
-            else:
-                half = 0.5 * _twice_middle(KINDS[VALUES + number * _PLANE + _BITS])
-            found = (found - (half * weighed)[None, :]) * (
-                KINDS[VALUES + number * _PLANE + _STEP] * share
-            )[None, :]
-            store_columns(
-                result,
-                found,
-                real,
-                KINDS[VALUES + number * _PLANE + _START],
-                KINDS[VALUES + number * _PLANE + _WIDTH],
-            )
+        middle = _value_middle(
+            weighed,
+            KINDS[VALUES + number * _PLANE + _BITS],
+            KINDS[VALUES + number * _PLANE + _WIDTH],
+        )
+        found = (sums[number] - middle) * (KINDS[VALUES + number * _PLANE + _STEP] * share)[None, :]
+        store_columns(
+            result,
+            found,
+            real,
+            KINDS[VALUES + number * _PLANE + _START],
+            KINDS[VALUES + number * _PLANE + _WIDTH],
+        )
     # A narrower segment adds nothing to the columns behind its own.
     for begin in range(V_WIDTH, output_width, 16):
         store_columns(result + begin, empty(16, HEADS), real, 0, 16)

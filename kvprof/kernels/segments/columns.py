@@ -2,16 +2,18 @@
 
 One scale, a byte in e4m3, is for a token's whole row, and nothing else is kept beside the codes, so
 a block takes ``128 · (Σ columns · bits / 8 + 1)`` bytes and not one more. Four tokens share a place
-whatever the bits: a plane of 2 bits has them in one byte, of 4 in two, of 8 in four. 3 bits are two
-planes, the lower two bits and then the highest, of which a byte has those of four tokens for two
-columns, half a plane apart, in turn::
+whatever the bits: a plane of 2 bits has them in one byte, of 4 in two, the first and the third in
+one of them, of 8 in four. 3 bits are the lower two of a plane's columns and then the highest, of
+which a byte has those of four tokens for two columns, half a plane apart, in turn::
 
     3 bits, K, a plane of w columns
     │ 2 bits: [place, column] │ highest: [place, w/2], byte c has columns c and c + w/2 │
     0                         32w                                                       48w
 
-So every plane is of 1, 2, 4 or 8 bits and enters a product by itself, and a code of 3 bits is one
-of 2 bits plus 4 times one of 1 bit (`kvprof.kernels.segments.column_kernel`).
+A byte's highest bit is turned. So a code, or bits of it, is a factor of a product of whole numbers
+where it lies, when nothing is done to the byte but to leave out its other bits: behind n bits it is
+2^n times itself, and in the highest ones 2^n times what it is less half of what it can be
+(`kvprof.kernels.segments.column_kernel`).
 
 A value is ``scale · step · (code - (2^bits - 1) / 2)`` with the step of least squared error for a
 normal variable (`kvprof.analysis.uniform.uniform_step`).
@@ -52,6 +54,7 @@ __all__ = [
     "COLUMNS",
     "COLUMN_BITS",
     "COLUMN_SLOTS",
+    "TURNED",
     "ColumnSide",
     "dequantised_columns",
     "quantise_columns",
@@ -64,6 +67,8 @@ COLUMN_BITS = (8, 4, 3, 2)
 #: Tokens of a place.
 COLUMN_SLOTS = 4
 _DIGITS = 12
+#: Of a byte, as it is stored.
+TURNED = 0x80
 _TOP_BITS = torch.finfo(torch.float8_e4m3fn)
 
 
@@ -345,10 +350,11 @@ class ColumnSide(Side):
         blocked = codes.unflatten(1, (-1, PLACES, COLUMN_SLOTS)).transpose(2, 3)
         blocks[..., : self.code_bytes] = 0
         for view, columns, bits, below, shift, apart in self._views(blocks):
-            parts = blocked[..., columns].unflatten(2, (-1, 8 // apart)).unbind(3)
+            parts = blocked[..., columns].unflatten(2, (8 // apart, -1)).unbind(2)
             for number, part in enumerate(parts):
                 own = (part >> below & (1 << bits) - 1) << shift + apart * number
                 view |= own
+        blocks[..., : self.code_bytes] ^= TURNED
 
     def raw(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return what is stored as numbers, its tokens by block, then slot, then place.
@@ -370,17 +376,17 @@ class ColumnSide(Side):
         codes = blocks.new_zeros(shape)
         for view, columns, bits, below, shift, apart in self._views(blocks):
             parts = [
-                (view >> shift + apart * number & (1 << bits) - 1) << below
+                ((view ^ TURNED) >> shift + apart * number & (1 << bits) - 1) << below
                 for number in range(8 // apart)
             ]
-            codes[..., columns] |= torch.stack(parts, 3).flatten(2, 3)
+            codes[..., columns] |= torch.cat(parts, 2)
         steps, halves = _by_column(self.runs, blocks.device)
         found = (codes.flatten(1, 3).float() - (halves - 0.5)) * steps
         scale = self.row_scales(blocks).view(torch.float8_e4m3fn).float()
         return found, scale.transpose(-1, -2).flatten(1)[:, None], None
 
     def table(self, before: int) -> list[PlaneColumns]:
-        """Return planes of bits: for 3 bits one of 2, then the halves of that of the highest."""
+        """Return what a kernel reads of the side, plane by plane; `before` it are bytes."""
         found: list[PlaneColumns] = []
         # Sums of codes of 8 bits, which are large, are kept by themselves.
         alone = [self.bits_of(plane) == 8 for plane in self.planes]
@@ -388,37 +394,43 @@ class ColumnSide(Side):
             bits = self.bits_of(plane)
             first = number == 0 or alone[number - 1] != alone[number]
             last = plane == self.planes[-1] or alone[number + 1] != alone[number]
-            # Columns of K are summed over, 32 at least; those of V are rows of a product, 16 at
-            # least.
-            least = 16 if self.values else 32
-            half = plane.width // 2
-            stored = 2 if bits == 3 else bits
-            pieces = [(plane.start, plane.width, self.plane_at(plane), stored, 0)]
-            if bits == 3:
-                top = self.top_at(plane)
-                pieces += [(plane.start + x * half, half, top, 1, x) for x in (0, 1)]
-            for piece, (start, width, at, own, shift) in enumerate(pieces):
-                found.append(
-                    PlaneColumns(
-                        start=start,
-                        width=width,
-                        depth=max(least, width),
-                        group=int(bits < 8 and alone[0]),
-                        first=int(first and piece == 0),
-                        last=int(last and piece == len(pieces) - 1),
-                        at=before + at,
-                        bits=own,
-                        shift=shift,
-                        step=uniform_step(bits),
-                    )
+            # Columns of K are summed over, 32 at least; of 3 bits the highest are columns more.
+            wide = max(32, 2 * plane.width if bits == 3 else plane.width)
+            found.append(
+                PlaneColumns(
+                    start=plane.start,
+                    width=plane.width,
+                    depth=plane.width if self.values else wide,
+                    group=int(bits < 8 and alone[0]),
+                    first=int(first),
+                    last=int(last),
+                    at=before + self.plane_at(plane),
+                    bits=bits,
+                    step=uniform_step(bits),
                 )
+            )
         return found
 
     @cached_property
     def products(self) -> int:
         """Products: places of K, summed over columns, and columns of V, summed over places."""
-        found = (plane.depth * PLACES // (16 * 32) for plane in self.table(0))
-        return COLUMN_SLOTS * sum(found)
+        wide = 0
+        for plane in self.table(0):
+            # Of V, whose columns are rows of a product, the highest of 3 bits are products more.
+            wide += 2 * plane.depth if self.values and plane.bits == 3 else plane.depth
+        return COLUMN_SLOTS * wide * PLACES // (16 * 32)
+
+    @cached_property
+    def loads(self) -> int:
+        """Pieces of a block's codes that a program asks for one by one."""
+        found = 0
+        for plane in self.planes:
+            bits = self.bits_of(plane)
+            # Of 16 columns of K what else were two lies side by side.
+            paired = plane.width == STEP and not self.values and bits > 2
+            parts = 2 if bits == 3 else max(1, bits // 2)
+            found += parts // 2 if paired else parts
+        return found
 
     def kept_from(self, name: str, before: int) -> int:
         """Return where something kept begins in a block, in bytes; 0 if nowhere."""
@@ -539,19 +551,16 @@ class PieceColumns(StoredColumns):
 
     def at(self, tokens: Tokens) -> SideAddresses:
         """Return where tokens lie, piece by piece; scales ``[batch, n, heads]`` in bytes."""
-        # Tokens that a byte of a piece has, and which of them this one is.
-        together = torch.div(8, self.apart, rounding_mode="floor")
+        # Bytes that a place's tokens are in, by turns.
+        parts = torch.div(self.apart, 2, rounding_mode="floor")
         slots, places = tokens.slot[..., None], tokens.place[..., None]
         far, block = tokens.far[..., None], tokens.block[..., None]
         values = (
-            self.first
-            + far
-            + block * self.block
-            + slots // together * self.part
-            + places * self.place
+            self.first + far + block * self.block + slots % parts * self.part + places * self.place
         )
         scales = self.scale_first + far + block * self.scale_block
-        shift = (self.shift + self.apart * (slots % together)).to(torch.uint8)
+        turn = torch.div(slots, parts, rounding_mode="floor")
+        shift = (self.shift + self.apart * turn).to(torch.uint8)
         return SideAddresses(self, tokens.there, values, shift, (scales + 4 * places + slots,))
 
     def write(self, buffer: Tensor, places: SideAddresses, states: Tensor) -> None:
@@ -562,12 +571,13 @@ class PieceColumns(StoredColumns):
         replace_bits(buffer, places.kept[0], places.there, scales, 255)
         mask = (1 << self.bits) - 1
         own = (codes[..., self.column] >> self.below & mask) << places.shift
-        replace_bits(buffer, places.values, places.there, own, mask << places.shift)
+        mask = mask << places.shift
+        replace_bits(buffer, places.values, places.there, own ^ mask & TURNED, mask)
 
     def read(self, buffer: Tensor, places: SideAddresses) -> Tensor:
         """Return ``[batch, n, Σ width]`` float32 from a flat buffer of bytes."""
         mask = (1 << self.bits) - 1
-        own = (taken(buffer, places.values) >> places.shift & mask) << self.below
+        own = ((taken(buffer, places.values) ^ TURNED) >> places.shift & mask) << self.below
         whole = own.new_zeros(*own.shape[:-1], self.starts[-1])
         whole.index_add_(-1, self.column, own)
         heads = torch.split(whole, self._widths, dim=-1)

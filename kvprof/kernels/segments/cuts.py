@@ -61,14 +61,13 @@ _BYTES = _Weights()
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
-#: Where sides tell their products, a token costs the instructions of its tile: about 8.3 for each
-#: product and as many as for 60 beside them (of forty layouts of columns with bits of their own
-#: for up to four query heads, compiled for sm_90, 2.5 % off in the mean; for more, all heads take
-#: more alike, about), in bytes' worth of about as many as such a token has and costs beside them.
-_PRODUCT, _BESIDE = 0.72, 60
-#: But no less than to bring its bytes, of which memory brings 4.4 TB/s where a token of 74 bytes
-#: and 84 products, which costs 104, is worth 3.4 TB/s.
-_BROUGHT = 1.1
+#: Where sides tell their products, a token takes as long as its bytes, 3.2 more for each piece of
+#: keys that is asked for by itself and 11.5, or as the instructions of its tile where these take
+#: longer: about 8 for each product and as many as for 58 beside them. Of twenty layouts of columns
+#: with bits of their own on an H200, 6.4 to 12.6 KB a tile, the first is 2 % off in the mean; one,
+#: of 3 bits alone, is bound by the second, as by three quarters of a tile's time others are.
+_LOAD, _TOKEN = 3.2, 11.5
+_PRODUCT, _BESIDE = 0.64, 58
 
 
 def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
@@ -94,7 +93,8 @@ def token_cost(
     keys, values = layout.sides(segment, head)
     if keys.products and values.products:
         computed = _PRODUCT * (keys.products + values.products + _BESIDE)
-        return round(_PARTS * max(computed, _BROUGHT * token_bytes(layout, segment, head)))
+        brought = token_bytes(layout, segment, head) + _LOAD * keys.loads + _TOKEN
+        return round(_PARTS * max(computed, brought))
     four = len(layout.segments) == 1 and keys.container == values.container == 4
     weights = _FOUR if four and not int8 else _BYTES
     cost = (

@@ -23,6 +23,7 @@ __all__ = [
     "by_row",
     "digits",
     "headroom",
+    "in_lanes",
     "joined",
     "query_digits",
     "single",
@@ -33,6 +34,7 @@ __all__ = [
 _PLANE = tl.constexpr(len(PlaneColumns._fields))
 _START = tl.constexpr(column(PlaneColumns, "start"))
 _WIDTH = tl.constexpr(column(PlaneColumns, "width"))
+_BITS = tl.constexpr(column(PlaneColumns, "bits"))
 _STEP = tl.constexpr(column(PlaneColumns, "step"))
 _BLOCK = tl.constexpr(PLACES)
 
@@ -115,7 +117,20 @@ def _one_digit(whole, upper, FAST: tl.constexpr):
 @triton.constexpr_function
 def _blocks(width):
     """Return of how many blocks of 16 columns a plane is."""
-    return max(1, width // 16)
+    return width // 16
+
+
+@triton.jit
+def _top_factor(place, WIDTH: tl.constexpr, PART: tl.constexpr):
+    """Return by what a block's queries are larger where they meet the highest of 3 bits.
+
+    By four; those of a plane's second half, whose bits lie one farther, by two.
+    """
+    if WIDTH == 16:
+        found = tl.where(place < 8, 4.0, 2.0)
+    else:
+        found = tl.full([1, 16], 4.0 if 32 * PART < WIDTH else 2.0, tl.float32)
+    return found
 
 
 @triton.jit
@@ -132,10 +147,21 @@ def query_digits(
 ):
     """Load a group's queries as digits: upper ones in every second column, the lower ones between.
 
-    A tuple of ``[DEPTH, 2 · heads]`` by plane, and the largest of each query, twice, which is
-    `MOST` as digits. By 16 columns, of which a thread has four neighbours: as bytes they are the
-    word that it needs in a product, and no thread asks another for any. A thread with a column of
-    every query took three times the instructions, which every program reads anew.
+    By 16 columns, of which a thread has four neighbours: as bytes they are the word that it needs
+    in a product, and no thread asks another for any. A thread with a column of every query took
+    three times the instructions, which every program reads anew.
+
+    Returns
+    -------
+    queries : tuple of tuple
+        By plane int8 ``[columns, 2 · heads]``, 32 columns at least. A plane of 3 bits has queries
+        of its lower bits and then those of the highest, 4 and 2 times as large: as a second one,
+        but of 16 columns in the same. Other 16 columns are the first of 32, and the last of them.
+    parts : tuple of tuple
+        The same by what codes are worth: of 3 bits those of the lower ones, and of the highest of
+        a plane's first half and of its second.
+    largest
+        ``[2 · heads]`` float32: of each query, twice, what is `MOST` as digits.
     """
     digit = tl.arange(0, 2 * HEADS)
     whose = first_head + digit // 2
@@ -148,46 +174,95 @@ def query_digits(
         own = ()
         for part in tl.static_range(_blocks(KINDS[KEYS + number * _PLANE + _WIDTH])):
             begin = KINDS[KEYS + number * _PLANE + _START] + 16 * part
-            there = known
-            if KINDS[KEYS + number * _PLANE + _WIDTH] < 16:
-                there = known & (place < KINDS[KEYS + number * _PLANE + _WIDTH])
-            found = tl.load(at + begin, mask=there, other=0.0).to(tl.float32)
-            most = tl.maximum(most, tl.abs(found) * KINDS[KEYS + number * _PLANE + _STEP])
+            found = tl.load(at + begin, mask=known, other=0.0).to(tl.float32)
+            size = tl.abs(found) * KINDS[KEYS + number * _PLANE + _STEP]
+            if KINDS[KEYS + number * _PLANE + _BITS] == 3:
+                size *= _top_factor(place, KINDS[KEYS + number * _PLANE + _WIDTH], part)
+            most = tl.maximum(most, size)
             own += (found,)
         loaded += (own,)
     largest = tl.maximum(tl.max(most, 1), TINY)
-    up = MOST / largest
+    up = 1.0 / largest * MOST
+    upper = (digit % 2 == 0)[:, None]
     nothing = tl.zeros([2 * HEADS, 16], tl.int8)
     queries = ()
+    parts = ()
     for number in tl.static_range(PLANES):
         factor = (up * KINDS[KEYS + number * _PLANE + _STEP])[:, None]
         own = ()
         for part in tl.static_range(_blocks(KINDS[KEYS + number * _PLANE + _WIDTH])):
-            whole = biased(loaded[number][part] * factor)
-            own += (_one_digit(whole, (digit % 2 == 0)[:, None], FAST),)
-        if KINDS[KEYS + number * _PLANE + _WIDTH] <= 16:
-            own += (nothing,)
-        both = _beside(own[0], own[1])
-        if KINDS[KEYS + number * _PLANE + _WIDTH] == 64:
-            both = _beside(both, _beside(own[2], own[3]))
-        queries += (tl.trans(both),)
-    return queries, largest
+            own += (_one_digit(biased(loaded[number][part] * factor), upper, FAST),)
+        low = own
+        if KINDS[KEYS + number * _PLANE + _WIDTH] == 16:
+            low += (nothing,)
+        if KINDS[KEYS + number * _PLANE + _BITS] == 3:
+            whole = ()
+            tops = ()
+            for part in tl.static_range(_blocks(KINDS[KEYS + number * _PLANE + _WIDTH])):
+                larger = factor * _top_factor(place, KINDS[KEYS + number * _PLANE + _WIDTH], part)
+                whole += (biased(loaded[number][part] * larger),)
+                tops += (_one_digit(whole[part], upper, FAST),)
+            if len(tops) == 1:
+                queries += ((_row((own[0], tops[0])),),)
+            else:
+                queries += ((_row(own), _row(tops)),)
+            first, second = _apart(whole, tops, place, upper, nothing, FAST)
+            parts += ((_row(low), first, second),)
+        else:
+            both = (_row(low),)
+            parts += (both,)
+            if KINDS[KEYS + number * _PLANE + _WIDTH] == 16:
+                both += (_row((nothing, own[0])),)
+            queries += (both,)
+    return queries, parts, largest
+
+
+@triton.jit
+def _apart(whole, tops, place, upper, nothing, FAST: tl.constexpr):
+    """Return the digits of a plane's first half and of its second, 32 columns each."""
+    if len(tops) == 1:
+        first = (_one_digit(tl.where(place < 8, whole[0], ZERO), upper, FAST), nothing)
+        second = (_one_digit(tl.where(place < 8, ZERO, whole[0]), upper, FAST), nothing)
+    elif len(tops) == 2:
+        first = (tops[0], nothing)
+        second = (tops[1], nothing)
+    else:
+        first = (tops[0], tops[1])
+        second = (tops[2], tops[3])
+    return _row(first), _row(second)
+
+
+@triton.jit
+def _row(blocks):
+    """Return two or four blocks of columns beside each other, and turned."""
+    found = _beside(blocks[0], blocks[1])
+    if len(blocks) == 4:
+        found = _beside(found, _beside(blocks[2], blocks[3]))
+    return tl.trans(found)
 
 
 @triton.jit
 def _beside(left, right):
-    """Return the columns of two blocks, one block beside the other."""
+    """Return ``[rows, 2 · columns]``: the columns of one behind those of the other."""
     both = tl.permute(tl.join(left, right), (0, 2, 1))
     return tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
 
 
 @triton.jit
-def summed(query, sums, WORTH: tl.constexpr):
-    """Add a plane's digits, times WORTH, to their sums ``[16, 2 · heads]``, whose rows are alike.
+def summed(query, sums, worth):
+    """Add a plane's digits, times `worth`, to their sums ``[16, 2 · heads]``, row by row.
 
     By a product, so that no thread asks another.
+
+    Parameters
+    ----------
+    query
+        int8 ``[DEPTH, 2 · heads]``.
+    sums
+        int32.
+    worth
+        int8 ``[16, DEPTH]``.
     """
-    worth = tl.full([16, query.shape[0]], WORTH, tl.int8)
     return tl.dot(worth, query, sums, out_dtype=tl.int32)
 
 
@@ -204,6 +279,13 @@ def single(twice):
     """Return a number per head of one per digit."""
     found, _ = tl.split(tl.reshape(twice, (twice.shape[0] // 2, 2)))
     return found
+
+
+@triton.jit
+def in_lanes(numbers):
+    """Sum ``[rows, heads]`` over the rows that a lane has: ``[8, heads]``."""
+    apart = tl.reshape(numbers, (numbers.shape[0] // 8, 8, numbers.shape[1]))
+    return tl.sum(apart, 0)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from kvprof.kernels.segments.digits import (
     by_row,
     digits,
     headroom,
+    in_lanes,
     joined,
     query_digits,
     single,
@@ -46,13 +47,6 @@ _AT = tl.constexpr(column(PlaneColumns, "at"))
 _BLOCK = tl.constexpr(PLACES)
 #: No scale that is not 0 is smaller in float16.
 _LEAST = tl.constexpr(2.0**-24)
-
-
-@triton.jit
-def _in_lanes(numbers):
-    """Sum ``[rows, heads]`` over the rows that a lane has: ``[8, heads]``."""
-    apart = tl.reshape(numbers, (numbers.shape[0] // 8, 8, numbers.shape[1]))
-    return tl.sum(apart, 0)
 
 
 @triton.jit
@@ -215,7 +209,7 @@ def _weighed(
             own = weights[slot] * middle[:, None]
         else:
             own += weights[slot] * middle[:, None]
-    return numbers, _in_lanes(own)
+    return numbers, in_lanes(own)
 
 
 @triton.jit
@@ -278,7 +272,7 @@ def _int8_tile(
     for number in tl.static_range(K_PLANES):
         raws = _key_products(
             raws,
-            queries[number],
+            queries[number][0],
             octets,
             places,
             KINDS[KEYS + number * _PLANE + _AT],
@@ -351,7 +345,7 @@ def _int8_tile(
             own = weight
         else:
             own += weight
-    mass = mass * fade + _in_lanes(own) * unit
+    mass = mass * fade + in_lanes(own) * unit
     found = ()
     corrected = ()
     numbers = ()
@@ -430,7 +424,7 @@ def int8_piece(
     """Attend to the tokens of one piece and leave its part of the result."""
     heads = first_head + tl.arange(0, HEADS)
     real = heads < GROUP
-    queries, largest = query_digits(
+    queries, _, largest = query_digits(
         query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS, FAST
     )
     totals = ()
@@ -438,7 +432,8 @@ def int8_piece(
     # Codes are the highest bits of an int8.
     worth: tl.constexpr = 2.0 ** (8 - K_BITS)
     for number in tl.static_range(K_PLANES):
-        total = summed(queries[number], total, 1)
+        ones = tl.full([16, queries[number][0].shape[0]], 1, tl.int8)
+        total = summed(queries[number][0], total, ones)
         if KINDS[KEYS + number * _PLANE + _LAST] == 1:
             totals += (tl.max(joined(total), 0)[None, :] * worth,)
             total = tl.zeros([16, 2 * HEADS], tl.int32)

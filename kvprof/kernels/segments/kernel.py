@@ -187,7 +187,7 @@ def segment_pieces(
     octets, full, halfs
         The buffer as uint8, as the run's dtype and as float16.
     eye
-        uint8, 1 at `EYE_ONE` and 0 elsewhere.
+        uint8: `kvprof.kernels.segments.tables.eye`.
     partial, logs
         ``[items, GROUP, WIDEST]`` and ``[items, GROUP]`` float32: results and log2 of the sums.
     items
@@ -266,7 +266,7 @@ def segment_pieces(
                     values = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
                 if KINDS[number * STRIDE + _K_FORMAT] == _BY_COLUMN:
                     column_piece(
-                        keys, pages, stride, partial, logs, item, query, width, start, stop,
+                        keys, pages, stride, eye, partial, logs, item, query, width, start, stop,
                         output_width, scale, cap, taken % blocks * HEADS, KINDS,
                         number * STRIDE + _HEADER,
                         number * STRIDE + _HEADER + PLANES * _PLANE,

@@ -359,7 +359,7 @@ def launch_segments(
     units : Tensor
         From `unit_table`, with the same family and tuning.
     eye : Tensor
-        uint8, 1 at `kvprof.kernels.segments.tables.EYE_ONE`.
+        uint8: `kvprof.kernels.segments.tables.eye`.
     items, parts, counters : Tensor
         From `launch_cut`; the counters are what they were when this ends.
     shares : int

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvprof.analysis.uniform import uniform_step
 from kvprof.kernels.segments.codes import E4M3_LACK, E4M3_TINY, FP8, FULL
-from kvprof.kernels.segments.columns import COLUMN_SLOTS
+from kvprof.kernels.segments.columns import COLUMN_SLOTS, TURNED
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import MovedColumn, Stretch
 from kvprof.kernels.tables import column
@@ -60,6 +60,7 @@ _PLACES = tl.constexpr(PLACES)
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
 _COLUMN_SLOTS = tl.constexpr(COLUMN_SLOTS)
+_TURNED = tl.constexpr(TURNED)
 _LACK = tl.constexpr(E4M3_LACK)
 _TINY = tl.constexpr(E4M3_TINY)
 _STEP_OF_2 = tl.constexpr(uniform_step(2))
@@ -232,9 +233,9 @@ def _column_codes(states, scale, column, pitch, there, slot):
     found = found >> tl.load(column + _BELOW * pitch, mask=there, other=0).to(tl.int32)
     apart = tl.load(column + _APART * pitch, mask=there, other=8).to(tl.int32)
     shift = tl.load(column + _SHIFT * pitch, mask=there, other=0).to(tl.int32)
-    shift += slot.to(tl.int32) % (8 // apart) * apart
+    shift += slot.to(tl.int32) // (apart // 2) * apart
     mask = (1 << tl.load(column + _BITS * pitch, mask=there, other=0).to(tl.int32)) - 1
-    return (found & mask) << shift, mask << shift
+    return ((found & mask) << shift) ^ ((mask << shift) & _TURNED), mask << shift
 
 
 @triton.jit
@@ -242,7 +243,7 @@ def _column_bytes(octets, column, pitch, there, block, blocks, place, slot):
     """Return the addresses of a piece's bytes."""
     at = _block_at(column, pitch, there, block, blocks)
     apart = tl.load(column + _APART * pitch, mask=there, other=8)
-    at += slot // (8 // apart) * tl.load(column + _PART * pitch, mask=there, other=0)
+    at += slot % (apart // 2) * tl.load(column + _PART * pitch, mask=there, other=0)
     at += place * tl.load(column + _PLACE * pitch, mask=there, other=0)
     return octets + at
 
@@ -361,12 +362,12 @@ def _piece(octets, far, base, column, pitch, there, known, place, slot):
     shift = tl.load(column + _SHIFT * pitch, mask=there, other=0).to(tl.int32)[None, :]
     below = tl.load(column + _BELOW * pitch, mask=there, other=0).to(tl.int32)[None, :]
     bits = tl.load(column + _BITS * pitch, mask=there, other=0).to(tl.int32)[None, :]
-    together = 8 // apart
-    at = slot[:, None] // together * part + place[:, None] * step
+    at = slot[:, None] % (apart // 2) * part + place[:, None] * step
     word = tl.load(
         octets + far[:, None] + base[None, :] + at, mask=known[:, None] & there[None, :], other=0
     ).to(tl.int32)
-    return ((word >> (shift + slot[:, None] % together * apart)) & ((1 << bits) - 1)) << below
+    turned = (word ^ _TURNED) >> (shift + slot[:, None] // (apart // 2) * apart)
+    return (turned & ((1 << bits) - 1)) << below
 
 
 @triton.jit

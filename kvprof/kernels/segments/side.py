@@ -210,6 +210,11 @@ class Side(ABC):
         return 0
 
     @property
+    def loads(self) -> int:
+        """Pieces of a block's codes that a program asks for one by one, where `products` say it."""
+        return 0
+
+    @property
     @abstractmethod
     def code_bytes(self) -> int:
         """Bytes of a block's codes, or of its values at full precision."""

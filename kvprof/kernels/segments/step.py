@@ -27,7 +27,7 @@ from kvprof.kernels.segments.geometries import bits_numbered, format_of, geometr
 from kvprof.kernels.segments.launch import launch_cut, launch_segments, tuning_for, unit_table
 from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout, of_kinds, segment_of
 from kvprof.kernels.segments.side import SideKind, width_of
-from kvprof.kernels.segments.tables import EYE, EYE_ONE, MOST_SHARES, Counter, Item
+from kvprof.kernels.segments.tables import MOST_SHARES, Counter, Item, eye
 from kvprof.kernels.segments.tuning import Tuning
 from kvprof.kernels.tables import Part
 
@@ -257,7 +257,7 @@ class SegmentsStep:
     units : Tensor
         From `kvprof.kernels.segments.launch.unit_table`.
     eye : Tensor
-        `EYE` bytes, 1 at `EYE_ONE`: rows of the identity are read from it.
+        `kvprof.kernels.segments.tables.eye`.
     """
 
     layout: SegmentsLayout
@@ -483,7 +483,5 @@ def segments_step(
     tuning = tuning or tuning_for(family)
     if multiprocessors is None:
         multiprocessors = multiprocessors_of(device)
-    eye = torch.zeros(EYE, dtype=torch.uint8)
-    eye[EYE_ONE] = 1
     units = unit_table(layout, family, tuning, device)
-    return SegmentsStep(layout, rows, family.kinds, tuning, multiprocessors, units, eye.to(device))
+    return SegmentsStep(layout, rows, family.kinds, tuning, multiprocessors, units, eye(device))

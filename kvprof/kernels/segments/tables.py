@@ -2,9 +2,13 @@
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 __all__ = [
-    "EYE",
+    "EYE_HALVES",
     "EYE_ONE",
+    "EYE_THREE",
     "MOST_SHARES",
     "Counter",
     "Item",
@@ -13,12 +17,27 @@ __all__ = [
     "PlaneColumns",
     "Stretch",
     "Unit",
+    "eye",
 ]
 
-#: Bytes of the vector from which rows of the identity are read, and the only one that is 1.
-EYE, EYE_ONE = 256, 128
+#: Of the bytes of `eye`: which is 1, where those of 16 columns of 3 bits begin, and the last of
+#: their first half.
+EYE_ONE, EYE_THREE, EYE_HALVES = 128, 224, 247
 #: Shares of the work that are looked at together; further multiprocessors have none of their own.
 MOST_SHARES = 256
+
+
+def eye(device: torch.device) -> Tensor:
+    """Return constants that kernels read, so that they are laid out as what is read beside them.
+
+    Bytes: 1 at `EYE_ONE`, from which on rows of the identity are read, and from `EYE_THREE` on the
+    bits that the first token of a place has in a byte, by columns of 3 bits: of the lower two for
+    16 columns, of the highest for the first eight and for the others.
+    """
+    found = torch.zeros(256, dtype=torch.uint8)
+    found[EYE_ONE] = 1
+    found[EYE_THREE:] = torch.tensor([3, 3, 1, 2]).repeat_interleave(8)
+    return found.to(device)
 
 
 class Unit(NamedTuple):
@@ -160,9 +179,7 @@ class PlaneColumns(NamedTuple):
     at : int
         Where it begins in a block: bytes, or values at full precision.
     bits : int
-        Of its codes where columns have bits of their own, else 0; 1 for the highest of 3.
-    shift : int
-        Bits of a byte below those of its first token.
+        Of its codes where columns have bits of their own, else 0.
     step : float
         Of its codes.
     """
@@ -175,7 +192,6 @@ class PlaneColumns(NamedTuple):
     last: int
     at: int
     bits: int = 0
-    shift: int = 0
     step: float = 1.0
 
 
