@@ -235,7 +235,7 @@ def _key_products(
         at = own // 16 * (_BLOCK * 16) + lane * 16 + own % 16
         at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 16))
         for part in tl.static_range(_bytes(BITS) // 2):
-            octets += (tl.load(block + at + part * (_BLOCK * 32)),)
+            octets += (tl.load(block + at + part * (_BLOCK * own.shape[1])),)
         masks = own
         tops = own
     else:
