@@ -61,13 +61,13 @@ _BYTES = _Weights()
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
-#: Where sides tell their products, a token takes as long as its bytes, 3.2 more for each piece of
-#: keys that is asked for by itself and 11.5, or as the instructions of its tile where these take
-#: longer: about 8 for each product and as many as for 58 beside them. Of twenty layouts of columns
-#: with bits of their own on an H200, 6.4 to 12.6 KB a tile, the first is 2 % off in the mean; one,
-#: of 3 bits alone, is bound by the second, as by three quarters of a tile's time others are.
+#: Where sides tell their products, a token costs its bytes, 3.2 more for each piece of keys that is
+#: asked for by itself and 11.5 whatever it is: as long as the tiles of twenty layouts of columns
+#: with bits of their own took on an H200, 1 % off in the mean and 3 % at most, but for one that its
+#: instructions bound, of 3 bits alone. So it costs no less than these: about 9 for each product and
+#: as many as for 48 beside them.
 _LOAD, _TOKEN = 3.2, 11.5
-_PRODUCT, _BESIDE = 0.64, 58
+_PRODUCT, _BESIDE = 0.70, 48
 
 
 def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
