@@ -4,7 +4,8 @@
 
 Codes are whole numbers, so they are multiplied as such: queries and weights enter the products of
 tensor cores as 15 bits, an upper digit and a lower one in adjacent columns, which come back side by
-side in a lane. Four codes of a word are one or two operations away from an operand.
+side in a lane. Four codes of a word are an operation away from an operand, of the highest of 3 bits
+two, of 8 none.
 
 With ``x = scale · step · (code - half)``, the step of a run of columns and half its largest code:
 
@@ -46,7 +47,6 @@ __all__ = ["column_piece"]
 _PLANE = tl.constexpr(len(PlaneColumns._fields))
 _START = tl.constexpr(column(PlaneColumns, "start"))
 _WIDTH = tl.constexpr(column(PlaneColumns, "width"))
-_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
 _GROUP = tl.constexpr(column(PlaneColumns, "group"))
 _FIRST = tl.constexpr(column(PlaneColumns, "first"))
 _LAST = tl.constexpr(column(PlaneColumns, "last"))
@@ -137,6 +137,23 @@ def _any_of_4(kinds, at, planes):
 
 
 @triton.constexpr_function
+def _whole(kinds, at, planes):
+    """Return whether no sum of keys is more than an int32, whatever the codes.
+
+    A column's largest, beside queries that are as large as two digits can be: 128 where codes lie
+    in the highest bits, of 3 bits 64 of the lower, whose queries are half of the highest's, and
+    128 of these; and four times as much of 4 bits before those of fewer, by which they are shifted.
+    """
+    largest, later = 0, False
+    for number in reversed(range(planes)):
+        plane = at + number * _PLANE.value
+        bits, width = kinds[plane + _BITS.value], kinds[plane + _WIDTH.value]
+        largest += width * (192 if bits == 3 else 512 if bits == 4 and later else 128)
+        later = later or bits < 4
+    return largest * MOST.value < 2**31
+
+
+@triton.constexpr_function
 def _assembly(bits, at):
     """Return assembly for four bytes that leaves the bits of each behind `at`."""
     if bits == 8:
@@ -157,6 +174,12 @@ def _bits(octets, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
     return found
 
 
+@triton.constexpr_function
+def _masked_assembly(slot):
+    """Return assembly for four bytes that leaves a slot's bits, of masks of the first slot's."""
+    return f"{{ .reg .b32 x; shl.b32 x, $2, {2 * slot}; and.b32 $0, $1, x; }}"
+
+
 @triton.jit
 def _masked(octets, masks, SLOT: tl.constexpr, FAST: tl.constexpr):
     """Return bytes of which only a slot's bits are left, as int8.
@@ -169,7 +192,7 @@ def _masked(octets, masks, SLOT: tl.constexpr, FAST: tl.constexpr):
         uint8, in the same shape: the bits of the first slot.
     """
     if FAST:
-        TEXT: tl.constexpr = f"{{ .reg .b32 x; shl.b32 x, $2, {2 * SLOT}; and.b32 $0, $1, x; }}"
+        TEXT: tl.constexpr = _masked_assembly(SLOT)
         found = tl.inline_asm_elementwise(
             TEXT, "=r,r,r", [octets, masks], tl.int8, is_pure=True, pack=4
         )
@@ -309,7 +332,9 @@ def _value_products(
         if _farther(BITS, slot) > 0:
             sums = sums << _farther(BITS, slot)
         sums = tl.dot(raw, weights[slot], sums, out_dtype=tl.int32)
-    return joined(sums)
+    # A column that is 7 throughout has 13 · 2^7 at a place, of the largest weights: of 64 places
+    # that is more than 2^31.
+    return joined(sums, BITS != 3 or lane.shape[1] <= 32)
 
 
 @triton.jit
@@ -417,7 +442,7 @@ def _column_tile(
         if KINDS[KEYS + number * _PLANE + _LAST] == 1:
             found = ()
             for slot in tl.static_range(_SLOTS):
-                own = joined(raws[slot]) * (
+                own = joined(raws[slot], _whole(KINDS, KEYS, K_PLANES)) * (
                     rate * _worth(KINDS[KEYS + number * _PLANE + _BITS], slot)
                 )
                 if KINDS[KEYS + number * _PLANE + _GROUP] == 0:

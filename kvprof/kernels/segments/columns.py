@@ -394,13 +394,11 @@ class ColumnSide(Side):
             bits = self.bits_of(plane)
             first = number == 0 or alone[number - 1] != alone[number]
             last = plane == self.planes[-1] or alone[number + 1] != alone[number]
-            # Columns of K are summed over, 32 at least; of 3 bits the highest are columns more.
-            wide = max(32, 2 * plane.width if bits == 3 else plane.width)
             found.append(
                 PlaneColumns(
                     start=plane.start,
                     width=plane.width,
-                    depth=plane.width if self.values else wide,
+                    depth=plane.width,
                     group=int(bits < 8 and alone[0]),
                     first=int(first),
                     last=int(last),
@@ -415,9 +413,11 @@ class ColumnSide(Side):
     def products(self) -> int:
         """Products: places of K, summed over columns, and columns of V, summed over places."""
         wide = 0
-        for plane in self.table(0):
-            # Of V, whose columns are rows of a product, the highest of 3 bits are products more.
-            wide += 2 * plane.depth if self.values and plane.bits == 3 else plane.depth
+        for plane in self.planes:
+            # The highest of 3 bits are as many columns more. Columns of K, which are summed over,
+            # are 32 at least.
+            own = 2 * plane.width if self.bits_of(plane) == 3 else plane.width
+            wide += own if self.values else max(32, own)
         return COLUMN_SLOTS * wide * PLACES // (16 * 32)
 
     @cached_property

@@ -1,7 +1,8 @@
 """What a unit of a step over segments costs, and how a step is cut into pieces.
 
 A unit is one segment of one KV head of one row; its cost is its tokens times their bytes, weighed
-by what they are, plus a constant per token, or times the products of tensor cores that they take.
+by what they are, plus a constant per token; where sides tell their products of tensor cores, also
+the pieces that keys are asked for in, or the products, where these take longer.
 """
 
 from dataclasses import dataclass

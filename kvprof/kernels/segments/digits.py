@@ -267,11 +267,24 @@ def summed(query, sums, worth):
 
 
 @triton.jit
-def joined(products):
-    """Return products with digits, ``[n, 2 · heads]``, as float32 ``[n, heads]``."""
+def joined(products, WHOLE: tl.constexpr = True):
+    """Return products with digits, ``[n, 2 · heads]``, as float32 ``[n, heads]``.
+
+    Parameters
+    ----------
+    products
+        int32.
+    WHOLE
+        Whether what both digits make is an int32 too, whatever the codes; else they are joined as
+        float32, by an instruction more.
+    """
     both = tl.reshape(products, (products.shape[0], products.shape[1] // 2, 2))
     upper, lower = tl.split(both)
-    return ((upper << 8) + lower).to(tl.float32)
+    if WHOLE:
+        found = ((upper << 8) + lower).to(tl.float32)
+    else:
+        found = upper.to(tl.float32) * 256.0 + lower.to(tl.float32)
+    return found
 
 
 @triton.jit

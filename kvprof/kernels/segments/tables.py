@@ -171,7 +171,7 @@ class PlaneColumns(NamedTuple):
     start, width : int
         Columns.
     depth : int
-        Its width in a product.
+        Its width in a product; where columns have bits of their own that is its kernel's matter.
     group : int
         Of scales; where columns have bits of their own, of those whose products share a sum.
     first, last : int

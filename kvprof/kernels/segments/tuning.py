@@ -20,8 +20,8 @@ class Tuning:
     warps : int
         Of a program.
     per_token : int
-        Bytes that a token costs beside its own: softmax does not shrink with them. Sides that tell
-        their products (`kvprof.kernels.segments.side.Side.products`) have it among these.
+        Bytes that a token costs beside its own: softmax does not shrink with them. Not read where
+        sides tell their products (`kvprof.kernels.segments.cuts.token_cost`).
     registers : int
         Most of a thread; 0 leaves it to the compiler.
     near : int

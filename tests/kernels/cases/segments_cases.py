@@ -16,6 +16,7 @@ from kvprof.kernels.segments.cuts import tile_places, token_cost
 from kvprof.kernels.segments.launch import constants
 from kvprof.kernels.segments.layout import SegmentsLayout, of_kinds, segment_of
 from kvprof.kernels.segments.reference import reference_segments
+from kvprof.kernels.segments.side import Runs
 from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
 from kvprof.kernels.segments.tables import Item, Unit
 from kvprof.kernels.tables import Part, column
@@ -213,13 +214,55 @@ def test_what_lies_behind_a_context_does_not_count(bits):
     assert torch.equal(run(step(layout), query, garbage, lengths, 0.1), before)
 
 
+@pytest.mark.parametrize(
+    ("keys", "values", "tile"),
+    [
+        (((16, 2),), ((16, 3),), 4096),
+        (((16, 2),), ((32, 3), (16, 2)), 8192),
+        (((16, 2),), ((16, 4), (16, 2)), 8192),
+    ],
+)
+def test_values_that_are_alike_sum_up_in_tiles_of_any_size(keys: Runs, values: Runs, tile: int):
+    """Of the largest code in a whole tile, with the largest weights."""
+    layout = SegmentsLayout(
+        (segment_of([(keys, values)], 1, 1, 256, "uniform-rms", "uniform-rms", None),), DTYPES[0]
+    )
+    assert tile_places(layout, 0, 0, tile) == 64
+    generator = torch.Generator().manual_seed(3)
+    wide = 0.3 * torch.randn(1, 256, sum(width for width, _ in values), generator=generator)
+    wide[..., 0] = 3.0
+    own = [torch.zeros(1, 256, 16).to(DTYPES[0])], [wide.to(DTYPES[0])]
+    buffer = layout.packed([own]).to(DEVICE)
+    query = torch.zeros(1, 16).to(DTYPES[0]).to(DEVICE)
+    wanted = reference_segments(query, buffer, layout, [[256]], 1.0)
+    assert error(run(step(layout, tile=tile), query, buffer, [[256]], 1.0), wanted) < 1e-2
+
+
+@pytest.mark.parametrize("runs", [((144, 4), (16, 2)), ((240, 4), (16, 3)), ((256, 3),)])
+def test_keys_whose_codes_are_the_farthest_from_0_sum_up(runs: Runs) -> None:
+    """Of every fourth token, whose codes lie in the highest bits; larger than scales can be."""
+    layout = SegmentsLayout(
+        (segment_of([(runs, ((16, 8),))], 1, 1, 128, "uniform-rms", "uniform-rms", None),),
+        DTYPES[0],
+    )
+    width = sum(columns for columns, _ in runs)
+    keys = torch.full((1, 128, width), 2000.0)
+    keys[:, 3::4] = -2000.0
+    values = torch.ones(1, 128, 16)
+    values[:, 3::4] = -1.0
+    buffer = layout.packed([([keys.to(DTYPES[0])], [values.to(DTYPES[0])])]).to(DEVICE)
+    query = torch.full((1, width), -1e-4).to(DTYPES[0]).to(DEVICE)
+    wanted = reference_segments(query, buffer, layout, [[128]], 1.0)
+    assert error(run(step(layout), query, buffer, [[128]], 1.0), wanted) < 1e-2
+
+
 def _copy_token(side, source, target, row: int, token: int) -> None:
     """Copy what is stored of a token, bit by bit, and nothing else."""
     block, inside = divmod(token, 32 * side.slots)
     place, slot = divmod(inside, side.slots)
     if isinstance(side, ColumnSide):
         for piece in side.pieces:
-            part, number = divmod(slot, 8 // piece.apart)
+            number, part = divmod(slot, piece.apart // 2)
             mask = (2**piece.bits - 1) << piece.shift + piece.apart * number
             at = piece.at + piece.part * part + piece.place * place
             old = target[row, block, at]
