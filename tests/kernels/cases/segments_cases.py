@@ -246,12 +246,15 @@ def test_keys_whose_codes_are_the_farthest_from_0_sum_up(runs: Runs) -> None:
         DTYPES[0],
     )
     width = sum(columns for columns, _ in runs)
-    keys = torch.full((1, 128, width), 2000.0)
-    keys[:, 3::4] = -2000.0
+    keys = torch.zeros(1, 128, width)
+    keys[..., : runs[0][0]] = 2000.0
+    keys[:, 3::4] *= -1.0
     values = torch.ones(1, 128, 16)
     values[:, 3::4] = -1.0
     buffer = layout.packed([([keys.to(DTYPES[0])], [values.to(DTYPES[0])])]).to(DEVICE)
-    query = torch.full((1, width), -1e-4).to(DTYPES[0]).to(DEVICE)
+    query = torch.zeros(1, width)
+    query[:, : runs[0][0]] = -1e-4
+    query = query.to(DTYPES[0]).to(DEVICE)
     wanted = reference_segments(query, buffer, layout, [[128]], 1.0)
     assert error(run(step(layout), query, buffer, [[128]], 1.0), wanted) < 1e-2
 
