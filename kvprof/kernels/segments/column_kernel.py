@@ -112,7 +112,7 @@ def _worth(bits, slot):
 @triton.constexpr_function
 def _signed(bits, slot):
     """Return whether a slot's code lies in the highest bits of its byte."""
-    return bits + _TO[bits][slot] == 8 if bits != 3 else slot == 3
+    return bits + _TO[bits][slot] == 8
 
 
 @triton.constexpr_function
@@ -203,26 +203,33 @@ def _masked(octets, masks, SLOT: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def _key_codes(
-    octets, tops, masks, SLOT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
+    octets, top, SLOT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, FAST: tl.constexpr
+):
     """Return a slot's factors of a plane's products, ``[places, 32 or more]`` each: one or two.
 
     Where 16 columns of 2 bits are all they are there twice, and meet nothing the second time.
+
+    Parameters
+    ----------
+    octets
+    top
+        Of 3 bits the first slot's masks, and where these are not for all that is in the octets,
+        the bytes of the highest bits before them; else empty.
     """
-    if BITS == 3 and WIDTH == 16:
-        found = (_masked(octets, tl.broadcast_to(masks[None, :], octets.shape), SLOT, FAST),)
+    if len(top) == 1:
+        masks = tl.broadcast_to(top[0][None, :], octets.shape)
+        found = (_masked(octets, masks, SLOT, FAST),)
     else:
         own = _bits(octets, _to(BITS, SLOT), 2 if BITS == 3 else BITS, FAST)
         if WIDTH == 16:
             twice = tl.broadcast_to(own[:, None, :], (own.shape[0], 2, 16))
             own = tl.reshape(twice, (own.shape[0], 32))
         found = (own,)
-        if BITS == 3:
-            shape: tl.constexpr = (tops.shape[0], 2, tops.shape[1])
-            twice = tl.broadcast_to(tops[:, None, :], shape)
-            top = _masked(twice, tl.broadcast_to(masks[None, :, None], shape), SLOT, FAST)
-            found += (tl.reshape(top, (tops.shape[0], WIDTH)),)
+        if len(top) == 2:
+            shape: tl.constexpr = (own.shape[0], 2, WIDTH // 2)
+            twice = tl.broadcast_to(top[0][:, None, :], shape)
+            highest = _masked(twice, tl.broadcast_to(top[1][None, :, None], shape), SLOT, FAST)
+            found += (tl.reshape(highest, (own.shape[0], WIDTH)),)
     return found
 
 
@@ -245,13 +252,13 @@ def _key_products(
     block = (tile_at + places // _BLOCK * BLOCK_BYTES)[:, None] + AT
     lane = (places % _BLOCK)[:, None]
     octets = ()
+    top = ()
     if BITS == 3 and WIDTH == 16:
         # The lower bits, and behind them the highest ones twice.
         own = tl.arange(0, 32)[None, :]
         at = tl.where(own < 16, lane * 16 + own, _BLOCK * 16 + lane * 8 + own % 8)
         octets += (tl.load(block + tl.max_contiguous(tl.multiple_of(at, (1, 8)), (1, 8))),)
-        masks = tl.load(eye + _EYE_THREE + tl.arange(0, 32))
-        tops = octets[0]
+        top += (tl.load(eye + _EYE_THREE + tl.arange(0, 32)),)
     elif _paired(BITS, WIDTH):
         # Two bytes of a place side by side, as those of 32 columns.
         own = tl.arange(0, 32)[None, :]
@@ -259,18 +266,14 @@ def _key_products(
         at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 16))
         for part in tl.static_range(_bytes(BITS) // 2):
             octets += (tl.load(block + at + part * (_BLOCK * own.shape[1])),)
-        masks = own
-        tops = own
     else:
         own = lane * WIDTH + tl.arange(0, WIDTH)[None, :]
         for part in tl.static_range(_bytes(BITS)):
             octets += (tl.load(block + own + part * (_BLOCK * WIDTH)),)
-        masks = own
-        tops = own
         if BITS == 3:
-            masks = tl.load(eye + _EYE_HALVES + tl.arange(0, 2))
             own = lane * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
-            tops = tl.load(block + own + _BLOCK * WIDTH)
+            top += (tl.load(block + own + _BLOCK * WIDTH),)
+            top += (tl.load(eye + _EYE_HALVES + tl.arange(0, 2)),)
     found = ()
     for slot in tl.static_range(_SLOTS):
         if _paired(BITS, WIDTH):
@@ -280,7 +283,7 @@ def _key_products(
             factors = (query[slot % 2],)
         else:
             octet = octets[slot % _bytes(BITS)]
-            codes = _key_codes(octet, tops, masks, slot, BITS, WIDTH, FAST)
+            codes = _key_codes(octet, top, slot, BITS, WIDTH, FAST)
             factors = query
         if FIRST:
             product = tl.dot(codes[0], factors[0], out_dtype=tl.int32)

@@ -114,12 +114,6 @@ def _one_digit(whole, upper, FAST: tl.constexpr):
     return found
 
 
-@triton.constexpr_function
-def _blocks(width):
-    """Return of how many blocks of 16 columns a plane is."""
-    return width // 16
-
-
 @triton.jit
 def _top_factor(place, WIDTH: tl.constexpr, PART: tl.constexpr):
     """Return by what a block's queries are larger where they meet the highest of 3 bits.
@@ -172,7 +166,7 @@ def query_digits(
     most = tl.zeros([2 * HEADS, 16], tl.float32)
     for number in tl.static_range(PLANES):
         own = ()
-        for part in tl.static_range(_blocks(KINDS[KEYS + number * _PLANE + _WIDTH])):
+        for part in tl.static_range(KINDS[KEYS + number * _PLANE + _WIDTH] // 16):
             begin = KINDS[KEYS + number * _PLANE + _START] + 16 * part
             found = tl.load(at + begin, mask=known, other=0.0).to(tl.float32)
             size = tl.abs(found) * KINDS[KEYS + number * _PLANE + _STEP]
@@ -190,7 +184,7 @@ def query_digits(
     for number in tl.static_range(PLANES):
         factor = (up * KINDS[KEYS + number * _PLANE + _STEP])[:, None]
         own = ()
-        for part in tl.static_range(_blocks(KINDS[KEYS + number * _PLANE + _WIDTH])):
+        for part in tl.static_range(KINDS[KEYS + number * _PLANE + _WIDTH] // 16):
             own += (_one_digit(biased(loaded[number][part] * factor), upper, FAST),)
         low = own
         if KINDS[KEYS + number * _PLANE + _WIDTH] == 16:
@@ -198,7 +192,7 @@ def query_digits(
         if KINDS[KEYS + number * _PLANE + _BITS] == 3:
             whole = ()
             tops = ()
-            for part in tl.static_range(_blocks(KINDS[KEYS + number * _PLANE + _WIDTH])):
+            for part in tl.static_range(KINDS[KEYS + number * _PLANE + _WIDTH] // 16):
                 larger = factor * _top_factor(place, KINDS[KEYS + number * _PLANE + _WIDTH], part)
                 whole += (biased(loaded[number][part] * larger),)
                 tops += (_one_digit(whole[part], upper, FAST),)
