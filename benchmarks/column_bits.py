@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,8 +49,12 @@ NAME = "column-bits.json"
 SHAPE = "Llama-3.1-8B"
 SEQ, BATCHES = 102_400, (8, 1)
 SINK, WINDOW = 4, 32
-#: Columns of the rows of 4 bits that are timed beside it.
-WIDTH = 112
+#: Columns of keys and values of the rows of 4 bits that are timed beside it, by kinds of head.
+ROWS: dict[str, list[tuple[int, int]]] = {
+    "rows-4bit": [(112, 112)],
+    "rows-4bit-two": [(128, 112), (112, 96)],
+    "rows-4bit-four": [(128, 112), (112, 96), (96, 128), (112, 112)],
+}
 #: How codes of keys and values become numbers.
 LEVELS = "uniform-rms", "uniform-rms"
 #: Largest relative error (Frobenius) in 16 bits.
@@ -193,11 +197,15 @@ def stored_alike(run: Run, layout: SegmentsLayout, buffer: torch.Tensor) -> bool
     )
 
 
-def rows_plan() -> Plan:
-    """Return the plan of one layer in 4 bits, groups of 32 of 112 columns, as exact at its ends."""
+def rows_plan(kinds: list[tuple[int, int]]) -> Plan:
+    """Return the plan of one layer in 4 bits, groups of 32 columns, as exact at its ends.
+
+    Heads are of kinds in turn, as those of `plan_of`, and have 112 columns on both sides together.
+    """
     shape = load_shape(SHAPE)
-    alike = (WIDTH,) * shape.num_kv_heads
-    narrow = Widths(alike, alike, f"uniform width {WIDTH}")
+    heads = [kinds[head % len(kinds)] for head in range(shape.num_kv_heads)]
+    keys, values = zip(*heads, strict=True)
+    narrow = Widths(keys, values, f"widths {kinds}")
     plan = plan_of_widths("kq", replace(shape, layers=1), [narrow])
     side = SideQuantiser((4,), group=32)
     quantiser = Quantiser("affine", side, side, window=WINDOW)
@@ -259,14 +267,24 @@ def decode(run: Run) -> dict[str, Any]:
 def same_bytes(
     request: BenchRequest, data: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Time 4 bits beside exact tokens over as many bytes as the first plan's cache has."""
+    """Time 4 bits beside exact tokens over as many bytes as the first plan's cache has.
+
+    With heads of one, two and four kinds, which are what the plans have beside them.
+    """
     taken = {row["method"]: row["buffer_bytes"] for row in data["rows"] if row["batch"] == 1}
-    file = Path(request.plans[0]).with_name("rows-4bit.plan")
-    save_plan(rows_plan(), file)
     tokens = round(request.seqs[0] * taken[request.methods[1]] / taken["uniform-4bit"])
-    request = replace(request, seqs=(tokens,), methods=(file.name,), plans=(str(file),))
+    request = rows_request(replace(request, seqs=(tokens,)), Path(request.plans[0]).parent, ROWS)
     found, warnings = run_bench(request)
     return found["rows"], warnings
+
+
+def rows_request(request: BenchRequest, folder: Path, names: Iterable[str]) -> BenchRequest:
+    """Return what times rows of 4 bits by their names in `ROWS`; their plans go into a folder."""
+    files = [folder / f"{name}.plan" for name in names]
+    for file in files:
+        save_plan(rows_plan(ROWS[file.stem]), file)
+    own = tuple(file.name for file in files)
+    return replace(request, methods=own, plans=tuple(map(str, files)))
 
 
 def mean_bits(kinds: list[tuple[Runs, Runs]]) -> float:
@@ -367,6 +385,17 @@ def compiled_ahead(tiny: bool, part: str, which: Any) -> None:
     if part == "check":
         checked(run, **which)
         return
+    if part == "rows":
+        request = BenchRequest(
+            shape=SHAPE,
+            seqs=(300 if tiny else 4096,),
+            rate=0.125,
+            phases=("decode",),
+            device=str(run.device),
+            repeats=3,
+        )
+        run_bench(rows_request(request, run.folder, [which]))
+        return
     batch, name, change = which
     layout = layer_of(name, batch, run.seq - SINK - WINDOW, run.dtype)
     prepared = segments_step(layout, run.device, tuning=replace(tuning_for(layout), **change))
@@ -381,6 +410,7 @@ def compile_all(run: Run, parts: list[str], processes: int) -> None:
     if "decode" in parts:
         batches = (1,) if run.tiny else BATCHES
         tasks += [("decode", (batch, name, {})) for batch in batches for name in KINDS]
+        tasks += [("rows", name) for name in ROWS]
     if "check" in parts:
         tasks += [("check", case) for case in drawn_cases(run)]
     if "tunings" in parts:

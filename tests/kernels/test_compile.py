@@ -41,12 +41,13 @@ def test_products_outside_of_loops_take_no_operands_from_constant_places() -> No
 
 
 #: Twice the middles of what meets the first two slots' codes, the third's and the last's, by bits;
-#: of 3 of the lower bits, then of the highest in a plane's halves.
+#: of the highest of 3 (1) in a plane's halves, of 16 columns (3) behind those of the lower bits.
 MIDDLES = {
     8: [(-1, -1, -1)],
     4: [(15, -1, -1)],
     3: [(3, 3, -1), (1, 1, 1), (2, 2, -2)],
     2: [(3, 3, -1)],
+    1: [(1, 1, 1), (2, 2, -2)],
 }
 
 
@@ -55,9 +56,9 @@ def sums_of_queries(planes: list[tuple[int, int]]) -> int:
     found = set()
     for slot in range(3):
         done: tuple[int, ...] = ()
-        for width, bits in planes:
-            for part, middles in enumerate(MIDDLES[bits]):
-                columns = width if part == 0 else width // 2
+        for depth, bits in planes:
+            for middles in MIDDLES[bits]:
+                columns = depth // 2 if bits == 1 else depth
                 for _ in range(max(1, columns // 32)):
                     done += (middles[slot],)
                     found.add(done)
@@ -69,6 +70,7 @@ def sums_of_queries(planes: list[tuple[int, int]]) -> int:
     [
         (((16, 8), (16, 4), (48, 3), (32, 2)), ((32, 8), (16, 3), (64, 2))),
         (((112, 3),), ((16, 8), (80, 4))),
+        (((48, 4), (64, 3), (32, 2)), ((32, 3), (16, 2))),
     ],
 )
 def test_what_a_token_costs_is_in_the_loop(kind: tuple[Runs, Runs]) -> None:
@@ -82,7 +84,7 @@ def test_what_a_token_costs_is_in_the_loop(kind: tuple[Runs, Runs]) -> None:
     layout = SegmentsLayout((segment_of((kind,), 4, 1, 64, "uniform-rms", "uniform-rms", None),))
     keys, values = layout.sides(0, 0)
     ptx = binary.asm["ptx"]
-    before = sums_of_queries([(plane.width, plane.bits) for plane in keys.table(0)])
+    before = sums_of_queries([(plane.depth, plane.bits) for plane in keys.table(0)])
     assert ptx.count("mma.sync") == keys.products + values.products + before
     # Asked for before the loop and in it, and scales of both sides too.
     assert ptx.count("cp.async.commit_group") == 2 * (keys.loads + values.loads + 2)

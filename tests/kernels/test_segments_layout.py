@@ -158,22 +158,49 @@ def test_at_4_bits_keys_cost_less_than_values_of_the_same_bytes_but_not_as_int8(
     assert token_cost(beside, 0, 0, 26) == 16 * (token_bytes(beside, 0, 0) + 26)
 
 
-def test_columns_with_bits_of_their_own_cost_what_takes_longer_to_bring_or_to_multiply():
+def test_columns_with_bits_of_their_own_cost_bytes_products_and_pieces_of_keys():
     def cost(pair: tuple[Runs, Runs]) -> float:
         own = segment_of([pair], 4, 1, 128, "uniform-rms", "uniform-rms", None)
         return token_cost(SegmentsLayout((own,)), 0, 0, 26) / 16
 
-    # Of 3 bits there are the products of 2, and as many more.
-    two, three, eight = (cost((((64, bits),), ((64, bits),))) for bits in (2, 3, 8))
-    assert three - two == pytest.approx(0.7 * 4 * 4 * 2, abs=0.1)
-    # Of 8 bits a side has 64 bytes, and a scale, in four pieces.
-    assert eight == pytest.approx(2 * (64 + 1) + 3.2 * 4 + 11.5, abs=0.1)
-    # 64 columns of values: 4 slots, 4 times 16 columns.
-    wide = cost((((64, 2),), ((128, 2),)))
-    assert wide - two == pytest.approx(0.7 * 4 * 4, abs=0.1)
-    # Twice 16 columns of keys lie apart, of 4 bits in one piece and of 8 in two.
-    narrow, four = (cost((((16, bits), (64, 2)), ((64, 8),))) for bits in (4, 8))
-    assert four - narrow == pytest.approx(16 * 4 / 8 + 3.2, abs=0.1)
+    def more(new: tuple[Runs, Runs], old: tuple[Runs, Runs]) -> float:
+        return cost(new) - cost(old)
+
+    wide = ((64, 2),)
+    # 64 columns of values: 4 slots, 4 times 16 columns, 16 bytes.
+    assert more((wide, ((128, 2),)), (wide, wide)) == pytest.approx(0.6 * 16 + 0.15 * 16, abs=0.1)
+    # The highest of 3 bits have as many products, half as many bytes, and of keys a piece.
+    three = ((64, 3),)
+    assert more((wide, three), (wide, wide)) == pytest.approx(0.6 * 16 + 0.15 * 8, abs=0.1)
+    assert more((three, wide), (wide, wide)) == pytest.approx(0.6 * 16 + 0.15 * 8 + 3.0, abs=0.1)
+    # The lower ones are in one piece with columns of 2 bits, as products of 128 columns.
+    both = ((64, 3), (32, 2))
+    assert more((both, wide), (three, wide)) == pytest.approx(0.6 * 16 + 0.15 * 8, abs=0.1)
+    assert more((((64, 3), (64, 2)), wide), (both, wide)) == pytest.approx(0.15 * 8, abs=0.1)
+    # 8 bits lie in four pieces, of 16 columns in two, and 4 bits of these in one.
+    assert more((((64, 8),), wide), (wide, wide)) == pytest.approx(0.15 * 48 + 9.0, abs=0.1)
+    narrow, four = ((((16, bits), (64, 2)), wide) for bits in (4, 8))
+    assert more(four, narrow) == pytest.approx(0.15 * 8 + 3.0, abs=0.1)
+
+
+def test_columns_of_three_bits_lie_with_those_of_two_and_of_16_by_themselves():
+    own = segment_of([(((48, 3), (32, 2)), ((48, 3),))], 4, 1, 128, *("uniform-rms",) * 2, None)
+    keys, values = SegmentsLayout((own,)).sides(0, 0)
+    assert [(row.start, row.width, row.depth, row.bits, row.at) for row in keys.table(0)] == [
+        (0, 16, 32, 3, 0),
+        (16, 64, 64, 2, 48 * 16),
+        (16, 32, 32, 1, 48 * 16 + 32 * 64),
+    ]
+    assert [(row.start, row.width, row.bits, row.at) for row in values.table(0)] == [
+        (0, 32, 3, 0),
+        (32, 16, 3, 48 * 32),
+    ]
+    assert keys.code_bytes == sum(plane.nbytes for plane in keys.planes)
+    # A plane of 112 columns is summed over as 128, of 80 as 64 and 16.
+    for width, depths in ((112, [128]), (96, [128]), (80, [64, 32]), (144, [128, 32])):
+        own = segment_of([(((width, 2),), ((16, 2),))], 4, 1, 128, *("uniform-rms",) * 2, None)
+        side = SegmentsLayout((own,)).sides(0, 0)[0]
+        assert [row.depth for row in side.table(0)] == depths
 
 
 EXACT, CODED = (None, None), (4, 4)

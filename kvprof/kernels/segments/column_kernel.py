@@ -12,7 +12,8 @@ With ``x = scale · step · (code - half)``, the step of a run of columns and ha
 - scores: ``scale · (Σ code · q' - Σ half · Σq')`` with ``q' = step · q``, the last once per
   program;
 - values, per run: ``step · (Σ w · code - half · Σ w)`` with ``w = p · scale``, in fifteen bits of
-  what the largest p and the largest scale of a tile make together.
+  what the largest p and the largest scale of a tile make together, of the second token of a place
+  and the fourth in thirteen.
 
 Operations on whole numbers are what takes the time, so a code stays where it lies in its byte where
 it can, and the sums are moved instead.
@@ -27,6 +28,7 @@ from kvprof.kernels.segments.digits import (
     MOST,
     ZERO,
     biased,
+    bits_of,
     by_place,
     by_row,
     digits,
@@ -47,6 +49,7 @@ __all__ = ["column_piece"]
 _PLANE = tl.constexpr(len(PlaneColumns._fields))
 _START = tl.constexpr(column(PlaneColumns, "start"))
 _WIDTH = tl.constexpr(column(PlaneColumns, "width"))
+_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
 _GROUP = tl.constexpr(column(PlaneColumns, "group"))
 _FIRST = tl.constexpr(column(PlaneColumns, "first"))
 _LAST = tl.constexpr(column(PlaneColumns, "last"))
@@ -69,8 +72,8 @@ _SCALES = tl.constexpr(
     "mov.b32 {a, b}, y; cvt.f32.f16 $1, a; cvt.f32.f16 $3, b; }"
 )
 #: Behind how many bits of its byte a token's code lies, by its bits; of 3 the lower two, and those
-#: of the first half's highest. In the highest bits of a byte it is less half of what it can be.
-_TO = {2: (0, 2, 4, 6), 3: (0, 2, 4, 6), 4: (0, 0, 4, 4), 8: (0, 0, 0, 0)}
+#: of the first half's highest (1). In the highest bits of a byte it is less half of what it can be.
+_TO = dict.fromkeys((1, 2, 3), (0, 2, 4, 6)) | {4: (0, 0, 4, 4), 8: (0, 0, 0, 0)}
 
 
 @triton.constexpr_function
@@ -98,9 +101,19 @@ def _rise(before, bits, slot):
 
 
 @triton.constexpr_function
-def _farther(bits, slot):
-    """Return how much farther a slot's code lies than the one's before."""
-    return _TO[bits][slot] - _TO[bits][max(0, slot - 1)]
+def _turn(bits, number):
+    """Return which slot's products with weights are added next.
+
+    The weights of the second slot and the fourth are a fourth of what they are, so that codes of 2
+    bits, four times as large there, need no shift before them; of 4 and 8 bits they come first.
+    """
+    return number if bits < 4 else (1, 0, 3, 2)[number] if bits == 4 else (1, 3, 0, 2)[number]
+
+
+@triton.constexpr_function
+def _farther(bits, number):
+    """Return by how much the sums are shifted before the next slot's products are added."""
+    return ((0, 0, 4, 0) if bits < 4 else (0, 2, 2, 2) if bits == 4 else (0, 0, 2, 0))[number]
 
 
 @triton.constexpr_function
@@ -124,10 +137,11 @@ def _twice_middle(bits, slot):
 @triton.constexpr_function
 def _part_middle(bits, part, slot):
     """Return it of codes of K; of 3 bits of the lower two, and of the highest by halves."""
-    if bits != 3:
+    if bits in (2, 4, 8):
         return _twice_middle(bits, slot)
     # The second half's lie one bit farther, and in the last slot are less what they can be.
-    return (_twice_middle(2, slot), 1, -2 if slot == 3 else 2)[part]
+    found = (1, -2 if slot == 3 else 2)
+    return (_twice_middle(2, slot), *found)[part] if bits == 3 else found[part]
 
 
 @triton.constexpr_function
@@ -141,15 +155,22 @@ def _whole(kinds, at, planes):
     """Return whether no sum of keys is more than an int32, whatever the codes.
 
     A column's largest, beside queries that are as large as two digits can be: 128 where codes lie
-    in the highest bits, of 3 bits 64 of the lower, whose queries are half of the highest's, and
-    128 of these; and four times as much of 4 bits before those of fewer, by which they are shifted.
+    in the highest bits, but 64 of the lower of 3, whose queries are half of the highest's, and both
+    where they are together; and four times as much of 4 bits before those of fewer, by which they
+    are shifted.
     """
-    largest, later = 0, False
-    for number in reversed(range(planes)):
-        plane = at + number * _PLANE.value
-        bits, width = kinds[plane + _BITS.value], kinds[plane + _WIDTH.value]
-        largest += width * (192 if bits == 3 else 512 if bits == 4 and later else 128)
-        later = later or bits < 4
+    bits = [kinds[at + number * _PLANE.value + _BITS.value] for number in range(planes)]
+    largest = 0
+    for number in range(planes):
+        for begin in range(0, kinds[at + number * _PLANE.value + _WIDTH.value], 16):
+            start = kinds[at + number * _PLANE.value + _START.value] + begin
+            if bits[number] == 3:
+                own = 192
+            elif bits[number] == 4 and min(bits) < 4:
+                own = 512
+            else:
+                own = 64 if bits[number] == 2 and bits_of(kinds, at, planes, start) == 3 else 128
+            largest += 16 * own
     return largest * MOST.value < 2**31
 
 
@@ -202,38 +223,6 @@ def _masked(octets, masks, SLOT: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _key_codes(
-    octets, top, SLOT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, FAST: tl.constexpr
-):
-    """Return a slot's factors of a plane's products, ``[places, 32 or more]`` each: one or two.
-
-    Where 16 columns of 2 bits are all they are there twice, and meet nothing the second time.
-
-    Parameters
-    ----------
-    octets
-    top
-        Of 3 bits the first slot's masks, and where these are not for all that is in the octets,
-        the bytes of the highest bits before them; else empty.
-    """
-    if len(top) == 1:
-        masks = tl.broadcast_to(top[0][None, :], octets.shape)
-        found = (_masked(octets, masks, SLOT, FAST),)
-    else:
-        own = _bits(octets, _to(BITS, SLOT), 2 if BITS == 3 else BITS, FAST)
-        if WIDTH == 16:
-            twice = tl.broadcast_to(own[:, None, :], (own.shape[0], 2, 16))
-            own = tl.reshape(twice, (own.shape[0], 32))
-        found = (own,)
-        if len(top) == 2:
-            shape: tl.constexpr = (own.shape[0], 2, WIDTH // 2)
-            twice = tl.broadcast_to(top[0][:, None, :], shape)
-            highest = _masked(twice, tl.broadcast_to(top[1][None, :, None], shape), SLOT, FAST)
-            found += (tl.reshape(highest, (own.shape[0], WIDTH)),)
-    return found
-
-
-@triton.jit
 def _key_products(
     raws,
     query,
@@ -244,21 +233,37 @@ def _key_products(
     BLOCK_BYTES: tl.constexpr,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
     FIRST: tl.constexpr,
     BEFORE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Add a plane to the products of a run, one per slot."""
+    """Add a plane to the products of a run, one per slot.
+
+    Parameters
+    ----------
+    query : tuple
+        int8 ``[DEPTH, 2 · heads]``; where two bytes of a place lie side by side two of them, which
+        meet the first and the second.
+    """
     block = (tile_at + places // _BLOCK * BLOCK_BYTES)[:, None] + AT
     lane = (places % _BLOCK)[:, None]
     octets = ()
-    top = ()
-    if BITS == 3 and WIDTH == 16:
-        # The lower bits, and behind them the highest ones twice.
+    masks = ()
+    if BITS == 1:
+        # Each byte for two columns.
+        own = lane * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+        shape: tl.constexpr = (own.shape[0], 2, WIDTH // 2)
+        octets += (tl.broadcast_to(tl.load(block + own)[:, None, :], shape),)
+        mask = tl.load(eye + _EYE_HALVES + tl.arange(0, 2))
+        masks += (tl.broadcast_to(mask[None, :, None], shape),)
+    elif BITS == 3:
+        # 16 columns: the lower bits, and behind them the highest ones twice.
         own = tl.arange(0, 32)[None, :]
         at = tl.where(own < 16, lane * 16 + own, _BLOCK * 16 + lane * 8 + own % 8)
         octets += (tl.load(block + tl.max_contiguous(tl.multiple_of(at, (1, 8)), (1, 8))),)
-        top += (tl.load(eye + _EYE_THREE + tl.arange(0, 32)),)
+        mask = tl.load(eye + _EYE_THREE + tl.arange(0, 32))
+        masks += (tl.broadcast_to(mask[None, :], octets[0].shape),)
     elif _paired(BITS, WIDTH):
         # Two bytes of a place side by side, as those of 32 columns.
         own = tl.arange(0, 32)[None, :]
@@ -267,33 +272,34 @@ def _key_products(
         for part in tl.static_range(_bytes(BITS) // 2):
             octets += (tl.load(block + at + part * (_BLOCK * own.shape[1])),)
     else:
-        own = lane * WIDTH + tl.arange(0, WIDTH)[None, :]
+        column = tl.arange(0, DEPTH)[None, :]
+        own = lane * WIDTH + column
         for part in tl.static_range(_bytes(BITS)):
-            octets += (tl.load(block + own + part * (_BLOCK * WIDTH)),)
-        if BITS == 3:
-            own = lane * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
-            top += (tl.load(block + own + _BLOCK * WIDTH),)
-            top += (tl.load(eye + _EYE_HALVES + tl.arange(0, 2)),)
+            if DEPTH == WIDTH:
+                octets += (tl.load(block + own + part * (_BLOCK * WIDTH)),)
+            else:
+                there = tl.broadcast_to(column < WIDTH, own.shape)
+                octets += (tl.load(block + own + part * (_BLOCK * WIDTH), mask=there),)
     found = ()
     for slot in tl.static_range(_SLOTS):
-        if _paired(BITS, WIDTH):
-            octet = octets[slot % _bytes(BITS) // 2]
-            codes = (_bits(octet, _to(BITS, slot), BITS, FAST),)
+        if len(masks) == 1:
+            codes = _masked(octets[0], masks[0], slot, FAST)
+            codes = tl.reshape(codes, (codes.shape[0], DEPTH))
+            factor = query[0]
+        elif _paired(BITS, WIDTH):
+            codes = _bits(octets[slot % _bytes(BITS) // 2], _to(BITS, slot), BITS, FAST)
             # What meets the other byte is 0.
-            factors = (query[slot % 2],)
+            factor = query[slot % 2]
         else:
-            octet = octets[slot % _bytes(BITS)]
-            codes = _key_codes(octet, top, slot, BITS, WIDTH, FAST)
-            factors = query
+            codes = _bits(octets[slot % _bytes(BITS)], _to(BITS, slot), BITS, FAST)
+            factor = query[0]
         if FIRST:
-            product = tl.dot(codes[0], factors[0], out_dtype=tl.int32)
+            product = tl.dot(codes, factor, out_dtype=tl.int32)
         else:
             before = raws[slot]
             if _rise(BEFORE, BITS, slot) > 0:
                 before = before << _rise(BEFORE, BITS, slot)
-            product = tl.dot(codes[0], factors[0], before, out_dtype=tl.int32)
-        for part in tl.static_range(1, len(codes)):
-            product = tl.dot(codes[part], factors[part], product, out_dtype=tl.int32)
+            product = tl.dot(codes, factor, before, out_dtype=tl.int32)
         found += (product,)
     return found
 
@@ -310,7 +316,7 @@ def _value_products(
     WIDTH: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Return weighted codes of a plane, ``[WIDTH, heads]``, 2^`_to` of the last slot as large."""
+    """Return weighted codes of a plane, ``[WIDTH, heads]``, 2^`_to` of the third slot as large."""
     lane = tile_at + (places // _BLOCK * BLOCK_BYTES + places % _BLOCK)[None, :]
     row = tl.arange(0, WIDTH)
     sums = tl.zeros([WIDTH, weights[0].shape[1]], tl.int32)
@@ -321,23 +327,27 @@ def _value_products(
         masks = tl.load(eye + _EYE_HALVES + tl.arange(0, 2))[:, None, None]
         masks = tl.broadcast_to(masks, shape)
         for slot in tl.static_range(_SLOTS):
-            if slot > 0:
-                sums = sums << 2
+            if _farther(2, slot) > 0:
+                sums = sums << _farther(2, slot)
             top = tl.reshape(_masked(tops, masks, slot, FAST), (WIDTH, lane.shape[1]))
             sums = tl.dot(top, weights[slot], sums, out_dtype=tl.int32)
-        # Four times as much in what the lower bits begin with, 2^6 and of the second half 2^7 here.
-        sums = sums >> tl.where(row < WIDTH // 2, 4, 5)[:, None]
+        # Four times as much in what the lower bits begin with, 2^4 and of the second half 2^5 here.
+        sums = sums >> tl.where(row < WIDTH // 2, 2, 3)[:, None]
     octets = ()
     for part in tl.static_range(_bytes(BITS)):
         octets += (tl.load(lane + row[:, None] * _BLOCK + (AT + part * (_BLOCK * WIDTH))),)
-    for slot in tl.static_range(_SLOTS):
-        raw = _bits(octets[slot % _bytes(BITS)], _to(BITS, slot), 2 if BITS == 3 else BITS, FAST)
-        if _farther(BITS, slot) > 0:
-            sums = sums << _farther(BITS, slot)
-        sums = tl.dot(raw, weights[slot], sums, out_dtype=tl.int32)
-    # A column that is 7 throughout has 13 · 2^7 at a place, of the largest weights: of 64 places
-    # that is more than 2^31.
-    return joined(sums, BITS != 3 or lane.shape[1] <= 32)
+    for number in tl.static_range(_SLOTS):
+        if _farther(BITS, number) > 0:
+            sums = sums << _farther(BITS, number)
+        raw = _bits(
+            octets[_turn(BITS, number) % _bytes(BITS)],
+            _to(BITS, _turn(BITS, number)),
+            2 if BITS == 3 else BITS,
+            FAST,
+        )
+        sums = tl.dot(raw, weights[_turn(BITS, number)], sums, out_dtype=tl.int32)
+    # Of 64 places and 4 bits at most 1.6 · 10^9, of others less.
+    return joined(sums)
 
 
 @triton.jit
@@ -438,6 +448,7 @@ def _column_tile(
             BLOCK_BYTES,
             KINDS[KEYS + number * _PLANE + _BITS],
             KINDS[KEYS + number * _PLANE + _WIDTH],
+            KINDS[KEYS + number * _PLANE + _DEPTH],
             KINDS[KEYS + number * _PLANE + _FIRST],
             KINDS[KEYS + (number - (number > 0)) * _PLANE + _BITS],
             FAST,
@@ -488,9 +499,13 @@ def _column_tile(
         else:
             own += weight
         number = weight * scales[slot][:, None]
+        if slot % 2 == 1:
+            number = number * 0.25
         count = biased(number) - ZERO
         if slot == 1:
-            counts = (counts[0] + count,)
+            counts = (counts[0] + (count << 2),)
+        elif slot == 3:
+            counts += (count << 2,)
         else:
             counts += (count,)
         numbers += (by_place(digits(number, FAST)),)
@@ -511,7 +526,7 @@ def _column_tile(
             KINDS[VALUES + number * _PLANE + _WIDTH],
             FAST,
         )
-        worth = unit * _worth(KINDS[VALUES + number * _PLANE + _BITS], 3)
+        worth = unit * _worth(KINDS[VALUES + number * _PLANE + _BITS], 2)
         found += (sums[number] * fade + own * worth,)
     return found, weighed, mass, higher
 

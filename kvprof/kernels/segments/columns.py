@@ -3,12 +3,20 @@
 One scale, a byte in e4m3, is for a token's whole row, and nothing else is kept beside the codes, so
 a block takes ``128 · (Σ columns · bits / 8 + 1)`` bytes and not one more. Four tokens share a place
 whatever the bits: a plane of 2 bits has them in one byte, of 4 in two, the first and the third in
-one of them, of 8 in four. 3 bits are the lower two of a plane's columns and then the highest, of
-which a byte has those of four tokens for two columns, half a plane apart, in turn::
+one of them, of 8 in four. 3 bits are two planes: of the lower two, and of the highest, of which a
+byte has those of four tokens for two columns, half a plane apart, in turn::
 
-    3 bits, K, a plane of w columns
-    │ 2 bits: [place, column] │ highest: [place, w/2], byte c has columns c and c + w/2 │
-    0                         32w                                                       48w
+    K, a columns of 3 bits and b of 2
+    │ 2 bits: [place, a + b] │ highest: [place, a/2], byte c has columns c and c + a/2 │
+    0                        32(a + b)                                                 48a + 32b
+
+    V, a plane of a columns of 3 bits
+    │ 2 bits: [a, place]     │ highest: [a/2, place]                                   │
+    0                        32a                                                       48a
+
+Of K the lower two lie in one plane with the columns of 2 bits behind them, for a kernel waits for
+each piece of keys that it asks for by itself. Where a is no multiple of 32, its first 16 columns
+have planes of their own, side by side, which a kernel takes at once.
 
 A byte's highest bit is turned. So a code, or bits of it, is a factor of a product of whole numbers
 where it lies, when nothing is done to the byte but to leave out its other bits: behind n bits it is
@@ -67,6 +75,9 @@ COLUMN_BITS = (8, 4, 3, 2)
 #: Tokens of a place.
 COLUMN_SLOTS = 4
 _DIGITS = 12
+#: Columns of K's planes of 2 bits and of the highest of 3, and by how many fewer columns one may
+#: have than a product sums over.
+_WIDEST, _SPARE = 128, 32
 #: Of a byte, as it is stored.
 TURNED = 0x80
 _TOP_BITS = torch.finfo(torch.float8_e4m3fn)
@@ -109,6 +120,54 @@ def dequantised_columns(codes: Tensor, scale: Tensor, runs: Runs) -> Tensor:
     """Return the float32 values of codes ``[..., width]`` with scales ``[..., 1]`` as bytes."""
     steps, halves = _by_column(runs, codes.device)
     return scale.view(torch.float8_e4m3fn).float() * ((codes.float() - (halves - 0.5)) * steps)
+
+
+@dataclass(frozen=True)
+class BitPlane(Plane):
+    """Bits of a plane's codes.
+
+    Attributes
+    ----------
+    bits : int
+        8, 4 or 2, or 1 of the highest of 3.
+    below : int
+        Bits of the codes below them.
+    """
+
+    bits: int
+    below: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Bytes of a place for each column, or for two columns that share one."""
+        return max(1, self.bits // 2)
+
+    @property
+    def apart(self) -> int:
+        """Bits of a byte from token to token."""
+        return max(2, self.bits)
+
+    @property
+    def across(self) -> int:
+        """Bytes of a part from place to place, if these are K's."""
+        return self.width // 2 if self.bits == 1 else self.width
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return PLACES * self.parts * self.across
+
+
+def _widths(width: int, widest: int, spare: int) -> list[int]:
+    """Return widths of planes: powers of two, or up to `spare` less, 16 and `widest` at most."""
+    found = []
+    while width:
+        own = min(widest, 1 << (width - 1).bit_length())
+        if own - width > spare:
+            own //= 2
+        found.append(min(own, width))
+        width -= found[-1]
+    return found
 
 
 @dataclass(frozen=True)
@@ -247,21 +306,47 @@ class ColumnSide(Side):
         return Tuning(12, registers=168, near=int(several), dealt=several)
 
     @cached_property
-    def planes(self) -> tuple[Plane, ...]:
-        """Planes of 64 (of V 32), 32 or 16 columns, none in two runs; `group` is the run."""
-        # Sums of more rows of V would have another layout in registers than the weights.
+    def planes(self) -> tuple[BitPlane, ...]:
+        """Planes of at most 64 columns, of K's lower bits 128, of V 32; multiples of 16."""
         widest = 32 if self.values else WIDEST_PLANE
-        found, begin = [], 0
-        for number, (left, _) in enumerate(self.runs):
-            while left:
-                width = next(w for w in (widest, 32, 16) if w <= left)
-                found.append(Plane(begin, width, number))
-                begin, left = begin + width, left - width
-        return tuple(found)
+        found: list[BitPlane] = []
+        begin = 0
+        for run, bits in self.runs:
+            if not self.values and bits < 4:
+                break
+            for width in _widths(run, widest, 0 if self.values else _SPARE):
+                found.append(BitPlane(begin, width, 0, 2 if bits == 3 else bits))
+                if bits == 3:
+                    found.append(BitPlane(begin, width, 0, 1, 2))
+                begin += width
+        return (*found, *([] if self.values else self._low_planes(begin)))
 
-    def bits_of(self, plane: Plane) -> int:
-        """Return the bits of a plane's codes."""
-        return self.runs[plane.group][1]
+    def _low_planes(self, begin: int) -> list[BitPlane]:
+        """Return the planes of K's columns of 3 and of 2 bits, which begin there."""
+        found: list[BitPlane] = []
+        runs = {bits: width for width, bits in self.runs}
+        three = runs.get(3, 0)
+        low = three + runs.get(2, 0)
+        if three % (2 * STEP):
+            found += [BitPlane(begin, STEP, 0, 2), BitPlane(begin, STEP, 0, 1, 2)]
+            begin, low, three = begin + STEP, low - STEP, three - STEP
+        top = begin
+        for width in _widths(low, _WIDEST, _SPARE):
+            found.append(BitPlane(begin, width, 0, 2))
+            begin += width
+        for width in _widths(three, _WIDEST, 0):
+            found.append(BitPlane(top, width, 0, 1, 2))
+            top += width
+        return found
+
+    def bits_of(self, column: int) -> int:
+        """Return the bits of a column's codes."""
+        behind = 0
+        for width, bits in self.runs:
+            behind += width
+            if column < behind:
+                return bits
+        raise IndexError(column)
 
     @property
     def groups(self) -> int:
@@ -280,37 +365,30 @@ class ColumnSide(Side):
 
     def plane_at(self, plane: Plane) -> int:
         """Return the byte of a block at which a plane begins."""
-        before = (own for own in self.planes if own.start < plane.start)
-        return sum(PLACES * COLUMN_SLOTS * own.width * self.bits_of(own) // 8 for own in before)
-
-    def top_at(self, plane: Plane) -> int:
-        """Return the byte of a block at which the highest bits of a plane of 3 bits begin."""
-        return self.plane_at(plane) + PLACES * plane.width
+        number = self.planes.index(plane)
+        return sum(own.nbytes for own in self.planes[:number])
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What a token has in bytes, column by column; of 3 bits the highest come last."""
-        found, tops = [], []
+        found: list[Piece] = []
+        tops: list[Piece] = []
         for plane in self.planes:
-            bits, at = self.bits_of(plane), self.plane_at(plane)
-            stored = 2 if bits == 3 else bits
-            half = plane.width // 2
+            to_column, to_place = (PLACES, 1) if self.values else (1, plane.across)
             for number in range(plane.width):
-                column = plane.start + number
-                own = self._stride(number, plane.width)
-                part = PLACES * plane.width
-                found.append(Piece(column, at + own[0], part, own[1], stored, 0, 0, stored))
-                if bits == 3:
-                    own = self._stride(number % half, half)
-                    top = self.top_at(plane) + own[0]
-                    tops.append(Piece(column, top, 0, own[1], 1, 2, number // half, 2))
+                shift, own = divmod(number, plane.across)
+                piece = Piece(
+                    column=plane.start + number,
+                    at=self.plane_at(plane) + own * to_column,
+                    part=PLACES * plane.across,
+                    place=to_place,
+                    bits=plane.bits,
+                    below=plane.below,
+                    shift=shift,
+                    apart=plane.apart,
+                )
+                (tops if plane.below else found).append(piece)
         return (*found, *tops)
-
-    def _stride(self, column: int, width: int) -> tuple[int, int]:
-        """Return where a column begins in a plane, and how far it is from place to place."""
-        if self.values:
-            return column * PLACES, 1
-        return column, width
 
     def _views(self, blocks: Tensor) -> list[tuple[Tensor, slice, int, int, int, int]]:
         """Return every plane of bits as a view ``[batch, blocks, part, place, column]``.
@@ -319,23 +397,18 @@ class ColumnSide(Side):
         """
         found = []
         for plane in self.planes:
-            bits, half = self.bits_of(plane), plane.width // 2
-            stored = 2 if bits == 3 else bits
-            columns = slice(plane.start, plane.start + plane.width)
-            view = self._view(blocks, self.plane_at(plane), stored // 2, plane.width)
-            found.append((view, columns, stored, 0, 0, stored))
-            if bits == 3:
-                view = self._view(blocks, self.top_at(plane), 1, half)
-                for number in (0, 1):
-                    begin = plane.start + number * half
-                    found.append((view, slice(begin, begin + half), 1, 2, number, 2))
+            at = self.plane_at(plane)
+            own = blocks[..., at : at + plane.nbytes]
+            if self.values:
+                shape = plane.parts, plane.across, PLACES
+                view = torch.unflatten(own, -1, shape).transpose(-1, -2)
+            else:
+                view = torch.unflatten(own, -1, (plane.parts, PLACES, plane.across))
+            for shift in range(plane.width // plane.across):
+                begin = plane.start + shift * plane.across
+                columns = slice(begin, begin + plane.across)
+                found.append((view, columns, plane.bits, plane.below, shift, plane.apart))
         return found
-
-    def _view(self, blocks: Tensor, at: int, parts: int, width: int) -> Tensor:
-        own = blocks[..., at : at + parts * PLACES * width]
-        if self.values:
-            return torch.unflatten(own, -1, (parts, width, PLACES)).transpose(-1, -2)
-        return torch.unflatten(own, -1, (parts, PLACES, width))
 
     def row_scales(self, blocks: Tensor) -> Tensor:
         """Return the scales as a view ``[batch, blocks, place, slot]`` of bytes."""
@@ -385,39 +458,49 @@ class ColumnSide(Side):
         scale = self.row_scales(blocks).view(torch.float8_e4m3fn).float()
         return found, scale.transpose(-1, -2).flatten(1)[:, None], None
 
+    def _joint(self, plane: BitPlane) -> bool:
+        """Return whether a kernel takes both planes of columns of 3 bits at once."""
+        return self.values or plane.width == STEP
+
     def table(self, before: int) -> list[PlaneColumns]:
         """Return what a kernel reads of the side, plane by plane; `before` it are bytes."""
         found: list[PlaneColumns] = []
+        # The highest bits lie behind the lower ones where both are taken together.
+        planes = [plane for plane in self.planes if not (plane.below and self._joint(plane))]
         # Sums of codes of 8 bits, which are large, are kept by themselves.
-        alone = [self.bits_of(plane) == 8 for plane in self.planes]
-        for number, plane in enumerate(self.planes):
-            bits = self.bits_of(plane)
+        alone = [plane.bits == 8 for plane in planes]
+        for number, plane in enumerate(planes):
+            bits = self.bits_of(plane.start) if self._joint(plane) else plane.bits
             first = number == 0 or alone[number - 1] != alone[number]
-            last = plane == self.planes[-1] or alone[number + 1] != alone[number]
+            last = plane == planes[-1] or alone[number + 1] != alone[number]
             found.append(
                 PlaneColumns(
                     start=plane.start,
                     width=plane.width,
-                    depth=plane.width,
-                    group=int(bits < 8 and alone[0]),
+                    depth=plane.width if self.values else self._depth(plane),
+                    group=int(plane.bits < 8 and alone[0]),
                     first=int(first),
                     last=int(last),
                     at=before + self.plane_at(plane),
                     bits=bits,
-                    step=uniform_step(bits),
+                    step=uniform_step(bits) if self.values else 1.0,
                 )
             )
         return found
+
+    def _depth(self, plane: BitPlane) -> int:
+        """Return over how many columns of K a product sums for a plane: 32 at least."""
+        return max(32, 1 << (plane.width - 1).bit_length())
 
     @cached_property
     def products(self) -> int:
         """Products: places of K, summed over columns, and columns of V, summed over places."""
         wide = 0
         for plane in self.planes:
-            # The highest of 3 bits are as many columns more. Columns of K, which are summed over,
-            # are 32 at least.
-            own = 2 * plane.width if self.bits_of(plane) == 3 else plane.width
-            wide += own if self.values else max(32, own)
+            if self.values:
+                wide += plane.width
+            elif not (plane.below and self._joint(plane)):
+                wide += self._depth(plane)
         return COLUMN_SLOTS * wide * PLACES // (16 * 32)
 
     @cached_property
@@ -425,11 +508,10 @@ class ColumnSide(Side):
         """Pieces of a block's codes that a program asks for one by one."""
         found = 0
         for plane in self.planes:
-            bits = self.bits_of(plane)
             # Of 16 columns of K what else were two lies side by side.
-            paired = plane.width == STEP and not self.values and bits > 2
-            parts = 2 if bits == 3 else max(1, bits // 2)
-            found += parts // 2 if paired else parts
+            paired = plane.width == STEP and not self.values
+            if not (paired and plane.below):
+                found += max(1, plane.parts // 2) if paired else plane.parts
         return found
 
     def kept_from(self, name: str, before: int) -> int:
@@ -446,13 +528,8 @@ class ColumnSide(Side):
         free: int,
     ) -> tuple[list[Stretch], list[MovedColumn]]:
         """Return how one launch stores a token: a single stretch; as `Side`."""
-        codes = {
-            column: self.bits_of(plane)
-            for plane in self.planes
-            for column in range(plane.start, plane.start + plane.width)
-        }
         tops = {piece.column: number for number, piece in enumerate(self.pieces) if piece.below}
-        halves = {plane.start: plane.width // 2 for plane in self.planes}
+        halves = {plane.start: plane.across for plane in self.planes if plane.below}
         rows = []
         for number, own in enumerate(self.pieces):
             mate = tops.get(own.column, number) - number
@@ -473,7 +550,7 @@ class ColumnSide(Side):
                     own.below,
                     own.shift,
                     own.apart,
-                    codes[own.column],
+                    self.bits_of(own.column),
                     mate,
                 )
             )

@@ -11,6 +11,7 @@ import math
 import triton
 import triton.language as tl
 
+from kvprof.analysis.uniform import uniform_step
 from kvprof.kernels.segments.side import PLACES
 from kvprof.kernels.segments.tables import PlaneColumns
 from kvprof.kernels.tables import column
@@ -19,6 +20,7 @@ __all__ = [
     "MOST",
     "ZERO",
     "biased",
+    "bits_of",
     "by_place",
     "by_row",
     "digits",
@@ -35,8 +37,10 @@ _PLANE = tl.constexpr(len(PlaneColumns._fields))
 _START = tl.constexpr(column(PlaneColumns, "start"))
 _WIDTH = tl.constexpr(column(PlaneColumns, "width"))
 _BITS = tl.constexpr(column(PlaneColumns, "bits"))
-_STEP = tl.constexpr(column(PlaneColumns, "step"))
+_DEPTH = tl.constexpr(column(PlaneColumns, "depth"))
 _BLOCK = tl.constexpr(PLACES)
+#: Of codes, by their bits; rows of codes have none.
+_STEPS = {0: 1.0} | {bits: uniform_step(bits) for bits in (2, 3, 4, 8)}
 
 #: Largest whole number of two digits.
 MOST = tl.constexpr(127 * 256.0)
@@ -114,6 +118,44 @@ def _one_digit(whole, upper, FAST: tl.constexpr):
     return found
 
 
+@triton.constexpr_function
+def bits_of(kinds, at, planes, start):
+    """Return the bits of the codes of a column of K."""
+    found = []
+    for number in range(planes):
+        own = at + number * _PLANE.value
+        first = kinds[own + _START.value]
+        if first <= start < first + kinds[own + _WIDTH.value]:
+            found.append(kinds[own + _BITS.value])
+    return sum(found)
+
+
+@triton.constexpr_function
+def _block(kinds, at, number, part):
+    """Return which sixteen columns of K those of a plane are."""
+    return kinds[at + number * _PLANE.value + _START.value] // 16 + part
+
+
+@triton.constexpr_function
+def _step_of(kinds, at, planes, number, part):
+    """Return the step of the codes of sixteen columns of a plane of K."""
+    return _STEPS[bits_of(kinds, at, planes, 16 * _block(kinds, at, number, part))]
+
+
+@triton.constexpr_function
+def _lower(kinds, at, planes, number, part):
+    """Return whether sixteen columns of a plane are the lower bits of 3."""
+    bits = bits_of(kinds, at, planes, 16 * _block(kinds, at, number, part))
+    return bits == 3 and kinds[at + number * _PLANE.value + _BITS.value] == 2
+
+
+@triton.constexpr_function
+def _columns(kinds, at, planes):
+    """Return the columns of K."""
+    ends = [at + number * _PLANE.value for number in range(planes)]
+    return max(kinds[own + _START.value] + kinds[own + _WIDTH.value] for own in ends)
+
+
 @triton.jit
 def _top_factor(place, WIDTH: tl.constexpr, PART: tl.constexpr):
     """Return by what a block's queries are larger where they meet the highest of 3 bits.
@@ -148,12 +190,12 @@ def query_digits(
     Returns
     -------
     queries : tuple of tuple
-        By plane int8 ``[columns, 2 · heads]``, 32 columns at least. A plane of 3 bits has queries
-        of its lower bits and then those of the highest, 4 and 2 times as large: as a second one,
-        but of 16 columns in the same. Other 16 columns are the first of 32, and the last of them.
+        By plane int8 ``[depth, 2 · heads]``; those that meet the highest of 3 bits are 4 and 2
+        times as large, and of 16 columns behind those of the lower ones. 16 columns of other bits
+        are the first of 32, and then the last of them.
     parts : tuple of tuple
-        The same by what codes are worth: of 3 bits those of the lower ones, and of the highest of
-        a plane's first half and of its second.
+        The same by what codes are worth: those that meet the highest of 3 bits are of a plane's
+        first half, and of its second.
     largest
         ``[2 · heads]`` float32: of each query, twice, what is `MOST` as digits.
     """
@@ -163,18 +205,18 @@ def query_digits(
     place = tl.arange(0, 16)[None, :]
     at = query + (whose * width)[:, None] + place
     loaded = ()
+    for begin in tl.static_range(0, _columns(KINDS, KEYS, PLANES), 16):
+        loaded += (tl.load(at + begin, mask=known, other=0.0).to(tl.float32),)
     most = tl.zeros([2 * HEADS, 16], tl.float32)
     for number in tl.static_range(PLANES):
-        own = ()
         for part in tl.static_range(KINDS[KEYS + number * _PLANE + _WIDTH] // 16):
-            begin = KINDS[KEYS + number * _PLANE + _START] + 16 * part
-            found = tl.load(at + begin, mask=known, other=0.0).to(tl.float32)
-            size = tl.abs(found) * KINDS[KEYS + number * _PLANE + _STEP]
-            if KINDS[KEYS + number * _PLANE + _BITS] == 3:
-                size *= _top_factor(place, KINDS[KEYS + number * _PLANE + _WIDTH], part)
-            most = tl.maximum(most, size)
-            own += (found,)
-        loaded += (own,)
+            # The lower bits of 3 meet smaller ones than the highest.
+            if not _lower(KINDS, KEYS, PLANES, number, part):
+                size = tl.abs(loaded[_block(KINDS, KEYS, number, part)])
+                size *= _step_of(KINDS, KEYS, PLANES, number, part)
+                if KINDS[KEYS + number * _PLANE + _BITS] % 2 == 1:
+                    size *= _top_factor(place, KINDS[KEYS + number * _PLANE + _WIDTH], part)
+                most = tl.maximum(most, size)
     largest = tl.maximum(tl.max(most, 1), TINY)
     up = 1.0 / largest * MOST
     upper = (digit % 2 == 0)[:, None]
@@ -182,57 +224,70 @@ def query_digits(
     queries = ()
     parts = ()
     for number in tl.static_range(PLANES):
-        factor = (up * KINDS[KEYS + number * _PLANE + _STEP])[:, None]
+        whole = ()
         own = ()
         for part in tl.static_range(KINDS[KEYS + number * _PLANE + _WIDTH] // 16):
-            own += (_one_digit(biased(loaded[number][part] * factor), upper, FAST),)
+            factor = (up * _step_of(KINDS, KEYS, PLANES, number, part))[:, None]
+            if KINDS[KEYS + number * _PLANE + _BITS] == 1:
+                factor *= _top_factor(place, KINDS[KEYS + number * _PLANE + _WIDTH], part)
+            whole += (biased(loaded[_block(KINDS, KEYS, number, part)] * factor),)
+            own += (_one_digit(whole[part], upper, FAST),)
         low = own
-        if KINDS[KEYS + number * _PLANE + _WIDTH] == 16:
+        for _ in tl.static_range(len(own), KINDS[KEYS + number * _PLANE + _DEPTH] // 16):
             low += (nothing,)
-        if KINDS[KEYS + number * _PLANE + _BITS] == 3:
-            whole = ()
-            tops = ()
-            for part in tl.static_range(KINDS[KEYS + number * _PLANE + _WIDTH] // 16):
-                larger = factor * _top_factor(place, KINDS[KEYS + number * _PLANE + _WIDTH], part)
-                whole += (biased(loaded[number][part] * larger),)
-                tops += (_one_digit(whole[part], upper, FAST),)
-            if len(tops) == 1:
-                queries += ((_row((own[0], tops[0])),),)
-            else:
-                queries += ((_row(own), _row(tops)),)
-            first, second = _apart(whole, tops, place, upper, nothing, FAST)
-            parts += ((_row(low), first, second),)
+        both = (_row(low),)
+        if KINDS[KEYS + number * _PLANE + _BITS] == 1:
+            parts += (_apart(whole, own, place, upper, nothing, FAST),)
+        elif KINDS[KEYS + number * _PLANE + _BITS] == 3:
+            factor = (up * _step_of(KINDS, KEYS, PLANES, number, 0))[:, None]
+            larger = loaded[_block(KINDS, KEYS, number, 0)] * factor * _top_factor(place, 16, 0)
+            whole = (biased(larger),)
+            tops = (_one_digit(whole[0], upper, FAST),)
+            parts += (both + _apart(whole, tops, place, upper, nothing, FAST),)
+            both = (_row(own + tops),)
         else:
-            both = (_row(low),)
             parts += (both,)
-            if KINDS[KEYS + number * _PLANE + _WIDTH] == 16:
+            if len(own) == 1:
                 both += (_row((nothing, own[0])),)
-            queries += (both,)
+        queries += (both,)
     return queries, parts, largest
 
 
 @triton.jit
 def _apart(whole, tops, place, upper, nothing, FAST: tl.constexpr):
-    """Return the digits of a plane's first half and of its second, 32 columns each."""
-    if len(tops) == 1:
+    """Return the digits of a plane's first half and of its second, 32 columns or more each."""
+    HALF: tl.constexpr = len(tops) // 2
+    if HALF == 0:
         first = (_one_digit(tl.where(place < 8, whole[0], ZERO), upper, FAST), nothing)
         second = (_one_digit(tl.where(place < 8, ZERO, whole[0]), upper, FAST), nothing)
-    elif len(tops) == 2:
+    elif HALF == 1:
         first = (tops[0], nothing)
         second = (tops[1], nothing)
     else:
-        first = (tops[0], tops[1])
-        second = (tops[2], tops[3])
+        first = ()
+        second = ()
+        for number in tl.static_range(HALF):
+            first += (tops[number],)
+            second += (tops[HALF + number],)
     return _row(first), _row(second)
 
 
 @triton.jit
 def _row(blocks):
-    """Return two or four blocks of columns beside each other, and turned."""
-    found = _beside(blocks[0], blocks[1])
-    if len(blocks) == 4:
-        found = _beside(found, _beside(blocks[2], blocks[3]))
-    return tl.trans(found)
+    """Return two, four or eight blocks of columns beside each other, and turned."""
+    found = blocks
+    for _ in tl.static_range(_halvings(len(blocks))):
+        pairs = ()
+        for number in tl.static_range(len(found) // 2):
+            pairs += (_beside(found[2 * number], found[2 * number + 1]),)
+        found = pairs
+    return tl.trans(found[0])
+
+
+@triton.constexpr_function
+def _halvings(count):
+    """Return how often a power of two can be halved."""
+    return count.bit_length() - 1
 
 
 @triton.jit

@@ -20,9 +20,8 @@ __all__ = [
     "eye",
 ]
 
-#: Of the bytes of `eye`: which is 1, where those of 16 columns of 3 bits begin, and the last of
-#: their first half.
-EYE_ONE, EYE_THREE, EYE_HALVES = 128, 224, 247
+#: Of the bytes of `eye`: which is 1, and where those of 16 columns of 3 bits begin, and of halves.
+EYE_ONE, EYE_THREE, EYE_HALVES = 128, 256, 288
 #: Shares of the work that are looked at together; further multiprocessors have none of their own.
 MOST_SHARES = 256
 
@@ -30,13 +29,15 @@ MOST_SHARES = 256
 def eye(device: torch.device) -> Tensor:
     """Return constants that kernels read, so that they are laid out as what is read beside them.
 
-    Bytes: 1 at `EYE_ONE`, from which on rows of the identity are read, and from `EYE_THREE` on the
-    bits that the first token of a place has in a byte, by columns of 3 bits: of the lower two for
-    16 columns, of the highest for the first eight and for the others.
+    Bytes: 1 at `EYE_ONE`, from which on rows of the identity are read, and the bits that the first
+    token of a place has in a byte, by columns of 3 bits: from `EYE_THREE` on of the lower two for
+    16 columns, of the highest for the first eight and for the others, and from `EYE_HALVES` on of
+    the highest for a plane's first half and for its second.
     """
-    found = torch.zeros(256, dtype=torch.uint8)
+    found = torch.zeros(EYE_HALVES + 2, dtype=torch.uint8)
     found[EYE_ONE] = 1
-    found[EYE_THREE:] = torch.tensor([3, 3, 1, 2]).repeat_interleave(8)
+    found[EYE_THREE:EYE_HALVES] = torch.tensor([3, 3, 1, 2]).repeat_interleave(8)
+    found[EYE_HALVES:] = torch.tensor([1, 2])
     return found.to(device)
 
 
@@ -171,7 +172,7 @@ class PlaneColumns(NamedTuple):
     start, width : int
         Columns.
     depth : int
-        Its width in a product; where columns have bits of their own that is its kernel's matter.
+        Its width in a product.
     group : int
         Of scales; where columns have bits of their own, of those whose products share a sum.
     first, last : int
@@ -179,9 +180,10 @@ class PlaneColumns(NamedTuple):
     at : int
         Where it begins in a block: bytes, or values at full precision.
     bits : int
-        Of its codes where columns have bits of their own, else 0.
+        Of its codes where columns have bits of their own, else 0. Of K 3 bits are two planes, but
+        for 16 columns: of 2, and of 1 for the highest.
     step : float
-        Of its codes.
+        Of codes of V.
     """
 
     start: int
