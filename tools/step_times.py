@@ -13,7 +13,11 @@ Stretches lie in a run's events, which are too large to be kept: of the folders 
     python tools/step_times.py --loads RUN RUN --prompts RUN --out docs/benchmarks/load-steps.json
 
 Of runs after `--prompts` only prompts are taken that were read while nobody else was there: where
-prompts are long, steps that read one are too few among stretches for these to tell anything.
+prompts are long, steps that read one are too few among stretches for these to tell anything. With
+`--onto` a record of this kind is kept and added to, and with `--only` by some methods alone:
+
+    python tools/step_times.py --onto docs/benchmarks/load-steps.json --only fdc-4bit:kinds=4 \
+        --loads RUN --out docs/benchmarks/load-steps.json
 """
 
 import argparse
@@ -53,10 +57,15 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--loads", type=Path, nargs="+", help="folders of loads that were served")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], help="further ones")
+    parser.add_argument("--onto", type=Path, help="a record of loads that is added to")
+    parser.add_argument("--only", nargs="+", help="methods as the runs name them; all by default")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    loads = options.loads
-    result = _of_loads(loads, options.prompts) if loads else _shipped(options.records)
+    if options.loads:
+        onto = read_result(options.onto) if options.onto else None
+        result = _of_loads(options.loads, options.prompts, onto, options.only)
+    else:
+        result = _shipped(options.records)
     write_result(options.out, result, force=True)
 
 
@@ -96,45 +105,51 @@ def _shipped(records: Path) -> dict[str, Any]:
 # --- Means of stretches of loads that were served.
 
 
-def _of_loads(loads: Sequence[Path], prompts: Sequence[Path]) -> dict[str, Any]:
+def _of_loads(
+    loads: Sequence[Path],
+    prompts: Sequence[Path],
+    onto: dict[str, Any] | None,
+    only: Sequence[str] | None,
+) -> dict[str, Any]:
     folders = [*loads, *prompts]
     runs = [read_result(folder / "result.json") for folder in folders]
-    last = max(runs, key=lambda result: str(result["created"]))
-    methods: dict[str, dict[str, Any]] = {}
-    for number, folder in enumerate(folders):
+    earlier = onto["data"] if onto else {"loads": [], "methods": []}
+    last = max([*runs, *([onto] if onto else [])], key=lambda result: str(result["created"]))
+    methods: dict[str, dict[str, Any]] = {own["method"]: own for own in earlier["methods"]}
+    for number, folder in enumerate(folders, len(earlier["loads"])):
         for name, own in read_model_steps(folder).methods.items():
-            if own.notes:
-                continue  # disturbed: its steps are too long
+            # Of one that was disturbed steps are too long.
+            if own.notes or (only and name not in only):
+                continue
             found = methods.setdefault(name, {"method": name, "rate": own.rate, "samples": []})
             if abs(found["rate"] - own.rate) > _ALIKE:
                 raise SystemExit(f"{folder}: {name} has another rate there: {own.rate:.3f}")
-            stretches = [one for one in own.samples if one.decode and number < len(loads)]
+            stretches = [one for one in own.samples if one.decode and folder in loads]
             alone = [one for one in own.samples if not one.decode]
             found["samples"] += [[*one, number] for one in _grouped(stretches)]
             found["samples"] += [[*_columns(one), number] for one in alone]
     return build_result(
         "benchmark",
         environment=last["environment"],
-        inputs={"benchmark": "load_steps", "model": last["inputs"]["model"]},
+        inputs={"benchmark": "load_steps", "model": runs[0]["inputs"]["model"]},
         data={
             "columns": [*METHOD_COLUMNS[:5], "tokens", "load"],
-            "loads": [
-                {
-                    "created": result["created"],
-                    "engine": result["data"]["methods"][0]["engine"],
-                    "gpus": [gpu["name"] for gpu in result["environment"].get("gpus") or []],
-                    "kvprof": result["environment"].get("kvprof"),
-                    **{
-                        key: result["inputs"][key]
-                        for key in ("methods", "lengths", "memory", "rates", "seconds", "engine")
-                    },
-                }
-                for result in runs
-            ],
+            "loads": [*earlier["loads"], *map(_load, runs)],
             "methods": list(methods.values()),
         },
         created=datetime.fromisoformat(str(last["created"])),
     )
+
+
+def _load(result: dict[str, Any]) -> dict[str, Any]:
+    inputs = ("methods", "lengths", "memory", "rates", "seconds", "engine")
+    return {
+        "created": result["created"],
+        "engine": result["data"]["methods"][0]["engine"],
+        "gpus": [gpu["name"] for gpu in result["environment"].get("gpus") or []],
+        "kvprof": result["environment"].get("kvprof"),
+        **{key: result["inputs"][key] for key in inputs},
+    }
 
 
 def _grouped(samples: Sequence[StepSample]) -> list[list[float]]:
