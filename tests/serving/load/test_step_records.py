@@ -4,6 +4,7 @@ import json
 import runpy
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,34 @@ def test_means_of_a_load_s_stretches_tell_what_the_stretches_do(tmp_path, monkey
     told = fit_step_times(means)
     for step in ((4, 1000.0, 0, 0.0), (1, 100.0, 300, 300 * 125.5), (50, 9000.0, 0, 0.0)):
         assert told.step(*step) == pytest.approx(times.step(*step), rel=0.02)
+
+
+def test_a_record_of_steps_is_added_to_by_the_methods_asked_for(tmp_path, monkeypatch):
+    inputs = dict.fromkeys(("model", "methods", "lengths", "memory", "rates", "seconds", "engine"))
+    times = StepTimes((0.0,), (5e-3,), 5e-5, 1e-6)
+    runs = [
+        served(tmp_path / name, times, (1, 2, 3), (0, 40), inputs=inputs) for name in ("one", "two")
+    ]
+    monkeypatch.chdir(REPOSITORY)
+    made = tmp_path / "steps.json"
+
+    def gathered(*arguments: str) -> dict[str, Any]:
+        command = ["step_times.py", *arguments, "--out", str(made)]
+        monkeypatch.setattr("sys.argv", command)
+        runpy.run_path("tools/step_times.py", run_name="__main__")
+        found: dict[str, Any] = json.loads(made.read_text())["data"]
+        return found
+
+    before = gathered("--loads", str(runs[0]))
+    other = gathered("--onto", str(made), "--only", "fdc", "--loads", str(runs[1]))
+    assert other["methods"] == before["methods"]
+    assert len(other["loads"]) == 2
+    (own,) = gathered("--onto", str(made), "--only", "full", "--loads", str(runs[1]))["methods"]
+    (known,) = before["methods"]
+    assert own["samples"][: len(known["samples"])] == known["samples"]
+    more = own["samples"][len(known["samples"]) :]
+    assert [one[:-1] for one in more] == [one[:-1] for one in known["samples"]]
+    assert {one[-1] for one in more} == {2}
 
 
 def test_what_ships_tells_steps_near_those_that_were_measured():
