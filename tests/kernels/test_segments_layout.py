@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.segments.append import addresses_of, append, read, write
 from kvprof.kernels.segments.codes import quantise, spread
+from kvprof.kernels.segments.column_kernel import sums_are_whole
 from kvprof.kernels.segments.columns import (
     dequantised_columns,
     quantise_columns,
@@ -17,6 +18,7 @@ from kvprof.kernels.segments.geometries import FORMATS, bits_numbered, format_of
 from kvprof.kernels.segments.launch import tuning_for
 from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
 from kvprof.kernels.segments.side import Runs
+from kvprof.kernels.tables import joined_rows
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack
 from tests.kernels.column_runs import format_pairs, segment
@@ -201,6 +203,31 @@ def test_columns_of_three_bits_lie_with_those_of_two_and_of_16_by_themselves():
         own = segment_of([(((width, 2),), ((16, 2),))], 4, 1, 128, *("uniform-rms",) * 2, None)
         side = SegmentsLayout((own,)).sides(0, 0)[0]
         assert [row.depth for row in side.table(0)] == depths
+
+
+@pytest.mark.parametrize(
+    ("runs", "whole"),
+    [
+        (((512, 2),), True),
+        # Of 3 bits the lower ones meet queries half as large.
+        (((320, 3),), True),
+        (((352, 3),), False),
+        # 16 of them, both of whose planes are taken together, as much as others.
+        (((16, 8), (240, 3)), True),
+        (((48, 4), (208, 3)), True),
+        (((80, 4), (176, 3)), False),
+        # Products with 4 bits are four times as large before those of fewer.
+        (((512, 4),), True),
+        (((112, 4), (32, 2)), True),
+        (((128, 4), (32, 2)), False),
+    ],
+)
+def test_sums_of_keys_are_joined_as_whole_numbers_where_these_hold_them(
+    runs: Runs, whole: bool
+) -> None:
+    own = segment_of([(runs, ((16, 2),))], 4, 1, 128, "uniform-rms", "uniform-rms", None)
+    table = SegmentsLayout((own,)).sides(0, 0)[0].table(0)
+    assert sums_are_whole(joined_rows(table), 0, len(table)) == whole
 
 
 EXACT, CODED = (None, None), (4, 4)

@@ -159,7 +159,7 @@ class BitPlane(Plane):
 
 
 def _widths(width: int, widest: int, spare: int) -> list[int]:
-    """Return widths of planes: powers of two, or up to `spare` less, 16 and `widest` at most."""
+    """Return widths of planes: powers of two up to `widest`, or up to `spare` less; 16 at least."""
     found = []
     while width:
         own = min(widest, 1 << (width - 1).bit_length())
@@ -307,7 +307,7 @@ class ColumnSide(Side):
 
     @cached_property
     def planes(self) -> tuple[BitPlane, ...]:
-        """Planes of at most 64 columns, of K's lower bits 128, of V 32; multiples of 16."""
+        """Planes of at most 64 columns, of K's of fewer than 4 bits 128, of V 32."""
         widest = 32 if self.values else WIDEST_PLANE
         found: list[BitPlane] = []
         begin = 0
