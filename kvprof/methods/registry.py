@@ -336,7 +336,11 @@ def _quantising(
     """Quantise the ranks of the rate asked for; the rate reached is its own, higher one."""
 
     def at_rate(wanted: float, tokens: int, itemsize: int) -> Plan:
-        return quantised(plan_for_rate(family, wanted, tokens, itemsize=itemsize), how, bits)
+        try:
+            plain = plan_for_rate(family, wanted, tokens, itemsize=itemsize)
+        except UsageError as problem:
+            raise UsageError(f"{problem}; the rate is what it has before it is quantised") from None
+        return quantised(plain, how, bits)
 
     return PlanFamily(
         family.method,
@@ -366,7 +370,13 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
                 f"{family.method}+{part}: keeping {share:g} of the tokens alone gives more than "
                 f"the rate {total:g}"
             )
-        half = plan_for_rate(family, max(0.0, rest), tokens, itemsize=itemsize)
+        try:
+            half = plan_for_rate(family, max(0.0, rest), tokens, itemsize=itemsize)
+        except UsageError as problem:
+            raise UsageError(
+                f"{family.method}+{part} of the rate {total:g} keeps {share:.3g} of the tokens, "
+                f"and {problem}"
+            ) from None
         return evicted(half, part, share, order)
 
     def at_rate(wanted: float, tokens: int, itemsize: int) -> Plan:
@@ -467,11 +477,19 @@ _MODIFIER_OPTIONS = ("bits", "keep")
 
 
 def base_method(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the method that a combination is built on, and the options that are its own."""
+    """Return the method that a combination is built on, and the options that are its own.
+
+    Raises
+    ------
+    UsageError
+        For an unknown name.
+    """
     known = [name for name in method_names() if name not in COMBINATIONS]
     if method in known:
         return method, dict(options)
     fitting = [name for name in known if any(method.startswith(name + joint) for joint in _JOINTS)]
+    if not fitting:
+        raise unknown_method(method, method_names())
     own = {key: value for key, value in options.items() if key not in _MODIFIER_OPTIONS}
     return max(fitting, key=len), own
 

@@ -367,10 +367,15 @@ class LoadedModel:
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if not self._has_tokenizer():
+            beside = (
+                "; a model in memory brings none"
+                if self.folder is None
+                else " (kvprof generate takes neither: it needs the tokenizer's files beside the "
+                "weights)"
+            )
             raise UsageError(
                 f"{self.spec} has no tokenizer, so it cannot read text; use random tokens or a "
-                "file of token ids (kvprof generate takes neither: it needs the tokenizer's files "
-                "beside the weights)"
+                f"file of token ids{beside}"
             )
         assert self.folder is not None  # where its files are
         return read_tokenizer(

@@ -57,7 +57,8 @@ def plan(
     Raises
     ------
     UsageError
-        For an unknown method or option, a rate out of reach, a model that the method does not fit.
+        For an unknown method or option, a rate out of reach, a number of tokens below 1, a model
+        that the method does not fit.
     FailedError, LackingError
         As `load_model`.
 
@@ -70,6 +71,9 @@ def plan(
     """
     share = parse_share(rate, what="--rate")
     removed = None if removal is None else parse_share(removal, what="--removal")
+    for what, count in (("context", context), ("seq_len", seq_len)):
+        if count is not None and count < 1:
+            raise UsageError(f"{what} {count} is no number of tokens; give 1 or more")
     loaded = _loaded(model)
     check_runs(loaded)
     length = min(seq_len or DEFAULT_SEQ_LEN, loaded.context_length)

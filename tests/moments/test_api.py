@@ -52,7 +52,7 @@ def test_a_model_without_a_tokenizer_is_calibrated_on_ids(tmp_path: Path) -> Non
     np.save(path, np.random.default_rng(0).integers(3, VOCABULARY, (4, 128)))
     plan = kvprof.plan(tiny("Llama"), "kq", 0.3, calibrate=path, allocation="budget", **FINE)
     assert plan.made["sensitivity"]["source"] == "ids.npy"
-    with pytest.raises(UsageError, match="no tokenizer"):
+    with pytest.raises(UsageError, match=r"ids; a model in memory brings none$"):
         kvprof.plan(tiny("Llama"), "kq", 0.3, calibrate="prose")
 
 
@@ -64,6 +64,17 @@ def test_wrong_use_is_told() -> None:
         kvprof.plan(model, "kq", 0.99, calibrate="random:512")
     with pytest.raises(UsageError, match="no option colour"):
         kvprof.plan(model, "kq", calibrate="random:512", colour=1)
+    with pytest.raises(UsageError, match="method 'nope' is unknown; choose from full, "):
+        kvprof.plan(model, "nope", calibrate="random:512")
+    with pytest.raises(UsageError, match=r"kq reaches .*; the rate is what it has before it is qu"):
+        kvprof.plan(model, "kq-4bit", 0.99, calibrate="random:512")
+    with pytest.raises(
+        UsageError, match=r"kq\+h2o of the rate 0.99 keeps 0.1 of the tokens, and kq"
+    ):
+        kvprof.plan(model, "kq+h2o", 0.99, calibrate="random:512")
+    for wrong in ({"context": 0}, {"seq_len": -1}):
+        with pytest.raises(UsageError, match="is no number of tokens; give 1 or more"):
+            kvprof.plan("no model is looked for", "kq", **wrong)
 
 
 def test_a_rate_is_a_share_as_people_write_it() -> None:
