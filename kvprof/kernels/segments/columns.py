@@ -221,7 +221,7 @@ class ColumnSide(Side):
     #: All bits that there are.
     # Several, so that multiprocessors have shares of the work, and neighbours.
     compiled = (
-        (((16, 8), (16, 4), (32, 3), (32, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),
+        (((16, 8), (16, 4), (32, 3), (16, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),
         (((16, 2),), ((16, 4),)),
         (((16, 4),), ((16, 2),)),
     )
@@ -374,12 +374,13 @@ class ColumnSide(Side):
         found: list[Piece] = []
         tops: list[Piece] = []
         for plane in self.planes:
+            at = self.plane_at(plane)
             to_column, to_place = (PLACES, 1) if self.values else (1, plane.across)
             for number in range(plane.width):
                 shift, own = divmod(number, plane.across)
                 piece = Piece(
                     column=plane.start + number,
-                    at=self.plane_at(plane) + own * to_column,
+                    at=at + own * to_column,
                     part=PLACES * plane.across,
                     place=to_place,
                     bits=plane.bits,
@@ -477,7 +478,10 @@ class ColumnSide(Side):
                 PlaneColumns(
                     start=plane.start,
                     width=plane.width,
-                    depth=plane.width if self.values else self._depth(plane),
+                    # Over as many columns of K a product sums.
+                    depth=plane.width
+                    if self.values
+                    else max(32, 1 << (plane.width - 1).bit_length()),
                     group=int(plane.bits < 8 and alone[0]),
                     first=int(first),
                     last=int(last),
@@ -488,30 +492,27 @@ class ColumnSide(Side):
             )
         return found
 
-    def _depth(self, plane: BitPlane) -> int:
-        """Return over how many columns of K a product sums for a plane: 32 at least."""
-        return max(32, 1 << (plane.width - 1).bit_length())
-
     @cached_property
     def products(self) -> int:
         """Products: places of K, summed over columns, and columns of V, summed over places."""
-        wide = 0
-        for plane in self.planes:
-            if self.values:
-                wide += plane.width
-            elif not (plane.below and self._joint(plane)):
-                wide += self._depth(plane)
+        wide = sum(
+            # The highest of 3 bits are as many columns of V more.
+            2 * row.width if self.values and row.bits == 3 else row.depth
+            for row in self.table(0)
+        )
         return COLUMN_SLOTS * wide * PLACES // (16 * 32)
 
     @cached_property
     def loads(self) -> int:
         """Pieces of a block's codes that a program asks for one by one."""
         found = 0
-        for plane in self.planes:
-            # Of 16 columns of K what else were two lies side by side.
-            paired = plane.width == STEP and not self.values
-            if not (paired and plane.below):
-                found += max(1, plane.parts // 2) if paired else plane.parts
+        for row in self.table(0):
+            parts = max(1, row.bits // 2)
+            if self.values:
+                found += parts + (row.bits == 3)
+            else:
+                # Of 16 columns what else were two lies side by side.
+                found += max(1, parts // 2) if row.width == STEP else parts
         return found
 
     def kept_from(self, name: str, before: int) -> int:

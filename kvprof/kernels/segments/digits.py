@@ -120,14 +120,17 @@ def _one_digit(whole, upper, FAST: tl.constexpr):
 
 @triton.constexpr_function
 def bits_of(kinds, at, planes, start):
-    """Return the bits of the codes of a column of K."""
-    found = []
+    """Return the bits of the codes of a column of K: those of its planes, of 3 bits two, together.
+
+    Of a column of rows of codes 0.
+    """
+    found = 0
     for number in range(planes):
         own = at + number * _PLANE.value
         first = kinds[own + _START.value]
         if first <= start < first + kinds[own + _WIDTH.value]:
-            found.append(kinds[own + _BITS.value])
-    return sum(found)
+            found += kinds[own + _BITS.value]
+    return found
 
 
 @triton.constexpr_function

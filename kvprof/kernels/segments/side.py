@@ -194,7 +194,7 @@ class Side(ABC):
     @property
     @abstractmethod
     def planes(self) -> tuple[Plane, ...]:
-        """Planes of 64, 32 or 16 columns, none of which lies in two groups."""
+        """Planes of multiples of 16 columns, none of which lies in two groups."""
 
     @property
     @abstractmethod
