@@ -16,13 +16,14 @@ reads one stretch of memory::
     │ three planes of 32   │ g0  g1  g2 │ g0  g1  g2 │ two of 32   │ g0  g1   │ g0  g1   │
     0                      3072         3456         3840          5888       6144       6400
 
-A plane is 64, 32 or 16 columns, none in two groups of scales. ``S`` (slots) is how many tokens
-share a byte on the side with the fewest bits: 1 at 8 bits, 2 at 4, 4 at 2. Token ``t`` of a
-row is slot ``t % S`` of place ``t % 32S // S`` of block ``t // 32S``; a sequence's capacity is
-padded to pairs of blocks. A byte holds the same column of neighbouring tokens and never two
-columns, so that unpacking moves nothing between lanes, whatever the width, and so that both sides
-enter a product with what is summed over in the bytes of a word: columns for K, places for V. With 4
-bits on both sides::
+Of rows of codes, which this is, a plane is 64, 32 or 16 columns, none in two groups of scales;
+columns with bits of their own lie otherwise (`kvprof.kernels.segments.columns`). ``S`` (slots) is
+how many tokens share a byte on the side with the fewest bits: 1 at 8 bits, 2 at 4, 4 at 2. Token
+``t`` of a row is slot ``t % S`` of place ``t % 32S // S`` of block ``t // 32S``; a sequence's
+capacity is padded to pairs of blocks. A byte holds the same column of neighbouring tokens and never
+two columns, so that unpacking moves nothing between lanes, whatever the width, and so that both
+sides enter a product with what is summed over in the bytes of a word: columns for K, places for V.
+With 4 bits on both sides::
 
     K, a plane of w columns: [place, column], w bytes a place
     │ place 0                            │ place 1                            │ … place 31 │
