@@ -27,6 +27,7 @@ from kvprof.serving.load.server import (
 )
 from kvprof.serving.plugin import check_found
 from kvprof.serving.settings import load_format_of
+from kvprof.sizes import parse_share
 
 if TYPE_CHECKING:
     from kvprof.serving.load.target import LoadTarget
@@ -255,7 +256,8 @@ def _refuse_unservable(
     shape = load_shape(folder)
     for name in own:
         ((_, method, options),) = method_entries(name)
-        check_method(Bare(layout_of(shape), shape.name), method, **options_in(options))
+        written, _ = _parted_rate(name, options)
+        check_method(Bare(layout_of(shape), shape.name), method, **options_in(written))
 
 
 def _process(
@@ -276,9 +278,14 @@ def _process(
         dtype=str(_dtype()).removeprefix("torch."),
         more=model.words,
     )
-    ((_, method, options),) = (
+    ((_, method, written),) = (
         method_entries(asked.name) if plan is None else [(asked.name, asked.name, [])]
     )
+    if written and served_by_engine(method) is not None:
+        raise UsageError(
+            f"--methods {asked.name}: {method} is what vLLM itself has, and takes no options here"
+        )
+    options, rate = _parted_rate(asked.name, written)
 
     def command(port: int) -> list[str]:
         return serve_command(
@@ -288,7 +295,7 @@ def _process(
             method=method,
             options=options,
             plan=None if plan is None else str(plan),
-            rate=inputs["rate"],
+            rate=inputs["rate"] if rate is None else rate,
         )
 
     shown = {"engine options": shlex.join(settings.words())}
@@ -306,6 +313,26 @@ def _process(
         unset=settings.unset,
         variables=variables,
     )
+
+
+def _parted_rate(label: str, written: Sequence[str]) -> tuple[list[str], float | None]:
+    """Part a method's options from the rate that it is given for itself; None where it has none.
+
+    Raises
+    ------
+    UsageError
+        When that is given twice, or no share to save.
+    """
+    own = options_in(written)
+    text = own.pop("rate", None)
+    if text is None:
+        return list(written), None
+    rate = parse_share(text, what=f"--methods {label}: rate")
+    if not 0 <= rate < 1:
+        raise UsageError(
+            f"--methods {label}: rate {rate:g} is no share to save; write 0.5 to halve the bytes"
+        )
+    return [f"{key}={value}" for key, value in own.items()], rate
 
 
 def engine_words(text: str | None) -> list[str]:

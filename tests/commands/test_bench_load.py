@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoints
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,48 @@ def test_servers_are_started_on_each_number_of_gpus_in_turn(
         option = "--tensor-parallel-size" if asked.name == "full" else "--tp"
         assert words[words.index(option) + 1] == str(asked.tp)
         assert server._gpus == asked.tp
+
+
+def test_a_method_may_have_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
+    model, lengths = EngineModel("a/model", ()), load_lengths("in=64,out=8")
+    names = ["kq", "fdc:rate=0.125,allocation=uniform", "fdc:rate=12.5%"]
+    found = []
+    for target in started_servers(model, load_methods(names, [1]), [], SERVED, lengths):
+        words = list(target._server._commands(81))  # type: ignore[attr-defined]
+        options = [after for word, after in pairwise(words) if word == "--option"]
+        found.append((target.method, words[words.index("--rate") + 1], options))
+    assert found == [
+        ("kq", repr(SERVED["rate"]), []),
+        ("fdc:rate=0.125,allocation=uniform", "0.125", ["allocation=uniform"]),
+        ("fdc:rate=12.5%", "0.125", []),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("kq:rate=1.5", "--methods kq:rate=1.5: rate 1.5 is no share to save"),
+        ("kq:rate=half", "--methods kq:rate=half: rate half is no share"),
+        ("kq:rate=nan", "--methods kq:rate=nan: rate nan is no share"),
+        ("kq:rate=0.1,rate=0.2", "rate is given twice"),
+        ("full:rate=0.5", "full is what vLLM itself has, and takes no options here"),
+        ("fp8:scale=none", "fp8 is what vLLM itself has, and takes no options here"),
+    ],
+)
+def test_a_rate_that_is_none_is_refused_before_any_method_s_turn(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, method: str, why: str
+) -> None:
+    monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
+    for folder in ("a/model", str(tiny_folder)):
+        with pytest.raises(UsageError, match=re.escape(why)):
+            started_servers(
+                EngineModel(folder, ()),
+                load_methods(["kq", method], [1]),
+                [],
+                SERVED,
+                load_lengths("in=64,out=8"),
+            )
 
 
 def test_a_plug_in_that_is_not_found_is_told_before_any_method_s_turn(
