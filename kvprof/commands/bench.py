@@ -177,8 +177,15 @@ def bench(
     ] = "auto",
     gguf: GgufOption = None,
     seed: Annotated[
-        int, typer.Option("--seed", rich_help_panel=MODEL, min=0, help="Seed of the random inputs.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--seed",
+            rich_help_panel=MODEL,
+            min=0,
+            help="Seed of the random inputs. Default 0; with --against that of its run.",
+            show_default=False,
+        ),
+    ] = None,
     jct: JctOption = False,
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
@@ -320,7 +327,7 @@ def bench(
             dtype=dtype,
             repeats=repeats,
             device=device,
-            seed=seed,
+            seed=seed or 0,
         )
         return
     asked.refuse_without_jct()
@@ -348,7 +355,7 @@ def bench(
         dtype=read_dtype(dtype, resolved),
         repeats=repeats,
         device=resolved,
-        seed=seed,
+        seed=seed or 0,
     )
     _check_schedules(request)
     with graceful_interrupt() as stop:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ from kvprof.methods.named import check_names, method_entries
 from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
 from kvprof.records.fold import fold
 from kvprof.records.journal import Journal, find_events, read_events
-from kvprof.records.load_names import LoadMethod, load_methods, tps_of
+from kvprof.records.load_against import differs
+from kvprof.records.load_names import LoadMethod, load_case, load_methods, tps_of
 from kvprof.records.result import to_plain
 from kvprof.serving.load.server import served_by_engine
 from kvprof.sizes import parse_bytes, parse_count, parse_share
@@ -71,7 +73,7 @@ def bench_load(
     requests: int | None,
     tp: str | None,
     layers: int | None,
-    seed: int,
+    seed: int | None,
 ) -> None:
     """Measure, show and keep.
 
@@ -111,7 +113,7 @@ def bench_load(
         return
     _refuse_without_simulate(asked)
     lengths = _lengths(asked, model)
-    options = _sweep_options(asked, lengths, requests, seed)
+    options = _sweep_options(asked, lengths, requests, seed or 0)
     name = model if model is not None or asked.url is not None else "reference"
     names = (SERVED,) if asked.url is not None else (methods or _METHODS)
     if asked.url is None:
@@ -144,7 +146,7 @@ def _simulate(
     baseline: str | None,
     requests: int | None,
     tp: str | None,
-    seed: int,
+    seed: int | None,
 ) -> None:
     """Simulate in place of measuring; see `bench_load`."""
     _refuse_beside_simulate(asked, plans, rate)
@@ -154,7 +156,7 @@ def _simulate(
         if requests is None and asked.seconds is None:
             requests, seconds = own.get("requests"), own.get("seconds")
             asked = replace(asked, seconds=seconds)
-        seed = seed or own["seed"]
+        seed = own["seed"] if seed is None else seed
     tps = tps_of(served.inputs) if served is not None and tp is None else _tps(tp)
     words = engine_words(asked.engine)
     known = () if served is None else engine_words(served.inputs.get("engine"))
@@ -168,7 +170,7 @@ def _simulate(
             )
     simulated = load_methods(_baseline_first(methods or what.methods, baseline), tps)
     lengths = _lengths(asked, model)
-    options = _sweep_options(asked, lengths, requests, seed)
+    options = _sweep_options(asked, lengths, requests, seed or 0)
     inputs = _inputs(asked, options, what.model, simulated, (), None)
     inputs |= {"rate": None, "timeout": None, **what.inputs(simulated, inputs["memory"])}
     if served is not None:
@@ -349,7 +351,14 @@ def _rates(text: str | None) -> tuple[float, ...]:
                 "requests a second, 0.5,1,2"
             )
         found.append(value)
-    return tuple(sorted(set(found)))
+    rates = sorted(set(found))
+    for low, high in pairwise(rates):
+        if load_case("", low) == load_case("", high):
+            raise UsageError(
+                f"--rates: {low!r} and {high!r} are too near each other to be told apart; leave "
+                "one out"
+            )
+    return tuple(rates)
 
 
 def _objective(text: str | None) -> dict[str, float]:
@@ -478,7 +487,7 @@ def measure_and_show(
     earlier = _earlier(outputs, inputs)
     if earlier is not None:
         # What is there is an unfinished run's: it is carried over, and then replaced.
-        replace(outputs, out=None).check()
+        _others(outputs, earlier).check()
         outputs = replace(outputs, force=True)
         console.note(f"{outputs.out}: an interrupted run of the same load goes on")
     else:
@@ -490,6 +499,26 @@ def measure_and_show(
         if not journal.measured:
             _leave_nothing(path, journal)
         outputs.end_recorded(journal, problem=problems[0] if problems else None, interrupted=stop())
+
+
+def _others(outputs: Outputs, earlier: Sequence[Event]) -> Outputs:
+    """Return the files that an interrupted run's command did not name, and so did not write."""
+    named: set[str] = set()
+    for event in earlier[:1]:
+        if isinstance(event, RunStarted):
+            named = {part for word in event.command for part in (word, word.partition("=")[2])}
+
+    def kept(path: Path | None) -> Path | None:
+        return None if str(path) in named - {"-"} else path
+
+    return Outputs(
+        kept(outputs.json),
+        kept(outputs.csv),
+        None,
+        kept(outputs.svg),
+        kept(outputs.png),
+        force=outputs.force,
+    )
 
 
 def _leave_nothing(path: Path | None, journal: Journal) -> None:
@@ -527,9 +556,9 @@ def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
     assert isinstance(own, dict)
     # An option that an older version did not have was not given to it.
     names = dict.fromkeys((*own, *theirs))
-    if differing := [name for name in names if own.get(name) != theirs.get(name)]:
+    if other := [name for name in names if differs(own.get(name), theirs.get(name))]:
         raise UsageError(
-            f"{outputs.out} holds an interrupted load with other options ({', '.join(differing)}); "
+            f"{outputs.out} holds an interrupted load with other options ({', '.join(other)}); "
             "--force measures anew"
         )
     return events

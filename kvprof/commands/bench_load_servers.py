@@ -89,6 +89,11 @@ def running_servers(
     addresses = [parse_address(url) for url in urls(text)]
     if not addresses:
         raise UsageError("--url names no address; write http://127.0.0.1:8000")
+    if twice := next((one for one in addresses if addresses.count(one) > 1), None):
+        raise UsageError(
+            f"--url names {twice.host}:{twice.port} twice, whose figures would count twice; name "
+            "it once"
+        )
     return [
         ServedTarget(
             Served(SERVED, addresses),

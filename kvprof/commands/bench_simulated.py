@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprof.commands.run_source import load_run
-from kvprof.errors import UsageError
+from kvprof.errors import FailedError, UsageError
 from kvprof.records.load_against import against, differing
 from kvprof.records.load_names import LoadMethod, load_methods
 from kvprof.sizes import parse_count
@@ -26,6 +26,8 @@ _ENGINE = {
 }
 _SWITCHES = {"--enable-prefix-caching": True, "--no-enable-prefix-caching": False}
 _CACHING = "prefix_caching"
+#: Of the inputs of a load that a simulation is held against.
+_NEEDED = ("lengths", "arrivals", "replicas", "router", "seed")
 
 
 # --- A load that was served, which the simulation is held against.
@@ -117,6 +119,8 @@ def served_load(name: str) -> Served:
     ------
     UsageError
         When it is no load, was itself simulated, or completed no rate.
+    FailedError
+        When it does not say what was asked for.
     """
     result = load_run(name)
     if result["kind"] != "load":
@@ -124,6 +128,10 @@ def served_load(name: str) -> Served:
     if result["data"]["mode"] == "simulated":
         raise UsageError(f"--against {name} is simulated itself; name a load that was served")
     found = Served(name, result["inputs"], result["data"])
+    if lacking := [each for each in _NEEDED if each not in found.inputs]:
+        raise FailedError(f"{name} does not say what was asked for: {', '.join(lacking)}")
+    if type(found.inputs["seed"]) is not int:
+        raise FailedError(f"{name}: its seed is {str(found.inputs['seed'])[:40]!r}, no number")
     if not found.methods:
         raise UsageError(f"--against {name} completed no rate")
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["NEAR", "SAME", "against", "differing"]
+__all__ = ["NEAR", "SAME", "against", "differing", "differs"]
 
 #: Share of the measured latency within which a simulation is said to meet it.
 NEAR = 0.1
@@ -22,7 +22,14 @@ def differing(simulated: Mapping[str, Any], served: Mapping[str, Any]) -> list[s
     simulated, served : mapping
         ``inputs`` of the results.
     """
-    return [name for name in SAME if simulated.get(name) != served.get(name)]
+    return [name for name in SAME if differs(simulated.get(name), served.get(name))]
+
+
+def differs(one: Any, other: Any) -> bool:
+    """Whether two inputs of loads differ; what an older record does not know of does not count."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return any(one[name] != other[name] for name in one.keys() & other.keys())
+    return bool(one != other)
 
 
 def against(simulated: Mapping[str, Any], served: Mapping[str, Any]) -> dict[str, Any]:

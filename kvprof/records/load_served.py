@@ -70,7 +70,9 @@ def _why(row: Mapping[str, Any]) -> str:
         return "queue"
     if sheds(row) or fails(row):
         return "shed" if sheds(row) else "failures"
-    return "unsettled" if is_unsettled(row) else "objective"
+    # What surely misses the objective does so whether or not the system was still filling.
+    open_yet = is_unsettled(row) and is_beyond(row, row["objective_share"]) is not True
+    return "unsettled" if open_yet else "objective"
 
 
 def largest(

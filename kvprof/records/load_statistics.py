@@ -142,7 +142,8 @@ def summarised(values: Sequence[float]) -> dict[str, Any]:
 def share_with_interval(answers: Sequence[bool]) -> tuple[float, list[float]] | None:
     """Return the share of requests that do, with an interval; None of none.
 
-    The wider of two: by blocks, and Wilson's of independent ones, which stays wide where all agree.
+    The wider of two: by blocks, as of a mean, and Wilson's of independent ones, which stays wide
+    where all agree and is told of few requests too.
     """
     if not answers:
         return None
@@ -155,8 +156,9 @@ def share_with_interval(answers: Sequence[bool]) -> tuple[float, list[float]] | 
     def figure(drawn: list[range]) -> float:
         return sum(sums[block] for block in drawn) / sum(map(len, drawn))
 
-    by_blocks = _interval(_resampled(cut, figure)) or [low, high]
-    return share, [min(low, by_blocks[0]), max(high, by_blocks[1])]
+    resampled = _resampled(cut, figure) if count >= LEAST else []
+    by_blocks = _widened(_interval(resampled), share) or [low, high]
+    return share, [max(0.0, min(low, by_blocks[0])), min(1.0, max(high, by_blocks[1]))]
 
 
 def mean_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:

@@ -102,6 +102,9 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--lengths", "nowhere.jsonl"], "no trace and no file"),
         (["--load", "--baseline", "kq"], "--baseline kq is not measured"),
         (["--load", "--requests", "0"], "--requests 0"),
+        (["--load", "--lengths", "in=9,out=9", "--rates", "0.3333333,0.33333334"], "too near"),
+        (["--load", "--arrivals", "gamma:cv=1e-200"], "between 0.001 and 100"),
+        (["--load", "--url", "localhost:9,http://localhost:9/v1"], "localhost:9 twice"),
         (["--load"], "the model has 2,048 positions"),
         (["--load", "--engine", "--api-key=sk-1"], "--engine --api-key holds a key"),
         (["--load", "--engine", "--api-k sk-1"], "--engine --api-k holds a key"),
@@ -109,7 +112,7 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--engine", "--tensor_parallel=2"], "given that by --tp"),
         (["--load", "--engine", "--host 0.0.0.0"], "listen on loopback"),
         (["--load", "--replicas", "0"], "--replicas"),
-        (["--load", "--url", "http://" + 70 * "a"], "--url: this is no address"),
+        (["--load", "--url", "http://" + 70 * "a"], "aaa is no address; write http"),
         (["--load", "--engine", "'"], "--engine: no closing quotation"),
         (["--load", "--url", "x", "--engine", "-O0"], "--engine means nothing with --url"),
         (["--load", "--methods", "full,fcd"], "fcd"),
@@ -144,7 +147,7 @@ def test_a_load_is_measured_shown_compared_and_exported(
     assert load(server, "--out", other).code == 0
     compared = kvprof("compare", run, other)
     assert compared.code == 0, compared.stderr
-    assert "tokens" in compared.stdout
+    assert "ttft" in compared.stdout
     for form in ("html", "csv", "svg", "md"):
         file = tmp_path / f"page.{form}"
         made = kvprof("export", run, "--to", form, "--output", file)
@@ -168,6 +171,21 @@ def test_no_key_address_or_prompt_enters_a_record(
         assert "127.0.0.1" not in text
         assert prompt not in text.replace(" ", "")
     assert "s3cret" not in done.stdout + done.stderr
+
+
+def test_a_server_that_wants_a_key_says_how_to_give_one() -> None:
+    with FakeServer(Behaviour(key="s3cret-key")) as server:
+        done = kvprof("bench", "--load", "--url", server.url, *SHORT)
+        assert done.code == ExitCode.FAILED
+        assert "refuses /v1/models with HTTP 401; name the environment" in done.error
+        assert "--key-env" in done.error
+
+
+def test_why_a_request_alone_is_not_answered_is_told() -> None:
+    with FakeServer(Behaviour(fails={1: "cut"})) as server:
+        done = kvprof("bench", "--load", "--url", server.url, "--served-model", "m", *SHORT)
+        assert done.code == ExitCode.FAILED
+        assert "connection lost" in done.error
 
 
 def test_a_server_that_answers_nothing_is_a_failure_in_one_line(tmp_path: Path) -> None:
@@ -375,20 +393,68 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(
     assert "other options (rates)" in other.error
 
 
+def cut_off(run: Path, rate: str) -> None:
+    """Make a run look as if it had been killed in one of its rates."""
+    lines = (run / EVENTS_NAME).read_text().splitlines(keepends=True)
+    begun = next(n for n, line in enumerate(lines) if f'"served @ {rate}/s"' in line)
+    (run / EVENTS_NAME).write_text("".join(lines[: begun + 9]))
+    (run / "result.json").unlink()
+
+
+def test_a_run_goes_on_beside_the_files_that_it_wrote(
+    server: FakeServer, key: None, tmp_path: Path
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other.csv"
+    own = (*SHORT, "--out", run, "--json", tmp_path / "a.json")
+
+    def ended(*arguments: Any) -> tuple[int, str]:
+        child = started(server, *own, *arguments)
+        _, err = child.communicate(timeout=60)
+        return child.returncode, err
+
+    assert ended()[0] == 0
+    cut_off(run, "160")
+    other.write_text("mine")
+    code, said = ended("--csv", other)
+    assert code == ExitCode.USAGE
+    assert f"{other} exists" in said
+    assert other.read_text() == "mine"
+    sent = len(server.bodies)
+    code, said = ended()
+    assert code == 0, said
+    assert len(server.bodies) - sent == 42  # one rate, the probe and one request alone
+    assert read_result(tmp_path / "a.json")["complete"]
+
+
+def test_a_run_does_not_go_on_with_another_file_of_the_same_name(
+    server: FakeServer, key: None, tmp_path: Path
+) -> None:
+    def trace(prompt: int) -> Path:
+        entry = {"timestamp": 0, "input_length": prompt, "output_length": 8, "hash_ids": []}
+        rows = [json.dumps(entry | {"timestamp": 9 * number}) for number in range(50)]
+        (tmp_path / "trace.jsonl").write_text("\n".join(rows))
+        return tmp_path / "trace.jsonl"
+
+    run = tmp_path / "run"
+    assert load(server, "--out", run, "--lengths", trace(64)).code == 0
+    cut_off(run, "160")
+    other = load(server, "--out", run, "--lengths", trace(96))
+    assert other.code == ExitCode.USAGE
+    assert "other options (lengths)" in other.error
+    assert load(server, "--out", run, "--lengths", trace(64)).code == 0
+
+
 def test_rates_that_are_there_are_not_measured_again(
     server: FakeServer, key: None, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     assert load(server, "--out", run).code == 0
-    # As if it had been killed in the second rate.
-    lines = (run / EVENTS_NAME).read_text().splitlines(keepends=True)
-    begun = next(n for n, line in enumerate(lines) if '"served @ 160/s"' in line)
+    cut_off(run, "160")
     # By a version that knew no --tokenizer, which is none of them.
-    first = json.loads(lines[0])
-    assert first["inputs"].pop("tokenizer", 0) is None
-    lines[0] = json.dumps(first) + "\n"
-    (run / EVENTS_NAME).write_text("".join(lines[: begun + 9]))
-    (run / "result.json").unlink()
+    first, *others = (run / EVENTS_NAME).read_text().splitlines(keepends=True)
+    started = json.loads(first)
+    assert started["inputs"].pop("tokenizer", 0) is None
+    (run / EVENTS_NAME).write_text("".join([json.dumps(started) + "\n", *others]))
     shown = kvprof("show", run)
     assert "is not complete: it had not ended" in " ".join(shown.stdout.split())
     sent = len(server.bodies)

@@ -225,9 +225,16 @@ def test_it_is_held_against_a_load_that_was_served(tmp_path):
     assert latency["difference"] == pytest.approx(1 / 1.05 - 1)
     assert latency["within"]
     assert kvprof("show", out).stdout == done.stdout
-    other = kvprof("bench", "--load", "--simulate", "--against", run, "--requests", 30)
-    assert other.code == ExitCode.USAGE
-    assert "had other requests" in other.error
+    for option, value, what in (("--requests", 30, "requests"), ("--seed", 0, "seed")):
+        other = kvprof("bench", "--load", "--simulate", "--against", run, option, value)
+        assert other.code == ExitCode.USAGE
+        assert f"had other {what}:" in other.error
+    named = kvprof("bench", "--load", "--simulate", "--step-times", run / "events.jsonl", *SHORT)
+    assert named.error == kvprof("bench", "--load", "--simulate", "--step-times", run, *SHORT).error
+    bare = read_result(run / "result.json") | {"inputs": {}}
+    (tmp_path / "bare.json").write_text(json.dumps(bare))
+    said = kvprof("bench", "--load", "--simulate", "--against", tmp_path / "bare.json").error
+    assert "does not say what was asked for: lengths, arrivals" in said
 
 
 def test_no_rate_is_judged_before_the_system_has_filled():

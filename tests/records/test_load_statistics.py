@@ -81,6 +81,15 @@ def test_a_share_where_all_agree_keeps_an_interval():
     assert low < share == 0.75 < high
 
 
+def test_a_share_is_as_sure_as_the_mean_of_as_many_ones_and_zeros():
+    """Where neighbours agree, blocks say less than as many independent requests."""
+    answers = [number // 25 % 3 > 0 for number in range(400)]
+    _, interval = share_with_interval(answers)
+    assert interval == pytest.approx(summarised([float(one) for one in answers])["mean_interval"])
+    few, (low, high) = share_with_interval([True, False, True])
+    assert 0 < low < few < high < 1  # Wilson's: too few for blocks
+
+
 def mm1(arrival_rate, service_rate, count, seed):
     """One server, first come first served: arrivals and ends."""
     generator = np.random.default_rng(seed)

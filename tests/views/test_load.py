@@ -25,6 +25,11 @@ def test_where_a_method_is_faster_at_some_rates_only_they_are_named():
     ]
     said = text_of(result)
     assert "fdc is surely faster than full only at 1/s, by its latency per token" in said
+    lost = json.loads(json.dumps(result))
+    row = next(r for r in lost["data"]["rates"] if r["case"] == "fdc @ 1/s")
+    row["failed"] = row["requests"] // 10
+    said_of_lost = text_of(lost)
+    assert "fdc is at no measured rate surely faster than full (at 1/s too many" in said_of_lost
     # A record of before knows no other ratios.
     assert "requests/s latency per token requests" in said
     assert "1 0.900 [0.850, 0.950] 90" in said

@@ -10,7 +10,7 @@ from kvprof.errors import UsageError
 
 __all__ = ["Arrivals", "parse_arrivals", "scaled_times"]
 
-_MOST_CV = 100.0
+_LEAST_CV, _MOST_CV = 1e-3, 100.0
 _WAYS = "poisson, gamma:cv=2 (burstier), gamma:cv=0 (evenly spaced) or trace (a file's own times)"
 
 
@@ -33,7 +33,7 @@ class Arrivals:
     @property
     def name(self) -> str:
         """As `parse_arrivals` reads it."""
-        return f"gamma:cv={self.cv:g}" if self.kind == "gamma" else self.kind
+        return f"gamma:cv={self.cv:.15g}" if self.kind == "gamma" else self.kind
 
     def gaps(self, count: int, seed: int) -> NDArray[np.float64]:
         """Draw the times between arrivals at a rate of one a second, which is also their mean.
@@ -79,10 +79,11 @@ def parse_arrivals(text: str) -> Arrivals:
             cv = float(option.removeprefix("cv="))
         except ValueError:
             cv = -1.0
-        if 0 <= cv <= _MOST_CV:
+        if cv == 0 or _LEAST_CV <= cv <= _MOST_CV:
             return Arrivals("gamma", cv)
         raise UsageError(
-            f"--arrivals {text}: a coefficient of variation lies between 0 and {_MOST_CV:g}"
+            f"--arrivals {text[:40]}: a coefficient of variation is 0, or lies between "
+            f"{_LEAST_CV:g} and {_MOST_CV:g}"
         )
     raise UsageError(f"--arrivals {text[:40]}: there are {_WAYS}")
 

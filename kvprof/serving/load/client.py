@@ -28,6 +28,7 @@ _FIRST_ID, _LAST_ID = 100, 1100  # in every vocabulary, and past most special to
 _PROBE = Request(0, 0.0, 64, 4)
 _PROBE_SECONDS = 120.0
 _SPARE = 16  # pieces
+_WANT_KEY = (401, 403)  # statuses
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 
 
@@ -261,6 +262,19 @@ class Client:
                 exchange(self.addresses[server], "GET", path, headers=self._headers) as answer,
             ):
                 return await answer.body() if answer.status == 200 else None
+        except (TimeoutError, OSError, HttpError):
+            return None
+
+    async def refused(self, server: int = 0, timeout: float = 10.0) -> int | None:
+        """Return the status by which a server asks for another key; None where it asks for none."""
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                exchange(
+                    self.addresses[server], "GET", "/v1/models", headers=self._headers
+                ) as answer,
+            ):
+                return answer.status if answer.status in _WANT_KEY else None
         except (TimeoutError, OSError, HttpError):
             return None
 

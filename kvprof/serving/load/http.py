@@ -59,7 +59,9 @@ def parse_address(url: str) -> Address:
         port = parts.port
         (parts.hostname or "").encode("idna")  # a name that cannot be looked up
     except ValueError:
-        raise UsageError("--url: this is no address; write http://127.0.0.1:8000") from None
+        # Without what stands before an @, which may be a key.
+        shown = url.rpartition("@")[2].partition("?")[0][:60]
+        raise UsageError(f"--url {shown} is no address; write http://127.0.0.1:8000") from None
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UsageError(
             "--url takes an address alone; a key belongs into an environment variable (--key-env)"

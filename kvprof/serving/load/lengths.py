@@ -1,6 +1,8 @@
 """How long requests are: as a paper's trace, all alike, or as in a file; and the load they make."""
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,7 @@ class Lengths:
             else "fixed",
             "requests": None if recorded is None else len(recorded.requests),
             "skipped": None if recorded is None else recorded.skipped,
+            "digest": None if recorded is None else _digest(recorded.requests),
         }
 
     def draw(self, count: int, seed: int) -> list[Request]:
@@ -139,6 +142,12 @@ class Lengths:
                 )
             )
         return found
+
+
+def _digest(requests: Sequence[Request]) -> str:
+    """Return what two files of the same requests have in common, and hardly two of others."""
+    known = [(one.prompt, one.output, one.arrival, list(one.blocks)) for one in requests]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
 def load_lengths(text: str, count: Callable[[str], int] | None = None) -> Lengths:

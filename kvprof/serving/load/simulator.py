@@ -370,11 +370,11 @@ class SimulatedTarget:
             bound=bound,
         )
 
-    def alone(self, request: Request) -> float | None:
-        """Return the seconds of one request by itself; None where it fits into no cache."""
+    def alone(self, request: Request) -> float | str:
+        """Return the seconds of one request by itself, or that it fits into no cache."""
         simulated = simulate([replace(request, arrival=0.0)], self._settings, self._own.times)
         tokens = simulated.outcomes[0].tokens
-        return tokens[-1] if tokens else None
+        return tokens[-1] if tokens else "it fits into no cache"
 
     def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
         """Simulate requests, and tell `watch` in the order in which things happened."""

@@ -13,7 +13,7 @@ from kvprof.dtypes import DTYPE_BYTES
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.events import LoadRateFinished, LoadRateStarted, LoadRequest, LoadServer
 from kvprof.records.files import RESULT_NAME, read_result
-from kvprof.records.journal import find_events, read_events
+from kvprof.records.journal import EVENTS_NAME, find_events, read_events
 from kvprof.records.load import undisturbed
 from kvprof.records.load_names import baseline_of, read_label, tps_of
 from kvprof.records.load_statistics import LEAST
@@ -200,6 +200,8 @@ def read_model_steps(path: Path | None, model: str | None = None, tp: int = 1) -
     if path is None:
         with as_file(files("kvprof") / "assets" / "step_times" / _SHIPPED) as shipped:
             return _chosen(_gathered(read_result(shipped), _SHIPPED), _SHIPPED, model, tp)
+    if path.name == EVENTS_NAME:
+        path = path.parent
     result = read_result(path)
     kind = result["kind"]
     if kind == "benchmark" and result["inputs"].get("benchmark") == "step_times":

@@ -334,8 +334,11 @@ class _Sweep:
         one = self._options.lengths.draw(1, self._options.seed)[0]
         self._progress(f"{target.method}: one request alone")
         seconds = target.alone(one)
-        if seconds is None:
-            raise FailedError(f"{target.method}: a request by itself is not answered")
+        if isinstance(seconds, str):
+            raise FailedError(
+                f"{target.method}: a request by itself is not answered: {seconds}"
+                + (" (--timeout)" if seconds == "timeout" else "")
+            )
         if self._first is None:
             self._first = _rounded(0.5 / seconds, digits=1)
         return event

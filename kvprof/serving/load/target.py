@@ -104,8 +104,8 @@ class LoadTarget(Protocol):
             When it cannot be.
         """
 
-    def alone(self, request: Request) -> float | None:
-        """Serve one request by itself; return its seconds, None where it fails."""
+    def alone(self, request: Request) -> float | str:
+        """Serve one request by itself; return its seconds, or how it fails."""
 
     def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
         """Serve requests that arrive at their times, and tell `watch` what becomes of them."""
@@ -186,6 +186,11 @@ class ServedTarget:
         if self._model is None and name is None:
             if (problem := await client.unreachable()) is not None:
                 raise FailedError(f"{self.method}: no server answers at --url: {problem}")
+            if (status := await client.refused()) is not None:
+                raise FailedError(
+                    f"{self.method}: the server refuses /v1/models with HTTP {status}; name the "
+                    "environment variable that holds its key with --key-env"
+                )
             raise FailedError(
                 f"{self.method}: the server names no model at /v1/models; name one with "
                 "--served-model"
@@ -234,19 +239,19 @@ class ServedTarget:
     def _new_client(self, model: str) -> Client:
         return Client(self._server.addresses, model, key=self._key, timeout=self._timeout)
 
-    def alone(self, request: Request) -> float | None:
-        """Serve one request by itself on every server; return the longest time, or None."""
+    def alone(self, request: Request) -> float | str:
+        """Serve one request by itself on every server; return the longest time, or what failed."""
         client = self._opened_client()
         prompts = Prompts()
 
-        async def ask() -> float | None:
+        async def ask() -> float | str:
             found = 0.0
             for number in range(len(client.addresses)):
                 start = time.perf_counter()
                 body = client.body(request, prompts)
                 outcome = await client.complete(request, body, start=start, server=number)
                 if outcome.failure is not None or not outcome.tokens:
-                    return None
+                    return outcome.failure or "no token came"
                 found = max(found, outcome.tokens[-1] - outcome.sent)
             return found
 
@@ -442,5 +447,5 @@ def _with_version(engine: str | None, answer: bytes | None) -> str | None:
     version = ""
     if answer:
         with suppress(ValueError, AttributeError, RecursionError):
-            version = str(json.loads(answer).get("version", ""))[:40]
+            version = str(json.loads(answer).get("version") or "")[:40]
     return f"{engine or 'an engine'} {version}" if version else engine

@@ -258,7 +258,16 @@ def _texts(where: str, question: Any, answer: Any) -> tuple[str, str] | None:
     for text in (question, answer):
         if not isinstance(text, str):
             raise FailedError(f"{where}: {_short(text)} stands where a text should be")
-    return question, answer
+    return _paired(question), _paired(answer)
+
+
+def _paired(text: str) -> str:
+    """Return a text in which halves of a character that were cut off from each other are replaced.
+
+    JSON can have them, as of an emoji in the middle of which an answer was cut; no tokenizer takes
+    them.
+    """
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # --- Lines and values.

@@ -140,6 +140,25 @@ def test_chats_are_as_long_as_the_tokenizer_says(tmp_path, form):
         arriving(lengths, Arrivals("trace"), 1.0, 3, 0)
 
 
+def test_halves_of_a_character_are_no_text_that_a_tokenizer_meets(tmp_path):
+    path, met = tmp_path / "chats.jsonl", []
+    path.write_text(r'{"prompt": "a \ud83d\ude00 b \ud800", "completion": "\udfff c"}')
+    found = read_trace_file(path, lambda text: met.append(text) or len(text))
+    assert len(found.requests) == 1
+    for text in met:
+        text.encode()  # raises for a half
+    assert met[0].startswith("a \U0001f600 b ")
+
+
+def test_another_file_of_the_same_name_has_another_digest(tmp_path):
+    path, found = tmp_path / "chats.jsonl", []
+    for text in ("one two", "one two", "one two three"):
+        path.write_text(json.dumps({"prompt": text, "completion": "yes"}))
+        found.append(load_lengths(str(path), lambda text: len(text.split())).described()["digest"])
+    assert found[0] == found[1] != found[2]
+    assert load_lengths("arxiv").described()["digest"] is None
+
+
 def test_what_some_call_an_end_of_a_line_is_text_in_json(tmp_path):
     path = tmp_path / "chats.jsonl"
     lines = [json.dumps({"prompt": "a\u2028b\x85c", "output": "d"}, ensure_ascii=False)] * 2
