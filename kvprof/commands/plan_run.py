@@ -1,5 +1,6 @@
 """The run of ``kvprof plan`` for one plan: made or read, saved, and told what it stores."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from kvprof.runtime.backends.route import kernel_facts
 from kvprof.serving.refusals import check_method, check_servable
 from kvprof.views.plan import report
 
-__all__ = ["RoundedPlan", "model_inputs", "one_plan", "rounded_plan"]
+__all__ = ["RoundedPlan", "model_inputs", "one_plan", "refuse_loading", "rounded_plan"]
 
 # --- A plan beside what was requested before its ranks were rounded up to the grid.
 
@@ -144,6 +145,7 @@ def one_plan(
     lost: list[str] = []
     loaded, rounded, other = None, None, None
     if file is not None and model is None:
+        refuse_loading(how, f"beside --plan {file.name} alone; name its model")
         made, dtype = _saved(file, how["dtype"])
         inputs: dict[str, Any] = {
             "model": made.made.get("model"),
@@ -212,6 +214,30 @@ def one_plan(
         lost=lost,
         report=partial(report, describe=describe),
     )
+
+
+def refuse_loading(how: Mapping[str, Any], where: str) -> None:
+    """Refuse options that say how a model is loaded where none is.
+
+    Parameters
+    ----------
+    how : mapping
+        As `load_for_command` takes it.
+    where : str
+        Where they mean nothing, and the way out.
+
+    Raises
+    ------
+    UsageError
+    """
+    given = {
+        "--device": how["device"] != "auto",
+        "--revision": how["revision"] is not None,
+        "--gguf": how["gguf"] is not None,
+        "--trust-remote-code": how["trust_remote_code"],
+    }
+    if said := [option for option, there in given.items() if there]:
+        raise UsageError(f"{' and '.join(said)} means nothing {where}")
 
 
 def _saved(path: Path, dtype: str) -> tuple[Plan, str]:

@@ -11,7 +11,7 @@ import torch
 from kvprof import console
 from kvprof.benchmark.shapes import layout_of, load_shape
 from kvprof.commands.options import method_options
-from kvprof.commands.plan_run import model_inputs
+from kvprof.commands.plan_run import model_inputs, refuse_loading
 from kvprof.commands.steps import calibration_options
 from kvprof.dtypes import read_dtype
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
@@ -116,16 +116,7 @@ def planned_shape(name: str, how: Mapping[str, Any]) -> PlannedModel:
         For an unknown name or dtype, and options that mean nothing without weights.
     """
     shape = load_shape(name)
-    given = {
-        "--device": how["device"] != "auto",
-        "--revision": how["revision"] is not None,
-        "--gguf": how["gguf"] is not None,
-        "--trust-remote-code": how["trust_remote_code"],
-    }
-    if said := [option for option, there in given.items() if there]:
-        raise UsageError(
-            f"{' and '.join(said)} means nothing with --shape, of which nothing is loaded"
-        )
+    refuse_loading(how, "with --shape, of which nothing is loaded")
     dtype = read_dtype(how["dtype"], "cuda")  # auto is what is served
     return PlannedModel(shape.name, layout_of(shape), "", getattr(torch, dtype), shape.context)
 
@@ -372,6 +363,8 @@ def _rests(plan: Plan) -> bool:
 
 
 _LEAST_MOVED = 4096
+#: Tokens that a request writes whose prefill is measured.
+_WRITTEN = 2
 
 
 def transfer_data(
@@ -399,7 +392,12 @@ def transfer_data(
         usual = sorted({*_CONTEXTS, *([own] if own is not None else [])})
         known = sorted(measured)
         contexts = [tokens for tokens in known if tokens >= _LEAST_MOVED] or known or usual
-    unknown = [tokens for tokens in contexts if tokens not in measured]
+    # What a model computes it computes within its own positions.
+    unknown = [
+        tokens
+        for tokens in contexts
+        if tokens not in measured and (own is None or tokens + _WRITTEN <= own)
+    ]
     return {
         "dtype": planned.dtype_name,
         "targets": [target.described() for target in choices.targets],
@@ -452,7 +450,7 @@ def _how_to_measure(planned: PlannedModel, contexts: Sequence[int]) -> str:
     lengths = ",".join(map(str, contexts))
     return (
         f"kvprof bench --jct --real --model {quote(planned.spec)} --methods full --input-len "
-        f"{lengths} --output-len 2 --dtype {planned.dtype_name} --json prefill.json"
+        f"{lengths} --output-len {_WRITTEN} --dtype {planned.dtype_name} --json prefill.json"
     )
 
 

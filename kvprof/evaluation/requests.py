@@ -13,6 +13,9 @@ __all__ = ["MethodRequest", "option_names", "parse_methods"]
 
 # Of a combination's quantiser and evictor, and of the calibration with Fisher information.
 _BESIDE = ("bits", "keep", "skip", "fisher_form")
+_EVERY = ("skip",)
+# Of a method's options those that commands have as options of their own.
+_FLAGS = ("allocation", "grid", "minimum")
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,26 @@ def parse_methods(
         calibration_needs(method)  # refuses an unknown name
         known = option_names(method)
         own = read_options(written)
+        # What every method takes that compresses; of a rest the method itself says that.
+        beside = () if method in ALWAYS else _EVERY
         for option in own:
             if option not in known and option not in _BESIDE:
-                has = f"it has {', '.join(known)}" if known else "it has none"
+                every = (*known, *(name for name in beside if name not in known))
+                has = f"it has {', '.join(every)}" if every else "it has none"
                 raise UsageError(f"--methods {label}: {method} has no option {option}: {has}")
-        shared = {key: value for key, value in common.items() if key in known and key not in own}
+        shared = {
+            key: value
+            for key, value in common.items()
+            if (key in known or key in beside) and key not in own
+        }
         taken |= shared.keys()
         requests.append(MethodRequest(label, method, typed_options(method, {**shared, **own})))
     for option, value in common.items():
         if option not in taken:
-            raise UsageError(f"--{option} {value}: none of the methods takes it from there")
+            given = f"--{option} {value}" if option in _FLAGS else f"--option {option}={value}"
+            raise UsageError(
+                f"{given}: none of the methods takes it; leave it out, or name a method that does"
+            )
     labels = [request.label for request in requests]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise UsageError(f"--methods: {twice[0]} stands there twice")

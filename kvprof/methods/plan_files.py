@@ -142,7 +142,7 @@ _ACROSS = _object(
     window=_integer(0),
     block=_integer(0),
     deflate=_YES_OR_NO,
-    sample={"type": "object"},
+    sample=_with(_object(), source=_or_null(_WORDS), tokens=_integer(1)),
 )
 _SCHEMA = _with(
     _object(
@@ -471,7 +471,10 @@ def _across(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Across:
         )
         for number, one in enumerate(stored["groups"])
     )
-    return Across(groups, stored["window"], stored["block"], stored["deflate"], stored["sample"])
+    sample = stored["sample"]
+    if stored["deflate"] and "tokens" not in sample:
+        raise ValueError("nothing says on how many tokens its bytes were measured")
+    return Across(groups, stored["window"], stored["block"], stored["deflate"], sample)
 
 
 def _groups(side: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> tuple[HeadGroup, ...]:

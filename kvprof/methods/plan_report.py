@@ -27,6 +27,7 @@ __all__ = [
     "compare_plans",
     "comparison",
     "describe",
+    "latents_across",
     "least_ranks",
     "plan_report",
     "ranks_of",
@@ -36,11 +37,43 @@ __all__ = [
 
 
 def ranks_of(plan: Plan) -> dict[str, list[list[int]]]:
-    """Return the top-level ranks, ``{"keys": [layer][group], "values": …}``."""
+    """Return the top-level ranks, ``{"keys": [layer][group], "values": …}``.
+
+    Where columns have bits of their own, how many have any. Of a plan that keeps layers together
+    they are what stays of a layer by itself; `latents_across` has what is stored.
+    """
     return {
-        "keys": [[group.rank for group in layer.keys.groups] for layer in plan.layers],
-        "values": [[group.rank for group in layer.values.groups] for layer in plan.layers],
+        side: [
+            [_stored_columns(own) for own in getattr(layer, side).groups] for layer in plan.layers
+        ]
+        for side in ("keys", "values")
     }
+
+
+def _stored_columns(group: HeadGroup) -> int:
+    if group.column_bits:
+        return sum(columns for columns, bits in group.column_bits if bits)
+    return group.rank
+
+
+def latents_across(plan: Plan) -> list[dict[str, Any]] | None:
+    """Return the latents that several layers have together, each a mapping; None of none.
+
+    With its ``side``, its number of ``layers``, its ``width`` and how many components are ``kept``.
+    """
+    if plan.across is None:
+        return None
+    return [
+        {
+            "side": group.side,
+            "layers": len(group.layers),
+            "width": group.width,
+            "kept": sum(width for width, bits in group.blocks if bits)
+            if group.blocks
+            else group.rank,
+        }
+        for group in plan.across.groups
+    ]
 
 
 def bits_by_head(plan: Plan, itemsize: int) -> dict[str, list[list[int]]] | None:
@@ -83,8 +116,8 @@ def describe(
     dict
         ``method``, ``context``, ``bytes`` (by part, with ``total`` and ``full``),
         ``bytes_per_token``, ``rate``, ``compression_ratio``, ``dim_rate``, ``paper_rate``,
-        ``ranks``, ``bits`` (of heads, where they are unlike), ``kinds`` (how many kinds of head),
-        ``weights`` (None without a layout),
+        ``ranks``, ``across`` (`latents_across`), ``bits`` (of heads, where they are unlike),
+        ``kinds`` (how many kinds of head), ``weights`` (None without a layout),
         ``sentences`` (what is done, in words) and ``made``.
     """
     stored = bytes_at(plan, tokens, itemsize=itemsize)
@@ -101,6 +134,7 @@ def describe(
         "dim_rate": dim_rate(plan),
         "paper_rate": paper_rate(plan),
         "ranks": ranks_of(plan),
+        "across": latents_across(plan),
         "bits": bits_by_head(plan, itemsize),
         "kinds": len(head_kinds(plan)),
         "weights": {**asdict(weights), "total": weights.total} if weights is not None else None,
@@ -386,12 +420,14 @@ def _across_sentences(plan: Plan) -> list[str]:
         if not groups:
             continue
         sizes = sorted({len(group.layers) for group in groups})
+        layers = f"{' or '.join(map(str, sizes))} layer{'' if sizes == [1] else 's'}"
+        rows = "one row" if len(groups) == 1 else f"one row, of {len(groups)}"
         columns = sum(group.width for group in groups)
         kept = sum(width for group in groups for width, bits in group.blocks if bits)
         size = float(sum(group.token_bytes for group in groups))
         before = " before RoPE" if side == "keys" else ""
         found.append(
-            f"{side.capitalize()}{before} of {' or '.join(map(str, sizes))} layers are one row: "
+            f"{side.capitalize()}{before} of {layers} are {rows}: in all "
             f"{kept:,} of {columns:,} principal components have integers of 2 to 8 bits, "
             f"{size:,.1f} bytes a token."
         )

@@ -1,5 +1,6 @@
 """Report of ``kvprof plan``: what a plan stores and runs, what fits, and what two differ in."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ def _plan_parts(result: Mapping[str, Any], *, describe: bool) -> list[Renderable
     parts: list[RenderableType] = [paragraph(_summary(result)), heading("Bytes"), _bytes(result)]
     parts += [heading("Rates"), key_values(_rates(plan, result["inputs"]["dtype"]))]
     if plan["folded"] or plan["online"]:
-        parts += [heading("Ranks"), _ranks(plan), paragraph(_ranks_note(plan), "dim")]
+        parts += _stored_dimensions(plan)
     parts += [heading("Weights and work"), key_values(_work(plan, result["inputs"]))]
     if describe:
         parts += [heading("In words"), bullets(plan["sentences"])]
@@ -128,13 +129,28 @@ def _kinds(plan: Mapping[str, Any]) -> dict[str, str]:
         return {}
     allowed = (plan["made"].get("options") or {}).get("kinds")
     limit = f", of at most {allowed} (option kinds)" if allowed else ""
-    return {"kinds": f"{plan['kinds']} of head: distinct ranks of K and V{limit}"}
+    said = f"{plan['kinds']} of head: distinct ranks, or bits by column, of K and V{limit}"
+    return {"kinds": said}
 
 
 def _stored_ranks(plan: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the ranks of most tokens: of the lowest level where tokens have levels."""
     ranks: Mapping[str, Any] = plan["levels"]["least_ranks"] if plan["levels"] else plan["ranks"]
     return ranks
+
+
+def _stored_dimensions(plan: Mapping[str, Any]) -> list[RenderableType]:
+    """Tell the ranks of a layer's groups, or of what several layers have together."""
+    if across := plan.get("across"):
+        alike = Counter((one["side"], one["layers"], one["kept"], one["width"]) for one in across)
+        rows = [
+            (side, f"{layers}", f"{count}", f"{kept:,}", f"{width:,}")
+            for (side, layers, kept, width), count in alike.items()
+        ]
+        figures = ("layers together", "such", "components", "of")
+        table = DataTable(columns("side", figures=figures), rows)
+        return [heading("What layers keep together"), table]
+    return [heading("Ranks"), _ranks(plan), paragraph(_ranks_note(plan), "dim")]
 
 
 def _ranks(plan: Mapping[str, Any]) -> RenderableType:
@@ -219,6 +235,8 @@ def _signed(size: int) -> str:
 
 
 def _heat_maps(plan: Mapping[str, Any]) -> list[RenderableType]:
+    if plan.get("across"):
+        return []
     ranks = _stored_ranks(plan)
     of = " of old tokens" if plan["levels"] else ""
     titled = {

@@ -541,6 +541,32 @@ def test_what_no_calibration_is_needed_for_is_refused_before(
     assert "calibrating" not in done.stderr
 
 
+def test_a_saved_plan_alone_is_loaded_by_nothing(tmp_path: Path, tiny_folder: Path) -> None:
+    file = tmp_path / "a.plan"
+    done = kvprof("plan", tiny_folder, "--method", "fp8", "--save", file)
+    assert done.code == 0, done.stderr
+    assert kvprof("plan", "--plan", file).code == 0
+    for option in (("--device", "cuda:7"), ("--revision", "abc"), ("--trust-remote-code",)):
+        done = kvprof("plan", "--plan", file, *option)
+        assert done.code == 2
+        assert f"{option[0]} means nothing beside --plan a.plan alone" in done.error
+
+
+def test_what_a_model_has_no_positions_for_is_not_to_be_measured_on_it() -> None:
+    arguments = ("--transfer", "--methods", "full", "--json", "-")
+    for seqs, lengths in (((), None), (("--seq", "1k,2046,2k,32k"), "1024,2046")):
+        done = kvprof("plan", *arguments, *seqs)
+        assert done.code == 0, done.stderr
+        said = json.loads(done.stdout)["data"]["transfer"]["measure"]
+        assert (said is None) == (lengths is None)
+        assert lengths is None or f"--input-len {lengths} --output-len 2" in said
+
+
+def test_a_rate_of_0_stores_no_more_than_full_width() -> None:
+    done = kvprof("plan", "--method", "xkv", "--rate", 0, "--context", "16k", "--json", "-")
+    assert 0 <= json.loads(done.stdout)["data"]["plan"]["rate"] < 0.01
+
+
 def test_a_fit_says_which_shipped_rates_it_took_and_which_there_are_besides() -> None:
     done = kvprof("plan", "reference", "--fit", "2GB", "--methods", "kq")
     assert done.code == 0, done.stderr

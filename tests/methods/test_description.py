@@ -96,6 +96,34 @@ def test_it_says_what_is_stored_folded_and_run(name, knob, arch, options, senten
         assert sentence in text
 
 
+def test_ranks_count_the_columns_that_have_bits():
+    plan = plan_at(plan_family("kq-wf", inputs("Llama"), grid=4, allocation="output"), 0.8)
+    figures = describe(plan, 1000, itemsize=2)
+    assert figures["across"] is None
+    kept = 0
+    for side in ("keys", "values"):
+        for layer, ranks in zip(plan.layers, figures["ranks"][side], strict=True):
+            for group, rank in zip(getattr(layer, side).groups, ranks, strict=True):
+                assert rank == sum(count for count, bits in group.column_bits if bits)
+                kept += rank
+    assert figures["dim_rate"] == 1 - kept / (3 * 2 * 32)
+    assert 0 < kept < 3 * 2 * 32
+
+
+@pytest.mark.parametrize("name", ["xkv", "kvtc"])
+def test_what_layers_keep_together_is_told_latent_by_latent(name):
+    plan = plan_at(plan_family(name, inputs("Llama")), 0.9)
+    figures = describe(plan, 1000, itemsize=2)
+    found = figures["across"]
+    assert sum(one["layers"] for one in found if one["side"] == "keys") == len(plan.layers)
+    assert sum(one["width"] for one in found) == 3 * 2 * 32
+    kept = sum(one["kept"] * one["layers"] for one in found)
+    assert 0 < kept < 3 * sum(one["width"] for one in found)
+    assert figures["dim_rate"] == pytest.approx(
+        1 - sum(one["kept"] for one in found) / sum(one["width"] for one in found)
+    )
+
+
 def test_plans_differ_where_they_differ():
     families = {
         name: plan_family(name, inputs("Llama"), allocation="uniform", **FINE)

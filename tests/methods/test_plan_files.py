@@ -18,7 +18,7 @@ from kvprof.methods.plan_files import load_plan, save_plan, structure
 from kvprof.methods.plan_report import compare_plans
 from kvprof.methods.registry import plan_family
 from kvprof.methods.storage import Eviction
-from kvprof.tensor_files import save_tensors
+from kvprof.tensor_files import load_tensors, save_tensors
 from tests.methods.models import FINE, inputs
 from tests.records.hostile import mutations
 
@@ -137,6 +137,21 @@ def test_a_plan_that_contradicts_itself_is_damaged(tmp_path, change):
     assert isinstance(caught.value, FailedError)
     assert str(caught.value).startswith("p: damaged plan: ")
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "sample", [{}, {"tokens": None}, {"tokens": "x"}, {"tokens": 0}, {"tokens": 9, "source": []}]
+)
+def test_a_plan_whose_bytes_were_measured_on_nothing_is_damaged(tmp_path, sample):
+    save_plan(made("kvtc"), tmp_path / "p")
+    tensors, metadata = load_tensors(
+        tmp_path / "p", format_name=("kvprof-plan/2",), what="plans", made_by="plan"
+    )
+    stored = json.loads(metadata["plan"])
+    stored["across"]["sample"] = sample
+    save_tensors(tmp_path / "q", tensors, {"plan": json.dumps(stored)}, format_name="kvprof-plan/2")
+    with pytest.raises(FailedError, match="q: damaged plan: "):
+        load_plan(tmp_path / "q")
 
 
 @pytest.mark.parametrize("name", ["fdc", "svd-kv", "kq", "palu"])
