@@ -610,7 +610,8 @@ def _both_queues(grows: Sequence[bool | None]) -> str:
 def _missing(data: Mapping[str, Any]) -> Iterator[str]:
     rates = data["rates"]
     if rates and all(row["cache_share"] is None for row in rates):
-        yield "the cache's use: no server told it"
+        told = "no sample fell into the time that counts"
+        yield "the cache's use: " + (told if data["mode"] == "simulated" else "no server told it")
     if rates and all(row["preemptions"] is None for row in rates):
         yield "preemptions: no server told them"
     if rates and all(row["parts"] is None for row in rates):

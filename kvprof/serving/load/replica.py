@@ -82,7 +82,8 @@ class EngineSettings:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise UsageError(
                 f"a step of {self.max_num_batched_tokens} tokens cannot serve {self.max_num_seqs} "
-                "sequences at once: give it more tokens, or fewer sequences"
+                "sequences at once: give it more (--max-num-batched-tokens), or fewer sequences "
+                "(--max-num-seqs)"
             )
         if self.route not in ROUTES:
             raise UsageError(f"no route {self.route!r}: there are {', '.join(ROUTES)}")

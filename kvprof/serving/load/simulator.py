@@ -346,6 +346,11 @@ class SimulatedTarget:
                 "steps that were measured differ from the line through them by "
                 f"{_up_to(own)}{100 * off:.1f} %"
             )
+        if untold := own.times.untold:
+            warnings.append(
+                f"its steps do not tell what {' and '.join(untold)} costs, which so costs nothing: "
+                "they are too much alike; take those of a load with longer prompts of many lengths"
+            )
         tokens = engine.pages * engine.block_size
         positions = self._steps.positions
         longest, bound = tokens, f"{self.method}'s cache holds {tokens:,}"

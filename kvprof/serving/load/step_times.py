@@ -110,6 +110,16 @@ class StepTimes:
     samples: int = 0
     _known: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """What costs nothing by these steps, and so was not told by them: no step is so."""
+        # Of single steps, whose products have several points, their line tells it.
+        prompts = len(self.tokens) == 1 and not self.beyond and not self.per_pair
+        return (
+            *(("a prompt's token",) if prompts else ()),
+            *(("a token held",) if not self.per_context else ()),
+        )
+
     def dense(self, tokens: int) -> float:
         """Return the seconds of a step's products over so many tokens."""
         found = self._known.get(tokens)

@@ -124,3 +124,13 @@ def test_steps_of_one_kind_alone_are_refused():
     for samples in ([decode], [prompt], []):
         with pytest.raises(ValueError, match="steps that decode and steps that read prompts"):
             fit_step_times(samples)
+
+
+def test_what_steps_that_are_alike_do_not_tell_is_named():
+    """All of them read as many prompt tokens: what one of these costs nobody can know."""
+    alike = [
+        StepSample(2, 900.0 + n, 20, 2000.0, 0.005 + 1e-5 * n, "", True, 50.0) for n in range(30)
+    ]
+    told = fit_step_times(alike)
+    assert told.untold == ("a prompt's token",)
+    assert fit_step_times([*alike, StepSample(0, 0, 4000, 8e6, 0.1, "", True, 1.0)]).untold == ()
