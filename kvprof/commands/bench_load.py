@@ -30,6 +30,7 @@ from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names, method_entries
 from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
+from kvprof.records.files import read_result
 from kvprof.records.fold import fold
 from kvprof.records.journal import Journal, find_events, read_events
 from kvprof.records.load_against import differs
@@ -487,7 +488,13 @@ def measure_and_show(
     earlier = _earlier(outputs, inputs)
     if earlier is not None:
         # What is there is an unfinished run's: it is carried over, and then replaced.
-        _others(outputs, earlier).check()
+        try:
+            _others(outputs, earlier).check()
+        except UsageError as wrong:
+            raise UsageError(
+                f"{wrong}, and measures anew what the interrupted run in {outputs.out} has; to go on "
+                "name another file"
+            ) from None
         outputs = replace(outputs, force=True)
         console.note(f"{outputs.out}: an interrupted run of the same load goes on")
     else:
@@ -502,23 +509,38 @@ def measure_and_show(
 
 
 def _others(outputs: Outputs, earlier: Sequence[Event]) -> Outputs:
-    """Return the files that an interrupted run's command did not name, and so did not write."""
-    named: set[str] = set()
-    for event in earlier[:1]:
-        if isinstance(event, RunStarted):
-            named = {part for word in event.command for part in (word, word.partition("=")[2])}
+    """Return the outputs without the folder and the files that an interrupted run wrote itself.
 
-    def kept(path: Path | None) -> Path | None:
-        return None if str(path) in named - {"-"} else path
-
-    return Outputs(
-        kept(outputs.json),
-        kept(outputs.csv),
-        None,
-        kept(outputs.svg),
-        kept(outputs.png),
-        force=outputs.force,
+    Those that its command named by the same option, and whose result says that it is that run's.
+    """
+    started = earlier[0] if earlier else None
+    if not isinstance(started, RunStarted):
+        return replace(outputs, out=None)
+    path = outputs.json
+    if path is None or not _named(started.command, "--json", path) or not _of_run(path, started):
+        return replace(outputs, out=None)
+    # What it wrote beside its result it wrote in the same moment.
+    csv, svg, png = (
+        None if at is not None and _named(started.command, option, at) else at
+        for option, at in (("--csv", outputs.csv), ("--svg", outputs.svg), ("--png", outputs.png))
     )
+    return replace(outputs, out=None, json=None, csv=csv, svg=svg, png=png)
+
+
+def _named(command: Sequence[str], option: str, path: Path) -> bool:
+    """Whether a command named a path by an option."""
+    given = [after for word, after in pairwise(command) if word == option]
+    given += [word.partition("=")[2] for word in command if word.startswith(f"{option}=")]
+    return any(Path(one) == path for one in given)
+
+
+def _of_run(path: Path, started: RunStarted) -> bool:
+    """Whether a file holds the unfinished result of a run."""
+    try:
+        result = read_result(path)
+    except KvprofError:
+        return False
+    return result["created"] == started.created and not result["complete"]
 
 
 def _leave_nothing(path: Path | None, journal: Journal) -> None:

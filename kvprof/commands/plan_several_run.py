@@ -392,12 +392,7 @@ def transfer_data(
         usual = sorted({*_CONTEXTS, *([own] if own is not None else [])})
         known = sorted(measured)
         contexts = [tokens for tokens in known if tokens >= _LEAST_MOVED] or known or usual
-    # What a model computes it computes within its own positions.
-    unknown = [
-        tokens
-        for tokens in contexts
-        if tokens not in measured and (own is None or tokens + _WRITTEN <= own)
-    ]
+    unknown = [tokens for tokens in contexts if tokens not in measured]
     return {
         "dtype": planned.dtype_name,
         "targets": [target.described() for target in choices.targets],
@@ -446,7 +441,13 @@ def _moved(
 
 
 def _how_to_measure(planned: PlannedModel, contexts: Sequence[int]) -> str:
-    """Return the command that measures the prefills that nobody has."""
+    """Return the command that measures the prefills that nobody has.
+
+    A model computes within its own positions: of longer contexts as many tokens as it has.
+    """
+    if (own := planned.context_length) is not None:
+        most = max(1, own - _WRITTEN)
+        contexts = [tokens for tokens in contexts if tokens <= most] or [most]
     lengths = ",".join(map(str, contexts))
     return (
         f"kvprof bench --jct --real --model {quote(planned.spec)} --methods full --input-len "

@@ -133,14 +133,9 @@ def check_metric(metric: str, tasks: Sequence[str], *, what: str = "--metric") -
         When it is none of these.
     """
     if metric not in (*METRICS, *tasks):
-        if tasks:
-            known, more = (*METRICS, *tasks), "or name more tasks with --tasks"
-        else:
-            known = tuple(name for name in METRICS if name != "tasks")
-            more = "or name tasks with --tasks"
-        raise UsageError(
-            f"{what}: {metric!r} is not measured here; choose from {', '.join(known)}, {more}"
-        )
+        known = ", ".join((*(name for name in METRICS if tasks or name != "tasks"), *tasks))
+        more = "" if tasks else ", or name tasks with --tasks"
+        raise UsageError(f"{what}: {metric!r} is not measured here; choose from {known}{more}")
     if metric == "tasks" and not tasks:
         raise UsageError(f"{what} tasks: no tasks are evaluated; name some with --tasks")
 

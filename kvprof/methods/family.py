@@ -242,8 +242,7 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
         return replace(plan, method=family.method, made={**plan.made, **asked})
     least = _least_rate(family, wanted, tokens, itemsize)
     value = (family.settings or family.bounds)[0]
-    # A method whose bases are stored too may have a least rate below 0.
-    if least < wanted:
+    if wanted > 0 and least < wanted:
         value = _least_knob(family, wanted, tokens, itemsize)
     return _finished(family, family.build(value), {**asked, family.knob: value})
 

@@ -400,7 +400,7 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
         name = method["method"]
         base = baseline_of(name, data["baseline"])
         rate = pays["from_rate"]
-        lossy = _lossy(data, (name, base))
+        lossy = _lossy(data, (name, base)) & {one["rate"] for one in pays["ratios"]}
         bounded = [
             one
             for one in pays["ratios"]

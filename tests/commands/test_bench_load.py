@@ -173,12 +173,16 @@ def test_no_key_address_or_prompt_enters_a_record(
     assert "s3cret" not in done.stdout + done.stderr
 
 
-def test_a_server_that_wants_a_key_says_how_to_give_one() -> None:
+def test_a_server_that_wants_a_key_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeServer(Behaviour(key="s3cret-key")) as server:
         done = kvprof("bench", "--load", "--url", server.url, *SHORT)
         assert done.code == ExitCode.FAILED
         assert "refuses /v1/models with HTTP 401; name the environment" in done.error
         assert "--key-env" in done.error
+        monkeypatch.setenv("LOAD_KEY", "another")
+        done = load(server)
+        assert done.code == ExitCode.FAILED
+        assert "--key-env names a key that it does not take" in done.error
 
 
 def test_why_a_request_alone_is_not_answered_is_told() -> None:
@@ -391,6 +395,8 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(
     other = load(server, "--out", run)
     assert other.code == ExitCode.USAGE
     assert "other options (rates)" in other.error
+    other = load(server, "--out", run, "--rates", "5,20", "--slo", "ttft=2s")
+    assert "other options (objective)" in other.error
 
 
 def cut_off(run: Path, rate: str) -> None:
@@ -414,10 +420,17 @@ def test_a_run_goes_on_beside_the_files_that_it_wrote(
 
     assert ended()[0] == 0
     cut_off(run, "160")
+    # What it left when it was cut off.
+    written = json.loads((tmp_path / "a.json").read_text())
+    unfinished = json.dumps(written | {"complete": False, "incomplete_reason": "interrupted"})
     other.write_text("mine")
-    code, said = ended("--csv", other)
-    assert code == ExitCode.USAGE
-    assert f"{other} exists" in said
+    for text, arguments in (("mine", ()), (unfinished, ("--csv", other))):
+        (tmp_path / "a.json").write_text(text)
+        code, said = ended(*arguments)
+        assert code == ExitCode.USAGE
+        assert f"{other if arguments else tmp_path / 'a.json'} exists" in said
+        assert "to go on name another file" in said
+        assert (tmp_path / "a.json").read_text() == text
     assert other.read_text() == "mine"
     sent = len(server.bodies)
     code, said = ended()

@@ -6,6 +6,7 @@ followed, proxies are not asked.
 """
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -59,8 +60,8 @@ def parse_address(url: str) -> Address:
         port = parts.port
         (parts.hostname or "").encode("idna")  # a name that cannot be looked up
     except ValueError:
-        # Without what stands before an @, which may be a key.
-        shown = url.rpartition("@")[2].partition("?")[0][:60]
+        # Without what stands before an @, or behind the path, which may be a key.
+        shown = re.split(r"[?#]", url.rpartition("@")[2])[0][:60]
         raise UsageError(f"--url {shown} is no address; write http://127.0.0.1:8000") from None
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UsageError(

@@ -200,7 +200,7 @@ def read_model_steps(path: Path | None, model: str | None = None, tp: int = 1) -
     if path is None:
         with as_file(files("kvprof") / "assets" / "step_times" / _SHIPPED) as shipped:
             return _chosen(_gathered(read_result(shipped), _SHIPPED), _SHIPPED, model, tp)
-    if path.name == EVENTS_NAME:
+    if path.name.removesuffix(".gz") == EVENTS_NAME:
         path = path.parent
     result = read_result(path)
     kind = result["kind"]

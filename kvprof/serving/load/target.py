@@ -187,9 +187,10 @@ class ServedTarget:
             if (problem := await client.unreachable()) is not None:
                 raise FailedError(f"{self.method}: no server answers at --url: {problem}")
             if (status := await client.refused()) is not None:
+                way = "name the environment variable that holds its key with --key-env"
                 raise FailedError(
-                    f"{self.method}: the server refuses /v1/models with HTTP {status}; name the "
-                    "environment variable that holds its key with --key-env"
+                    f"{self.method}: the server refuses /v1/models with HTTP {status}; "
+                    + (way if self._key is None else "--key-env names a key that it does not take")
                 )
             raise FailedError(
                 f"{self.method}: the server names no model at /v1/models; name one with "
