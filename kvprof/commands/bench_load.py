@@ -492,8 +492,8 @@ def measure_and_show(
             _others(outputs, earlier).check()
         except UsageError as wrong:
             raise UsageError(
-                f"{wrong}, and measures anew what the interrupted run in {outputs.out} has; to go on "
-                "name another file"
+                f"{wrong}, and measures anew what the interrupted run in {outputs.out} has; to "
+                "go on name another file"
             ) from None
         outputs = replace(outputs, force=True)
         console.note(f"{outputs.out}: an interrupted run of the same load goes on")
