@@ -52,6 +52,7 @@ from kvprof.commands.bench_load_options import (
 from kvprof.commands.options import (
     MODEL,
     GgufOption,
+    check_rate,
     read_counts,
     resolve_device,
     share_option,
@@ -245,8 +246,7 @@ def bench(
     written = [*outputs.files().items(), ("--out", outputs.events)]
     refuse_sources(written, [model, plan, trace, lengths, step_times, against])
     batches = tuple(read_counts(batch, what="--batch")) if batch is not None else None
-    if not 0 <= rate < 1:
-        raise UsageError(f"--rate {rate:g} is no share to save; write 0.5 to halve the bytes")
+    check_rate(rate)
     asked = JctOptions(
         input_len=input_len,
         output_len=output_len,

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvprof.commands.options import check_rate
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.named import method_entries, options_in
 from kvprof.models.gguf import is_gguf
@@ -326,17 +327,15 @@ def _parted_rate(label: str, written: Sequence[str]) -> tuple[list[str], float |
     Raises
     ------
     UsageError
-        When that is given twice, or no share to save.
+        When that is given twice, or is none that a cache can have.
     """
     own = options_in(written)
     text = own.pop("rate", None)
     if text is None:
         return list(written), None
-    rate = parse_share(text, what=f"--methods {label}: rate")
-    if not 0 <= rate < 1:
-        raise UsageError(
-            f"--methods {label}: rate {rate:g} is no share to save; write 0.5 to halve the bytes"
-        )
+    what = f"--methods {label}: rate"
+    rate = parse_share(text, what=what)
+    check_rate(rate, what)
     return [f"{key}={value}" for key, value in own.items()], rate
 
 

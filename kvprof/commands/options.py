@@ -240,8 +240,14 @@ def resolve_device(name: str) -> str:
     )
 
 
-def check_rate(rate: float | None) -> None:
-    """Refuse a ``--rate`` that no cache can have.
+def check_rate(rate: float | None, what: str = "--rate") -> None:
+    """Refuse a rate that no cache can have.
+
+    Parameters
+    ----------
+    rate : float or None
+    what : str
+        Named in the error.
 
     Raises
     ------
@@ -251,7 +257,7 @@ def check_rate(rate: float | None) -> None:
     if rate is None or 0 <= rate < 1:
         return
     meant = f"write {rate:g}% or {rate / 100:g}" if 1 < rate < 100 else "1 would store nothing"
-    raise UsageError(f"--rate {rate:g} is not between 0 and 1 ({meant})")
+    raise UsageError(f"{what} {rate:g} is not between 0 and 1 ({meant})")
 
 
 def parse_rates(text: str, *, what: str) -> list[float]:

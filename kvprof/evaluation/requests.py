@@ -7,15 +7,12 @@ from typing import Any
 
 from kvprof.errors import UsageError
 from kvprof.methods.named import ALWAYS, installed_points, method_entries, parts_of
-from kvprof.methods.registry import METHODS, calibration_needs, typed_options
+from kvprof.methods.registry import METHODS, calibration_needs, skips_layers, typed_options
 
 __all__ = ["MethodRequest", "option_names", "parse_methods"]
 
 # Of a combination's quantiser and evictor, and of the calibration with Fisher information.
 _BESIDE = ("bits", "keep", "skip", "fisher_form")
-_EVERY = ("skip",)
-# Of a method's options those that commands have as options of their own.
-_FLAGS = ("allocation", "grid", "minimum")
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,7 @@ def parse_methods(
         calibration_needs(method)  # refuses an unknown name
         known = option_names(method)
         own = read_options(written)
-        # What every method takes that compresses; of a rest the method itself says that.
-        beside = () if method in ALWAYS else _EVERY
+        beside = ("skip",) if skips_layers(method) else ()
         for option in own:
             if option not in known and option not in _BESIDE:
                 every = (*known, *(name for name in beside if name not in known))
@@ -82,9 +78,9 @@ def parse_methods(
         requests.append(MethodRequest(label, method, typed_options(method, {**shared, **own})))
     for option, value in common.items():
         if option not in taken:
-            given = f"--{option} {value}" if option in _FLAGS else f"--option {option}={value}"
             raise UsageError(
-                f"{given}: none of the methods takes it; leave it out, or name a method that does"
+                f"{option}={value}: none of the methods takes this option; leave it out, or name a "
+                "method that does"
             )
     labels = [request.label for request in requests]
     if twice := [label for label in labels if labels.count(label) > 1]:

@@ -48,6 +48,12 @@ class LayerGroup:
     measured: tuple[int, ...] = ()
 
     @property
+    def kept(self) -> int:
+        """Coefficients that are stored: of blocks those that have bits."""
+        stored = sum(columns for columns, bits in self.blocks if bits)
+        return stored if self.blocks else self.rank
+
+    @property
     def token_bytes(self) -> Fraction:
         """Bytes of a token at rest: exact, or after DEFLATE what the sample took on average."""
         return Fraction(*self.measured) if self.measured else Fraction(packed_bytes(self.blocks))

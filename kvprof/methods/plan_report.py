@@ -68,9 +68,7 @@ def latents_across(plan: Plan) -> list[dict[str, Any]] | None:
             "side": group.side,
             "layers": len(group.layers),
             "width": group.width,
-            "kept": sum(width for width, bits in group.blocks if bits)
-            if group.blocks
-            else group.rank,
+            "kept": group.kept,
         }
         for group in plan.across.groups
     ]
@@ -423,7 +421,7 @@ def _across_sentences(plan: Plan) -> list[str]:
         layers = f"{' or '.join(map(str, sizes))} layer{'' if sizes == [1] else 's'}"
         rows = "one row" if len(groups) == 1 else f"one row, of {len(groups)}"
         columns = sum(group.width for group in groups)
-        kept = sum(width for group in groups for width, bits in group.blocks if bits)
+        kept = sum(group.kept for group in groups)
         size = float(sum(group.token_bytes for group in groups))
         before = " before RoPE" if side == "keys" else ""
         found.append(

@@ -61,6 +61,7 @@ __all__ = [
     "on_top",
     "option_of",
     "plan_family",
+    "skips_layers",
     "typed_options",
     "without_allocation",
 ]
@@ -150,7 +151,7 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     """
     options = typed_options(name, options)
     installed = _installed()
-    if (name in installed or name in METHODS) and _skips(name) and "skip" in options:
+    if (name in installed or name in METHODS) and skips_layers(name) and "skip" in options:
         given = replace(inputs, skip=_skipped(name, options.pop("skip"), inputs))
         return _leaving_out(plan_family(name, given, **options), given)
     if name in installed:
@@ -184,7 +185,7 @@ def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     installed = _installed()  # which refuses one that has the name of another
     if name in installed or name in METHODS:
         own = installed[name].options() if name in installed else option_types(METHODS[name])
-        return _read_options(name, {**own, **(_SKIP if _skips(name) else {})}, options)
+        return _read_options(name, {**own, **(_SKIP if skips_layers(name) else {})}, options)
     base, modifiers = _parts(name)
     types = _types_on_top(base, modifiers)
     if "bits" in options and "bits" not in types and base not in QUANTISERS:
@@ -396,8 +397,14 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
     )
 
 
-def _skips(name: str) -> bool:
-    """Whether a method takes ``skip``: all that compress, but for one with its own of that name."""
+def skips_layers(name: str) -> bool:
+    """Whether a method takes ``skip``: all that compress, but for one with its own of that name.
+
+    Parameters
+    ----------
+    name : str
+        Of a method or a combination.
+    """
     installed = _installed()
     if name in installed:
         return "skip" not in installed[name].options()

@@ -31,10 +31,9 @@ def differs(one: Any, other: Any) -> bool:
 
     Lengths of a record that has no digest of its file's requests are compared without one.
     """
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        if not (_DIGEST in one and _DIGEST in other):
-            one, other = ({k: v for k, v in each.items() if k != _DIGEST} for each in (one, other))
-        return bool(one != other)
+    known = [each for each in (one, other) if isinstance(each, Mapping)]
+    if len(known) == 2 and not all(_DIGEST in each for each in known):
+        one, other = ({k: v for k, v in each.items() if k != _DIGEST} for each in known)
     return bool(one != other)
 
 

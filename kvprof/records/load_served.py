@@ -10,6 +10,7 @@ __all__ = [
     "LOSSY",
     "fails",
     "is_beyond",
+    "is_lossy",
     "is_overloaded",
     "is_unsettled",
     "is_within",
@@ -27,6 +28,12 @@ def sheds(row: Mapping[str, Any]) -> bool:
     """Whether the server turned away more requests than may be lost of a rate that is served."""
     shed: int = row.get("shed", 0)
     return shed > 0 and shed > LOSSY * row["requests"]
+
+
+def is_lossy(row: Mapping[str, Any]) -> bool:
+    """Whether so many requests were shed or failed that those that were served say little."""
+    lost, asked = row.get("failed", 0) + row.get("shed", 0), row["requests"]
+    return bool(lost > LOSSY * asked)
 
 
 def fails(row: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvprof.records.load import BESIDE, LIMITS, is_late
 from kvprof.records.load_names import baseline_of, tps_of
-from kvprof.records.load_served import LOSSY, fails, sheds
+from kvprof.records.load_served import fails, is_lossy, sheds
 from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 from kvprof.sizes import format_bytes
 from kvprof.views.bars import Bar, Ink, StackedBars
@@ -400,7 +400,9 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
         name = method["method"]
         base = baseline_of(name, data["baseline"])
         rate = pays["from_rate"]
-        lossy = _lossy(data, (name, base)) & {one["rate"] for one in pays["ratios"]}
+        both = [row for row in data["rates"] if row["method"] in (name, base)]
+        lossy = {row["rate"] for row in both if is_lossy(row)}
+        lossy &= {one["rate"] for one in pays["ratios"]}
         bounded = [
             one
             for one in pays["ratios"]
@@ -423,13 +425,6 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
         lines += [_context_said(name, base, one) for one in pays["contexts"]]
         tables += [heading(f"{name} over {base}, of the same requests"), _over(pays["ratios"])]
     return [heading("From where on it pays"), bullets(lines), *tables] if lines else []
-
-
-def _lossy(data: Mapping[str, Any], methods: Sequence[str]) -> set[float]:
-    """Return the rates at which one of these lost so many requests that the rest say little."""
-    rows = (row for row in data["rates"] if row["method"] in methods)
-    lost = ((row["rate"], row["failed"] + row.get("shed", 0), row["requests"]) for row in rows)
-    return {rate for rate, count, asked in lost if count > LOSSY * asked}
 
 
 def _over(ratios: Sequence[Row]) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Runs a command in this process, as the console script would."""
+"""Runs a command in this process, as the console script would; tells what a load would start."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 from typer.testing import CliRunner
 
 from kvprof.cli import app
+from kvprof.serving.load.server import ServerProcess
+from kvprof.serving.load.target import LoadTarget, ServedTarget
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,10 @@ def kvprof(*arguments: Any) -> Finished:
     """Run ``kvprof`` with `arguments` and return its exit code and both streams."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return Finished(result.exit_code, result.stdout, result.stderr)
+
+
+def process_of(target: LoadTarget) -> ServerProcess:
+    """Return the server that a load would start for a method."""
+    assert isinstance(target, ServedTarget)
+    assert isinstance(target._server, ServerProcess)
+    return target._server

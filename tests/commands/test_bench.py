@@ -216,7 +216,7 @@ def test_ctrl_c_keeps_what_was_measured(measured: Recorder, tmp_path: Path) -> N
         (["--seq", ""], ("--seq",)),
         (["--batch", "0"], ("--batch", "'0'")),
         (["--batch", "many"], ("--batch", "'many'")),
-        (["--rate", "1"], ("--rate 1", "0.5")),
+        (["--rate", "1"], ("--rate 1", "1 would store nothing")),
         (["--rate", "-0.1"], ("--rate -0.1",)),
         (["--rate", "nan"], ("--rate nan",)),
         (["--rate", "0.99"], ("0.99", "0.875")),

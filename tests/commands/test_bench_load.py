@@ -31,7 +31,7 @@ from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load_names import load_methods
 from kvprof.serving import plugin
 from kvprof.serving.load.lengths import load_lengths
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, process_of
 from tests.serving.load.fake_server import Behaviour, FakeServer
 
 SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--rates", "80,160")
@@ -231,7 +231,7 @@ def test_servers_are_started_on_each_number_of_gpus_in_turn(
     targets = started_servers(model, methods, [], SERVED, load_lengths("in=64,out=8"))
     assert [one.method for one in targets] == ["full tp=2", "kq tp=2", "full tp=4", "kq tp=4"]
     for target, asked in zip(targets, methods, strict=True):
-        server = target._server  # type: ignore[attr-defined]
+        server = process_of(target)
         words = list(server._commands(81))
         option = "--tensor-parallel-size" if asked.name == "full" else "--tp"
         assert words[words.index(option) + 1] == str(asked.tp)
@@ -244,7 +244,7 @@ def test_a_method_may_have_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     names = ["kq", "fdc:rate=0.125,allocation=uniform", "fdc:rate=12.5%"]
     found = []
     for target in started_servers(model, load_methods(names, [1]), [], SERVED, lengths):
-        words = list(target._server._commands(81))  # type: ignore[attr-defined]
+        words = process_of(target)._commands(81)
         options = [after for word, after in pairwise(words) if word == "--option"]
         found.append((target.method, words[words.index("--rate") + 1], options))
     assert found == [
@@ -257,7 +257,7 @@ def test_a_method_may_have_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        ("kq:rate=1.5", "--methods kq:rate=1.5: rate 1.5 is no share to save"),
+        ("kq:rate=1.5", "--methods kq:rate=1.5: rate 1.5 is not between 0 and 1"),
         ("kq:rate=half", "--methods kq:rate=half: rate half is no share"),
         ("kq:rate=nan", "--methods kq:rate=nan: rate nan is no share"),
         ("kq:rate=0.1,rate=0.2", "rate is given twice"),
@@ -327,7 +327,7 @@ def test_a_shapes_servers_have_random_weights_and_no_tokenizer(
         assert load_model_shape(model.folder).layers == 2
         asked = SERVED | {"memory": 2**20}
         for target in started_servers(model, methods, [], asked, load_lengths("in=64,out=8")):
-            server = target._server  # type: ignore[attr-defined]
+            server = process_of(target)
             words = list(server._commands(81))
             assert model.folder in words
             assert words[-4:] == [

@@ -297,7 +297,7 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
         (["--metric", "speed"], "'speed'"),
         (["--metric", "tasks"], "--tasks"),
         (["--cache", "x", "--no-cache"], "--no-cache"),
-        (["--allocation", "budget", "--methods", "kivi"], "--allocation"),
+        (["--allocation", "budget", "--methods", "kivi"], "allocation=budget: none of the"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--methods", "kq", "--allocation", "nonsense"], "nonsense"),
         (

@@ -14,7 +14,7 @@ from kvprof.models.load import load_model
 from kvprof.records.load_names import load_methods
 from kvprof.serving.load.lengths import load_lengths
 from kvprof.serving.load.tokenizer import token_counter
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, process_of
 from tests.models.gguf_files import HEADS, KV_HEADS, LAYERS, WIDTH, write_llama
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -130,7 +130,7 @@ def test_servers_of_a_load_read_the_files_weights_while_it_lasts(
         assert model.unpacked is not None
         assert model.unpacked.described["file"] == "tiny.gguf"
         targets = started_servers(model, methods, [saved], LOAD, lengths)
-        words = [list(one._server._commands(81)) for one in targets]  # type: ignore[attr-defined]
+        words = [process_of(one)._commands(81) for one in targets]
         assert all(model.folder in command for command in words)
         moved = load_plan(Path(words[2][words[2].index("--plan") + 1]))
         written = load_model(model.folder, device="cpu")
@@ -142,7 +142,7 @@ def test_servers_of_a_load_read_the_files_weights_while_it_lasts(
     assert not Path(model.folder).exists()
     with engine_model(str(file), None, ["--load-format", "dummy"]) as model:
         targets = started_servers(model, methods, [saved], LOAD, lengths)
-        words = [list(one._server._commands(81)) for one in targets]  # type: ignore[attr-defined]
+        words = [process_of(one)._commands(81) for one in targets]
         assert str(saved) in words[2]  # random weights are nobody's
 
 

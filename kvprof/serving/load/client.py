@@ -28,7 +28,6 @@ _FIRST_ID, _LAST_ID = 100, 1100  # in every vocabulary, and past most special to
 _PROBE = Request(0, 0.0, 64, 4)
 _PROBE_SECONDS = 120.0
 _SPARE = 16  # pieces
-_WANT_KEY = (401, 403)  # statuses
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 
 
@@ -265,8 +264,8 @@ class Client:
         except (TimeoutError, OSError, HttpError):
             return None
 
-    async def refused(self, server: int = 0, timeout: float = 10.0) -> int | None:
-        """Return the status by which a server asks for another key; None where it asks for none."""
+    async def status(self, server: int = 0, timeout: float = 10.0) -> int | str:
+        """Return the status with which a server names its models, or why no HTTP comes."""
         try:
             async with (
                 asyncio.timeout(timeout),
@@ -274,18 +273,7 @@ class Client:
                     self.addresses[server], "GET", "/v1/models", headers=self._headers
                 ) as answer,
             ):
-                return answer.status if answer.status in _WANT_KEY else None
-        except (TimeoutError, OSError, HttpError):
-            return None
-
-    async def unreachable(self, server: int = 0, timeout: float = 10.0) -> str | None:
-        """Return why a server gives no answer of HTTP; None where it gives any."""
-        try:
-            async with (
-                asyncio.timeout(timeout),
-                exchange(self.addresses[server], "GET", "/v1/models", headers=self._headers),
-            ):
-                return None
+                return answer.status
         except TimeoutError:
             return "timeout"
         except socket.gaierror:

@@ -21,6 +21,7 @@ __all__ = ["ROUTERS", "LoadTarget", "Opened", "Ran", "ServedTarget", "Watch"]
 ROUTERS = ("shortest-queue", "round-robin")
 
 _TICK = 0.2  # seconds between two looks at whether to stop
+_WANT_KEY = (401, 403)  # statuses
 _SAMPLES = 200  # of a rate, but no more often than every tick
 _MOMENT = 0.005
 _AHEAD = 16  # requests whose prompts are ready before they are due
@@ -184,9 +185,10 @@ class ServedTarget:
         for number in range(1, len(self._server.addresses)):
             await self._wait_for(client, number, until, stop)
         if self._model is None and name is None:
-            if (problem := await client.unreachable()) is not None:
-                raise FailedError(f"{self.method}: no server answers at --url: {problem}")
-            if (status := await client.refused()) is not None:
+            status = await client.status()
+            if isinstance(status, str):
+                raise FailedError(f"{self.method}: no server answers at --url: {status}")
+            if status in _WANT_KEY:
                 way = "name the environment variable that holds its key with --key-env"
                 raise FailedError(
                     f"{self.method}: the server refuses /v1/models with HTTP {status}; "
@@ -378,7 +380,7 @@ class _Running:
                 break
             await asyncio.sleep(_TICK)
         for number in range(len(self._in_flight)):
-            if said is None and await self._client.unreachable(number) is not None:
+            if said is None and isinstance(await self._client.status(number), str):
                 said = f"{self._server.method}: server {number + 1} does not answer any more"
         return said
 

@@ -106,13 +106,13 @@ def test_nobody_there_is_told():
     assert outcome.failure == "connection refused"
     with pytest.raises(FailedError, match="connection refused"):
         asyncio.run(client.find_dialect())
-    assert asyncio.run(client.unreachable()) == "connection refused"
+    assert asyncio.run(client.status()) == "connection refused"
 
 
 def test_an_answer_that_is_an_error_is_an_answer():
     with FakeServer(Behaviour(key="s3cret")) as server:
         assert asyncio.run(client_of(server).models()) == (None, None)
-        assert asyncio.run(client_of(server).unreachable()) is None
+        assert type(asyncio.run(client_of(server).status())) is int
 
 
 def test_what_is_no_http_is_told():
