@@ -39,6 +39,7 @@ __all__ = [
     "EngineModel",
     "engine_model",
     "engine_words",
+    "parted_rate",
     "running_servers",
     "started_servers",
     "urls",
@@ -262,7 +263,7 @@ def _refuse_unservable(
     shape = load_shape(folder)
     for name in own:
         ((_, method, options),) = method_entries(name)
-        written, _ = _parted_rate(name, options)
+        written, _ = parted_rate(name, options)
         check_method(Bare(layout_of(shape), shape.name), method, **options_in(written))
 
 
@@ -291,7 +292,7 @@ def _process(
         raise UsageError(
             f"--methods {asked.name}: {method} is what vLLM itself has, and takes no options here"
         )
-    options, rate = _parted_rate(asked.name, written)
+    options, rate = parted_rate(asked.name, written)
 
     def command(port: int) -> list[str]:
         return serve_command(
@@ -321,7 +322,7 @@ def _process(
     )
 
 
-def _parted_rate(label: str, written: Sequence[str]) -> tuple[list[str], float | None]:
+def parted_rate(label: str, written: Sequence[str]) -> tuple[list[str], float | None]:
     """Part a method's options from the rate that it is given for itself; None where it has none.
 
     Raises

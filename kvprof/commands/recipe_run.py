@@ -109,9 +109,14 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
     if command == "bench" and not values.get("real"):
         from kvprof.benchmark.jct.ablations import parse_variant
         from kvprof.benchmark.shape_plans import parse_method
+        from kvprof.commands.bench_load_servers import parted_rate
 
-        for label, _, _ in method_entries(text):
-            (parse_variant if values.get("jct") else parse_method)(label)
+        for label, method, written in method_entries(text):
+            if values.get("load") and not values.get("simulate"):
+                options, _ = parted_rate(label, written)
+                parse_method(f"{method}:{','.join(options)}" if options else method)
+            else:
+                (parse_variant if values.get("jct") else parse_method)(label)
         return
     from kvprof.methods.registry import calibration_needs
 

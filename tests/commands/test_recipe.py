@@ -56,6 +56,24 @@ def test_validate_names_file_line_and_way_out(
     assert "1 of 1 recipes cannot be run" in done.error
 
 
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        ("--load --model Llama-3.1-8B --methods full,{method}:rate={rate}", None),
+        ("--load --model Llama-3.1-8B --methods {method}:rate=2", "fdc:rate=2: rate 2 is not between 0 and 1"),
+        ("--load --simulate --methods {method}:rate={rate}", "fdc has no option rate"),
+    ],
+)
+def test_a_served_load_of_a_recipe_may_give_a_method_its_rate(
+    tmp_path: Path, load: str, said: str | None
+) -> None:
+    cell = f"bench {load} --rates 1 --requests 8"
+    text = TEXT.replace("plan reference --method {method} --rate {rate}", cell)
+    done = kvprof("recipe", "validate", write(tmp_path, text))
+    assert done.code == (0 if said is None else ExitCode.USAGE)
+    assert (said or "1 recipe is valid.") in " ".join(done.stdout.split())
+
+
 def test_a_wrong_recipe_is_refused_before_anything_is_run_or_written(tmp_path: Path) -> None:
     path = write(tmp_path, TEXT.replace("--method {method}", "--method fcd"))
     done = kvprof("recipe", "run", path, "--out", tmp_path / "out")
