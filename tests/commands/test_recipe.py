@@ -60,7 +60,10 @@ def test_validate_names_file_line_and_way_out(
     ("load", "said"),
     [
         ("--load --model Llama-3.1-8B --methods full,{method}:rate={rate}", None),
-        ("--load --model Llama-3.1-8B --methods {method}:rate=2", "fdc:rate=2: rate 2 is not between 0 and 1"),
+        (
+            "--load --model Llama-3.1-8B --methods {method}:rate=2",
+            "fdc:rate=2: rate 2 is not between 0 and 1",
+        ),
         ("--load --simulate --methods {method}:rate={rate}", "fdc has no option rate"),
     ],
 )
