@@ -1,11 +1,12 @@
 """``kvtc``: a prompt's cache coded to be stored or moved, not decoded from (arXiv 2511.01815)."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 
 from torch import Tensor
 
-from kvprof.analysis.transform_coding import BlockErrors, encoded, principal_components
+from kvprof.analysis.transform_coding import BlockErrors, Blocks, encoded, principal_components
 from kvprof.errors import UsageError
 from kvprof.methods.across import Across, LayerGroup
 from kvprof.methods.family import MethodInputs, PlanFamily
@@ -101,13 +102,15 @@ def kvtc(
 
     @cache
     def across(step: int) -> Across:
-        bits = _MOST_BITS * (1 - step / _STEPS)
-        coded = tuple(_coded(x, bits, deflate) for x in groups)
+        coded = tuple(_coded(x, _blocks(x, step), deflate) for x in groups)
         return Across(coded, window, deflate=deflate, sample=sample)
 
+    # The last step keeps something: means alone are no cache.
+    steps = range(1, _STEPS)
+    last = bisect_left(steps, True, key=lambda step: not any(_blocks(x, step) for x in groups))
+
     def build(knob: float) -> Plan:
-        # The last step keeps something: a mean alone is no cache.
-        step = min(round(knob * _STEPS), _STEPS - 2)
+        step = min(round(knob * _STEPS), last)
         return Plan(
             "kvtc",
             inputs.fingerprint,
@@ -133,11 +136,16 @@ def _group(inputs: MethodInputs, side: str, layers: tuple[int, ...]) -> _Group:
     return _Group(side, layers, tokens, basis.float(), mean.float(), sample, BlockErrors(sample))
 
 
-def _coded(group: _Group, bits: float, deflate: bool) -> LayerGroup:
+def _blocks(group: _Group, step: int) -> Blocks:
+    """Return the blocks of a step: at the last ones none, whose group keeps its mean alone."""
+    bits = _MOST_BITS * (1 - step / _STEPS)
+    blocks = group.errors.within(max(bits * len(group.mean) / 8, 1.0))
+    # Of columns at the end that nothing is kept of, no basis is needed.
+    return blocks[:-1] if blocks and not blocks[-1][1] else blocks
+
+
+def _coded(group: _Group, blocks: Blocks, deflate: bool) -> LayerGroup:
     width = len(group.mean)
-    blocks = group.errors.within(max(bits * width / 8, 1.0))
-    if blocks and not blocks[-1][1]:
-        blocks = blocks[:-1]  # of columns at the end that nothing is kept of, no basis is needed
     rank = sum(columns for columns, _ in blocks)
     measured: tuple[int, ...] = ()
     if deflate:

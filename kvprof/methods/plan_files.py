@@ -242,7 +242,8 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
                     tensors[f"layers.{index}.{name}.{number}.up"] = group.up
     for number, coded in enumerate(plan.across.groups if plan.across is not None else ()):
         for matrix in ("basis", "mean"):
-            if (one := getattr(coded, matrix)) is not None:
+            # Of a group that keeps its mean alone the basis is nothing, as its rank says.
+            if (one := getattr(coded, matrix)) is not None and one.numel():
                 tensors[f"across.{number}.{matrix}"] = one
     save_tensors(
         path, tensors, {"plan": json.dumps(structure(plan))}, format_name=_format(plan), force=force
@@ -458,13 +459,18 @@ def _across(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Across:
     def matrix(number: int, name: str) -> Tensor:
         return tensors[f"across.{number}.{name}"].to(torch.float32)
 
+    def basis(number: int, one: dict[str, Any]) -> Tensor | None:
+        if not one["based"]:
+            return None
+        return matrix(number, "basis") if one["rank"] else torch.zeros(one["width"], 0)
+
     groups = tuple(
         LayerGroup(
             one["side"],
             tuple(one["layers"]),
             one["width"],
             one["rank"],
-            matrix(number, "basis") if one["based"] else None,
+            basis(number, one),
             matrix(number, "mean") if at_rest else None,
             tuple((columns, bits) for columns, bits in one["blocks"]),
             tuple(one["measured"]),

@@ -2,6 +2,7 @@
 
 import zlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,11 @@ def coded(rows: np.ndarray, group: LayerGroup) -> np.ndarray:
 )
 def test_decoding_goes_on_from_what_comes_back(options: dict[str, Any]) -> None:
     """The model itself, its own cache filled with what numpy makes of the prompt's."""
-    plan, ids = coded_plan("Llama", **options), prompts(2)
-    across = plan.across
+    check_restored(coded_plan("Llama", **options))
+
+
+def check_restored(plan: Plan) -> None:
+    across, ids = plan.across, prompts(2)
     assert across is not None
     with compressed(model("Llama"), plan) as session, torch.no_grad():
         cache = session.new_cache()
@@ -139,6 +143,29 @@ def test_padded_rows_are_coded_as_if_alone() -> None:
     assert torch.allclose(found, wanted, atol=1e-2 * float(wanted.norm()))
     with pytest.raises(UsageError, match="codes a prompt's cache"):
         both.crop(-1)
+
+
+def test_a_group_may_keep_its_mean_alone(tmp_path: Path) -> None:
+    plan = coded_plan("Llama", layers=1)
+    assert plan.across is not None
+    first, *others = plan.across.groups
+    basis = first.basis
+    assert basis is not None
+    alone = replace(first, rank=0, basis=basis[:, :0], blocks=(), measured=(8, 60))
+    plan = replace(plan, across=replace(plan.across, groups=(alone, *others)))
+    save_plan(plan, tmp_path / "a.plan")
+    loaded = load_plan(tmp_path / "a.plan", layout=model("Llama").layout)
+    assert compare_plans(plan, loaded) == {}
+    check_restored(loaded)
+
+
+@pytest.mark.parametrize("knob", [0.9, 0.98, 1.0])
+@pytest.mark.parametrize("options", [{}, {"layers": 1}])
+def test_the_last_step_keeps_something(knob: float, options: dict[str, Any]) -> None:
+    """Rows of 32 and 64 values, of which a byte a token keeps nothing."""
+    across = coded_plan("Llama", knob, **options).across
+    assert across is not None
+    assert any(group.rank for group in across.groups)
 
 
 @pytest.mark.parametrize("arch", ["Gemma3", "GPT2", "Qwen3", "SmolLM3"])
