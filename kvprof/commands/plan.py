@@ -239,6 +239,7 @@ def plan(
             planned_model,
             planned_shape,
             transfer_data,
+            warnings_of,
         )
         from kvprof.commands.steps import evaluation_context, load_for_command
         from kvprof.evaluation.tasks.registry import TASKS
@@ -310,15 +311,7 @@ def plan(
                 if transfer
                 else None,
             },
-            # What is stored and not decoded from says so wherever its bytes are told.
-            warnings=list(
-                dict.fromkeys(
-                    note
-                    for row in choices.rows
-                    if row.plan.across is not None and row.plan.across.at_rest
-                    for note in row.plan.made.get("notes", ())
-                )
-            ),
+            warnings=warnings_of(choices, None if context is None else at),
             complete=choices.complete,
         )
 

@@ -52,6 +52,7 @@ __all__ = [
     "planned_model",
     "planned_shape",
     "transfer_data",
+    "warnings_of",
 ]
 
 _BATCHES = (1, 8, 32)
@@ -311,6 +312,32 @@ def choose_plans(
     if refused is not None and not rows:
         raise refused  # of full width already: no plan fits this model
     return Choices(rows, missing, complete, targets, shipped)
+
+
+def warnings_of(choices: Choices, context: int | None) -> list[str]:
+    """Return what is to be known of plans wherever their bytes are told.
+
+    Parameters
+    ----------
+    choices : Choices
+    context : int or None
+        Tokens at which the user asked for rates to be counted, if so.
+    """
+    found = [
+        note
+        for row in choices.rows
+        if row.plan.across is not None and row.plan.across.at_rest
+        for note in row.plan.made.get("notes", ())
+    ]
+    recorded = [row for row in choices.rows if row.record is not None]
+    if context is not None and (other := [x for x in recorded if x.context != context]):
+        named = ", ".join(row.label for row in other)
+        tokens = " and ".join(f"{x:,}" for x in sorted({row.context for row in other}))
+        found.append(
+            f"--context {context:,}: recorded rates ({named}) are counted at the {tokens} tokens "
+            "of their records; give --rate for a rate at another"
+        )
+    return list(dict.fromkeys(found))
 
 
 def fit_data(planned: PlannedModel, memory: Memory, choices: Choices) -> dict[str, Any]:

@@ -579,3 +579,14 @@ def test_a_fit_says_which_shipped_rates_it_took_and_which_there_are_besides() ->
     told = " ".join(done.stdout.split())
     assert "that of reference is taken, because the weights are the same." in told
     assert "Rates of smollm2 ship too: --rates smollm2 borrows them." in told
+
+
+def test_a_context_says_where_recorded_rates_are_counted_all_the_same() -> None:
+    words = ("plan", "reference", "--fit", "2GB", "--methods", "kq")
+    recorded = kvprof(*words, "--context", 64)
+    assert recorded.code == 0, recorded.stderr
+    told = " ".join(recorded.stdout.split())
+    assert "--context 64: recorded rates (kq) are counted at the 768 tokens of their" in told
+    given = kvprof(*words, "--context", 64, "--rate", 0.1)
+    assert given.code == 0, given.stderr
+    assert "--context 64:" not in given.stdout
