@@ -23,6 +23,7 @@ __all__ = [
     "CommandNeeds",
     "PackageState",
     "extra_command",
+    "extra_names",
     "install_command",
     "package_states",
     "python_wanted",
@@ -170,6 +171,11 @@ def package_states() -> list[PackageState]:
                 )
             )
     return states
+
+
+def extra_names() -> list[str]:
+    """Return the extras that kvprof has."""
+    return [name for name in _metadata()[1] if name]
 
 
 def extra_command(extra: str) -> str:

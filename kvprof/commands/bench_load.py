@@ -19,6 +19,7 @@ from kvprof.commands.bench_load_servers import (
     engine_model,
     engine_words,
     running_servers,
+    served_method,
     started_servers,
     urls,
 )
@@ -45,11 +46,12 @@ if TYPE_CHECKING:
     from kvprof.serving.load.sweep import SweepOptions
     from kvprof.serving.load.target import LoadTarget
 
-__all__ = ["bench_load", "measure_and_show"]
+__all__ = ["bench_load", "check_offered", "measure_and_show"]
 
 _METHODS = ("full", "fp8", "fdc")
 _LENGTHS = "arxiv"
 _RATE = 0.5
+_ARRIVALS = "poisson"
 _REQUESTS = 200
 _TIMEOUT = 600.0
 _MOST_REQUESTS = 10_000_000
@@ -266,6 +268,9 @@ def _check_methods(labels: Sequence[str], plans: Sequence[Path]) -> None:
             raise UsageError(f"--plan {name}: there is no such file")
     own = [label for label in labels if label not in files and served_by_engine(label) is None]
     check_names([method for label in own for _, method, _ in method_entries(label)])
+    for label in labels:
+        if label not in files:
+            served_method(label)
 
 
 def _lengths(asked: LoadOptions, model: str | None) -> "Lengths":
@@ -319,7 +324,7 @@ def _sweep_options(
         raise UsageError(f"--requests {requests:,} is no number of requests at a rate")
     if asked.refine is not None and not 0 <= asked.refine <= 20:
         raise UsageError(f"--refine {asked.refine}: between 0 and 20 further rates make sense")
-    arrivals = parse_arrivals(asked.arrivals or "poisson")
+    arrivals = parse_arrivals(asked.arrivals or _ARRIVALS)
     if arrivals.kind == "trace" and not lengths.timed:
         raise UsageError(
             f"--arrivals trace: {lengths.name} has no times; take poisson, or a file with times"
@@ -335,6 +340,20 @@ def _sweep_options(
         seed=seed,
         engines=_engines(asked),
     )
+
+
+def check_offered(rates: str | None, arrivals: str | None, slo: str | None) -> None:
+    """Refuse rates, arrivals and an objective that no load can have.
+
+    Raises
+    ------
+    UsageError
+    """
+    from kvprof.serving.load.arrivals import parse_arrivals
+
+    _rates(rates)
+    parse_arrivals(arrivals or _ARRIVALS)
+    _objective(slo)
 
 
 def _rates(text: str | None) -> tuple[float, ...]:
@@ -567,6 +586,8 @@ def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
         events = read_events(found).events
     except FailedError:
         return None
+    if not events:
+        return []  # it was killed before it said what it is
     started, last = events[0], events[-1]
     if not isinstance(started, RunStarted) or started.kind != "load":
         return None

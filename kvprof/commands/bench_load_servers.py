@@ -39,8 +39,8 @@ __all__ = [
     "EngineModel",
     "engine_model",
     "engine_words",
-    "parted_rate",
     "running_servers",
+    "served_method",
     "started_servers",
     "urls",
 ]
@@ -262,8 +262,7 @@ def _refuse_unservable(
         return  # of a hub id the server tells
     shape = load_shape(folder)
     for name in own:
-        ((_, method, options),) = method_entries(name)
-        written, _ = parted_rate(name, options)
+        method, written, _ = served_method(name)
         check_method(Bare(layout_of(shape), shape.name), method, **options_in(written))
 
 
@@ -285,14 +284,9 @@ def _process(
         dtype=str(_dtype()).removeprefix("torch."),
         more=model.words,
     )
-    ((_, method, written),) = (
-        method_entries(asked.name) if plan is None else [(asked.name, asked.name, [])]
+    method, options, rate = (
+        served_method(asked.name) if plan is None else (asked.name, list[str](), None)
     )
-    if written and served_by_engine(method) is not None:
-        raise UsageError(
-            f"--methods {asked.name}: {method} is what vLLM itself has, and takes no options here"
-        )
-    options, rate = parted_rate(asked.name, written)
 
     def command(port: int) -> list[str]:
         return serve_command(
@@ -322,22 +316,27 @@ def _process(
     )
 
 
-def parted_rate(label: str, written: Sequence[str]) -> tuple[list[str], float | None]:
-    """Part a method's options from the rate that it is given for itself; None where it has none.
+def served_method(label: str) -> tuple[str, list[str], float | None]:
+    """Return a method, its options, and the rate that it is given for itself; None without one.
 
     Raises
     ------
     UsageError
-        When that is given twice, or is none that a cache can have.
+        For a rate that is given twice or is no share to save, and for options of vLLM's own.
     """
+    ((_, method, written),) = method_entries(label)
+    if written and served_by_engine(method) is not None:
+        raise UsageError(
+            f"--methods {label}: {method} is what vLLM itself has, and takes no options here"
+        )
     own = options_in(written)
     text = own.pop("rate", None)
     if text is None:
-        return list(written), None
+        return method, list(written), None
     what = f"--methods {label}: rate"
     rate = parse_share(text, what=what)
     check_rate(rate, what)
-    return [f"{key}={value}" for key, value in own.items()], rate
+    return method, [f"{key}={value}" for key, value in own.items()], rate
 
 
 def engine_words(text: str | None) -> list[str]:

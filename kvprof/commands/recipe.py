@@ -319,6 +319,8 @@ def report(
         markdown or first / f"{LEDGER}.md": "md",
         html or first / f"{LEDGER}.html": "html",
     }
+    if len({path.resolve() for path in files}) < 2:
+        raise UsageError(f"--md and --html both go to {next(iter(files))}; give each its own")
     for path in files:
         ensure_writable(path, force)
     from kvprof.views.export import page_html, page_markdown
@@ -344,7 +346,7 @@ def report(
         except FailedError as problem:
             failures.append(str(problem))
     if failures:
-        raise FailedError("; ".join(failures))
+        raise FailedError("; ".join(dict.fromkeys(failures)))
 
 
 def _read_ledger(path: Path) -> dict[str, object]:

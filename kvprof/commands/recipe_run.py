@@ -16,6 +16,8 @@ import typer
 from platformdirs import user_cache_path
 
 from kvprof import console
+from kvprof.commands.bench_load import check_offered
+from kvprof.commands.bench_load_servers import served_method
 from kvprof.commands.output import Outputs, check_folder
 from kvprof.errors import (
     ClaimNotMetError,
@@ -79,6 +81,8 @@ def check_command(words: Sequence[str]) -> str | None:
         return f"{' '.join(words)}: measures nothing"
     try:
         _check_methods(name, values)
+        if values.get("load"):
+            check_offered(values["rates"], values["arrivals"], values["slo"])
     except UsageError as problem:
         return str(problem)
     except KvprofError:
@@ -109,11 +113,10 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
     if command == "bench" and not values.get("real"):
         from kvprof.benchmark.jct.ablations import parse_variant
         from kvprof.benchmark.shape_plans import parse_method
-        from kvprof.commands.bench_load_servers import parted_rate
 
-        for label, method, written in method_entries(text):
+        for label, _, _ in method_entries(text):
             if values.get("load") and not values.get("simulate"):
-                options, _ = parted_rate(label, written)
+                method, options, _ = served_method(label)
                 parse_method(f"{method}:{','.join(options)}" if options else method)
             else:
                 (parse_variant if values.get("jct") else parse_method)(label)

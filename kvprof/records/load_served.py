@@ -105,7 +105,11 @@ def largest(
         other = _bracket(baseline)
         low, high = own["largest_rate_interval"]
         theirs_low, theirs_high = other["largest_rate_interval"]
-        if own["largest_rate"] and other["largest_rate"]:
+        # Of the method that served less nobody saw where it ends: only how far it was measured.
+        less = min(own, other, key=lambda one: one["largest_rate"] or 0.0)
+        alike = own["largest_rate"] == other["largest_rate"]
+        seen = alike or less["limited_by"] is not None
+        if own["largest_rate"] and other["largest_rate"] and seen:
             ratio = own["largest_rate"] / other["largest_rate"]
         interval = [
             low / theirs_high if low is not None and theirs_high else None,

@@ -28,6 +28,7 @@ from kvprof.reproduction.recipe import (
     value_at,
 )
 from kvprof.reproduction.resolve import expand, filled_measures, refused_size
+from kvprof.requirements import extra_names
 
 __all__ = [
     "CommandCheck",
@@ -186,8 +187,10 @@ def _problems_of_parts(document: Document, path: Path) -> list[Problem]:
     """Return what is wrong with the parts of a file by themselves."""
     errors = sorted(Draft202012Validator(recipe_schema()).iter_errors(document.data), key=str)
     if errors:
-        return [problem for error in errors for problem in _problems_of(error)]
+        # Keys that are lacking are an error each, and told in one line.
+        return list(dict.fromkeys(problem for error in errors for problem in _problems_of(error)))
     found = [*_names(document, path), *_published(document), *_commands(document)]
+    found += _extras(document)
     for key_path in _sections(document, "measures"):
         found += _measures(document, key_path)
     for key_path in _sections(document, "verdict"):
@@ -276,6 +279,15 @@ def _sections(document: Document, key: str) -> Iterator[KeyPath]:
                 yield ("profiles", name, "models", model, key)
 
 
+def _extras(document: Document) -> Iterator[Problem]:
+    known = extra_names()
+    for needs in _sections(document, "needs"):
+        for index, name in enumerate(value_at(document.data, needs).get("extras", ())):
+            if name not in known:
+                key_path: KeyPath = (*needs, "extras", index)
+                yield Problem(key_path, f"kvprof has no extra {name!r}{there_are(known)}")
+
+
 def _commands(document: Document) -> Iterator[Problem]:
     for cells in _sections(document, "cells"):
         for index, cell in enumerate(value_at(document.data, cells)):
@@ -312,6 +324,8 @@ def _measures(document: Document, key_path: KeyPath) -> Iterator[Problem]:
                 yield Problem(
                     (*here, kinds[0]), f"{one['id']}: two numbers are no measure; name one"
                 )
+            if kinds[0] == "divide" and one["divide"][-1] == 0:
+                yield Problem((*here, "divide"), f"{one['id']}: nothing can be divided by 0")
             for other in one[kinds[0]]:
                 if isinstance(other, str) and other not in known:
                     yield Problem(

@@ -122,19 +122,20 @@ def _holds(line: Line, value: float) -> bool:
 def verdict_of(lines: Sequence[JudgedLine]) -> str:
     """Return the verdict: all hold, only the weaker ones do, or neither.
 
-    One that could not be measured leaves the whole open. One that is open for another reason does
-    so only where it matters: where the weaker ones hold it takes nothing from them, and where one
-    fails that must hold it saves nothing. Weaker ones alone show no more than a direction.
+    Where one fails that must hold, nothing saves the whole: a weaker one, or any where there are
+    none. Else one that could not be measured leaves it open. One that is open for another reason
+    does so only where it matters: where the weaker ones hold it takes nothing from them. Weaker
+    ones alone show no more than a direction.
     """
+    weaker = [line for line in lines if line.line.direction]
+    if any(line.holds is False for line in weaker or lines):
+        return NOT_REPRODUCED
     if not lines or any(line.measured.value is None for line in lines):
         return NOT_JUDGED
-    weaker = [line for line in lines if line.line.direction]
     if all(line.holds for line in lines) and len(weaker) < len(lines):
         return REPRODUCED
     if weaker and all(line.holds for line in weaker):
         return DIRECTION
-    if any(line.holds is False for line in weaker or lines):
-        return NOT_REPRODUCED
     return NOT_JUDGED
 
 

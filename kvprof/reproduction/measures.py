@@ -472,7 +472,10 @@ def _together(
             return one
     if make is _quotient and second.value == 0:
         return _missing(f"{pair[1]} is 0, and {pair[0]} cannot be divided by it")
-    return replace(make(first, second), doubt=first.doubt or second.doubt)
+    together = make(first, second)
+    if not all(map(math.isfinite, (together.value or 0.0, *(together.interval or ())))):
+        return _missing(f"what {pair[0]} and {pair[1]} make is larger than any number")
+    return replace(together, doubt=first.doubt or second.doubt)
 
 
 def _quotient(first: Measured, second: Measured) -> Measured:

@@ -134,6 +134,7 @@ def model_words(entry: Mapping[str, Any]) -> str:
 _LEAST = 24  # columns of a ratio
 _MOST_LABEL = 28
 _NEAR = 1.25
+_FARTHEST = 1e99  # that a ratio can be drawn at
 _LEAST_SPAN = 1.1  # the axis reaches at least from 1 / this to this
 _COLOURS = {True: "#0072B2", False: "#D55E00", None: "#555555"}
 _SAID = {True: "", False: " fails", None: " open"}
@@ -167,6 +168,10 @@ class Ratio:
     stated: bool
 
 
+def _near_enough(ratio: float) -> bool:
+    return 1 / _FARTHEST <= ratio <= _FARTHEST
+
+
 def ratios_of(entry: Mapping[str, Any]) -> list[Ratio]:
     """Return the ratios of an entry; a line with nothing to be held against has none."""
     known = {one["id"]: one for one in entry["published"]}
@@ -180,19 +185,19 @@ def ratios_of(entry: Mapping[str, Any]) -> list[Ratio]:
         if one is not None and stated:
             ends = _ends(one)
         middle = sum(ends) / 2
-        # What is not positive has no ratio.
-        if min(*ends, line["measured"]) <= 0:
+        # What is not positive has no ratio, and what is too far off no place.
+        if min(*ends, line["measured"]) <= 0 or not _near_enough(line["measured"] / middle):
             continue
         bounds = line["interval"]
+        if bounds is not None and not all(_near_enough(end / middle) for end in bounds):
+            bounds = None
         found.append(
             Ratio(
                 line["measure"],
                 ends[0] / middle,
                 ends[1] / middle,
                 line["measured"] / middle,
-                (bounds[0] / middle, bounds[1] / middle)
-                if bounds is not None and bounds[0] > 0
-                else None,
+                (bounds[0] / middle, bounds[1] / middle) if bounds is not None else None,
                 line["holds"],
                 stated,
             )

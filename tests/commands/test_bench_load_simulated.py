@@ -176,6 +176,14 @@ def test_several_numbers_of_gpus_are_measured_in_turn_each_against_its_own_basel
     assert "8 of 8 rates are within 10 %" in " ".join(again.stdout.split()), again.stderr
 
 
+def test_events_that_were_cut_off_before_the_first_are_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/events.jsonl").touch()
+    done = kvprof("bench", "--load", "--simulate", *SHORT, "--out", tmp_path / "run")
+    assert done.code == 0, done.error
+    assert (tmp_path / "run/result.json").exists()
+
+
 def served(folder: Path, factors: dict[str, float], mode: str = "served") -> None:
     """Make a load that was served of a simulated one: as if it had taken so many times as long."""
     (folder / "events.jsonl").unlink()

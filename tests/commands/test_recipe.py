@@ -59,6 +59,10 @@ def test_validate_names_file_line_and_way_out(
 @pytest.mark.parametrize(
     ("load", "said"),
     [
+        ("--load --model Llama-3.1-8B --methods full:rate={rate}", "full is what vLLM itself has"),
+        ("--load --model Llama-3.1-8B --methods full --slo ttft=soon", "--slo: 'ttft=soon' is no"),
+        ("--load --simulate --methods full --rates 0", "--rates: '0' is no rate"),
+        ("--load --simulate --methods full --arrivals often", "--arrivals often"),
         ("--load --model Llama-3.1-8B --methods full,{method}:rate={rate}", None),
         (
             "--load --model Llama-3.1-8B --methods {method}:rate=2",
@@ -70,7 +74,7 @@ def test_validate_names_file_line_and_way_out(
 def test_a_served_load_of_a_recipe_may_give_a_method_its_rate(
     tmp_path: Path, load: str, said: str | None
 ) -> None:
-    cell = f"bench {load} --rates 1 --requests 8"
+    cell = f"bench {load} --requests 8" + " --rates 1" * ("--rates" not in load)
     text = TEXT.replace("plan reference --method {method} --rate {rate}", cell)
     done = kvprof("recipe", "validate", write(tmp_path, text))
     assert done.code == (0 if said is None else ExitCode.USAGE)
@@ -162,7 +166,24 @@ def test_a_folder_gathers_runs_and_the_report_shows_them(tmp_path: Path) -> None
     again = kvprof("recipe", "report", out)
     assert again.code == ExitCode.USAGE
     assert kvprof("recipe", "report", out, "--force").code == 0
+    one = tmp_path / "one"
+    alike = kvprof("recipe", "report", out, "--md", one, "--html", tmp_path / "out/../one")
+    assert alike.code == ExitCode.USAGE
+    assert "--md and --html both go to" in alike.error
+    assert not one.exists()
     assert kvprof("show", out).stdout.startswith("2 recipes: 2 reproduced.")
+
+
+def test_a_number_that_is_too_far_off_for_a_plot_is_in_the_ledger_all_the_same(
+    tmp_path: Path,
+) -> None:
+    text = TEXT.replace("divide: [rate_fdc, worst]", "divide: [rate_fdc, 1e-307]").replace(
+        "above: 0.5", "below: 1e308"
+    )
+    run(write(tmp_path, text), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
+    done = kvprof("recipe", "report", tmp_path / "out", "--html", tmp_path / "a.html")
+    assert done.code == 0, done.error
+    assert "9.6e+306" in (tmp_path / "out/ledger.md").read_text()
 
 
 def test_report_of_what_is_no_ledger(tmp_path: Path) -> None:

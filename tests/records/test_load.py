@@ -13,7 +13,7 @@ from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load import SHED, LoadFold
 from kvprof.records.load_names import load_case
-from kvprof.records.load_served import is_beyond, is_within
+from kvprof.records.load_served import is_beyond, is_within, largest
 from kvprof.records.schema import validate_result
 from tests.records.load_stream import METHODS, load_result, load_stream
 from tests.records.streams import write
@@ -64,10 +64,10 @@ def test_latencies_are_those_of_the_requests_in_the_window():
 
 def test_the_largest_rate_is_the_last_below_what_the_slots_give():
     assert 2 < capacity("full") < 6 < capacity("fdc") < 12
-    for name, largest, beyond in (("full", 2.0, 6.0), ("fdc", 6.0, 12.0)):
+    for name, within, beyond in (("full", 2.0, 6.0), ("fdc", 6.0, 12.0)):
         own = method(name)
-        assert own["largest_rate"] == largest
-        assert own["largest_rate_interval"] == [largest, beyond]
+        assert own["largest_rate"] == within
+        assert own["largest_rate_interval"] == [within, beyond]
         assert own["limited_by"] == "queue"
         assert row(f"{name} @ {beyond:g}/s")["grows"] is True
         growth = row(f"{name} @ {beyond:g}/s")
@@ -76,6 +76,20 @@ def test_the_largest_rate_is_the_last_below_what_the_slots_give():
     assert method("fdc")["ratio"] == 3.0
     assert method("fdc")["ratio_interval"] == [1.0, 6.0]
     assert method("full")["pays"] is None
+
+
+@pytest.mark.parametrize(("own", "ratio"), [([1, 2], None), ([1, 2, 4], 1.0), ([1, 2, 4, 8], None)])
+def test_a_method_whose_end_nobody_saw_has_no_ratio_to_another_rate(own, ratio):
+    """An interrupted load, of which one method has fewer rates: that is no smaller capacity."""
+
+    def rows(rates):
+        steady = {"complete": True, "grows": False, "failed": 0, "requests": 100}
+        none = {"attained_share": None, "attained_share_interval": None, "objective_share": 0.9}
+        return [{**steady, **none, "rate": rate} for rate in rates]
+
+    found = largest(rows(own), rows([1, 2, 4]))
+    assert (found["largest_rate"], found["limited_by"]) == (own[-1], None)
+    assert (found["ratio"], found["ratio_interval"]) == (ratio, [None, None])
 
 
 def test_an_objective_ends_what_the_queue_does_not():

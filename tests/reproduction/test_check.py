@@ -43,6 +43,12 @@ def test_the_small_recipe_is_read(tmp_path: Path) -> None:
         ("{measure: ratio", "{measure: rotio", ":22: no measure 'rotio': there are rate_fdc"),
         ("divide: [rate_fdc, worst]", "divide: [rate_fdc, best]", ":19: ratio: no measure 'best'"),
         ("divide: [rate_fdc, worst]", "divide: [1, 2]", ":19: ratio: two numbers are no measure"),
+        ("divide: [rate_fdc, worst]", "divide: [rate_fdc, 0]", ":19: ratio: nothing can be divid"),
+        (
+            "    matrix:",
+            "    needs: {extras: [nope]}\n    matrix:",
+            ":13: .* no extra 'nope': there",
+        ),
         ("cell: plan-fdc", "cell: plan-zack", ":17: .*makes no cell 'plan-zack': there are plan-f"),
         ("figure: rate, where", "figure: rate, data: a, where", ":17: .*one of figure, data"),
         ("figure: rate, over", 'data: "a[b", over', r":18: worst: 'a\[b' is no path"),
@@ -89,6 +95,10 @@ def test_every_mistake_is_listed(tmp_path: Path) -> None:
         load_recipe(write(tmp_path, text))
     assert len(caught.value.lines) == 3  # two unknown keys, and claim is lacking
     assert "and 2 more" in str(caught.value)
+    with pytest.raises(InvalidRecipeError) as caught:
+        load_recipe(write(tmp_path, "name: small-claim\n"))
+    (line,) = caught.value.lines
+    assert "lacks format, " in line
 
 
 @pytest.mark.parametrize("path", recipe_files(), ids=lambda path: path.stem)

@@ -223,6 +223,7 @@ def test_open_lines_count_where_the_verdict_hangs_on_them(
         (0.5, 0.5, NOT_REPRODUCED),
         (2.0, 0.5, NOT_REPRODUCED),
         (None, 2.0, NOT_JUDGED),
+        (None, 0.5, NOT_REPRODUCED),
     ],
 )
 def test_verdicts(strong: float | None, weak: float, verdict: str) -> None:
@@ -245,10 +246,23 @@ def test_without_a_weaker_claim_nothing_is_reproduced_in_direction() -> None:
     assert verdict_of([]) == NOT_JUDGED
 
 
+@pytest.mark.parametrize(("first", "verdict"), [(0.5, NOT_REPRODUCED), (2.0, NOT_JUDGED)])
+def test_what_was_not_measured_saves_no_claim_that_fails(first: float, verdict: str) -> None:
+    line = Line("a", "above", (1.0,))
+    values = Measured(first), Measured(None, missing="why")
+    assert verdict_of([judge_line(line, value) for value in values]) == verdict
+
+
 def test_nothing_is_divided_by_0() -> None:
     zero = Measure("none", subtract=("fdc", "fdc"))
     found = measured(FDC, zero, Measure("ratio", divide=("fdc", "none")))
     assert found.missing == "none is 0, and fdc cannot be divided by it"
+
+
+def test_what_is_larger_than_any_number_is_not_measured() -> None:
+    found = measured(FDC, Measure("ratio", divide=("fdc", 1e-320)))
+    assert (found.value, found.interval) == (None, None)
+    assert found.missing == "what fdc and 1e-320 make is larger than any number"
 
 
 def test_times_over_the_baselines_bring_the_interval_of_the_same_requests():
