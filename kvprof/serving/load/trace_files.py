@@ -139,7 +139,8 @@ def _azure(path: Path, text: str) -> RecordedTrace:
         if not any(cell.strip() for cell in cells):
             continue
         where = f"{path} line {number}"
-        if len(cells) <= max(columns):
+        # A number with a comma in it is two cells.
+        if len(cells) <= max(columns) or any(cell.strip() for cell in cells[len(header) :]):
             raise FailedError(f"{where} has {len(cells)} cells, not {len(header)}: {_short(cells)}")
         stamp, prompt, output = (cells[column].strip() for column in columns)
         found.append(

@@ -187,6 +187,7 @@ GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 5}\n'
         (GOOD + '{"timestamp": "x", "input_length": 5, "output_length": 5}', "'x', not millisec"),
         (GOOD.replace("0", '0, "hash_ids": ["a"]'), "line 1: hash_ids"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5\n", "line 2 has 2 cells"),
+        (AZURE + "2023-11-16 18:15:46,5,5,\n2023-11-16 18:15:46,3,74,4\n", "line 3 has 4 cells, n"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", "TIMESTAMP is 'yesterday'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,x\n", "GeneratedTokens"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,5\n", "no request of at"),
