@@ -115,8 +115,13 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
         from kvprof.benchmark.shape_plans import parse_method
 
         for label, _, _ in method_entries(text):
-            if values.get("load") and not values.get("simulate"):
-                method, options, _ = served_method(label)
+            if values.get("load"):
+                method, options, own = served_method(label)
+                if values.get("simulate") and own is not None:
+                    raise UsageError(
+                        f"--methods {label}: a rate of its own is for what is served; steps are of "
+                        "the rates that they were measured at"
+                    )
                 parse_method(f"{method}:{','.join(options)}" if options else method)
             else:
                 (parse_variant if values.get("jct") else parse_method)(label)

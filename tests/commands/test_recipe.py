@@ -68,7 +68,10 @@ def test_validate_names_file_line_and_way_out(
             "--load --model Llama-3.1-8B --methods {method}:rate=2",
             "fdc:rate=2: rate 2 is not between 0 and 1",
         ),
-        ("--load --simulate --methods {method}:rate={rate}", "fdc has no option rate"),
+        (
+            "--load --simulate --methods {method}:rate={rate}",
+            "fdc:rate=0.30: a rate of its own is for what is served",
+        ),
     ],
 )
 def test_a_served_load_of_a_recipe_may_give_a_method_its_rate(
