@@ -42,11 +42,12 @@ from kvprof.sizes import parse_bytes, parse_count, parse_share
 from kvprof.version import __version__
 
 if TYPE_CHECKING:
+    from kvprof.serving.load.arrivals import Arrivals
     from kvprof.serving.load.lengths import Lengths
     from kvprof.serving.load.sweep import SweepOptions
     from kvprof.serving.load.target import LoadTarget
 
-__all__ = ["bench_load", "check_offered", "measure_and_show"]
+__all__ = ["baseline_first", "bench_load", "check_offered", "measure_and_show"]
 
 _METHODS = ("full", "fp8", "fdc")
 _LENGTHS = "arxiv"
@@ -121,7 +122,7 @@ def bench_load(
     names = (SERVED,) if asked.url is not None else (methods or _METHODS)
     if asked.url is None:
         _check_methods(names, plans)
-    measured = load_methods(_baseline_first(names, baseline), _tps(tp))
+    measured = load_methods(baseline_first(names, baseline), _tps(tp))
     inputs = _inputs(asked, options, name, measured, plans, rate)
     if asked.url is not None:
         targets = running_servers(
@@ -171,7 +172,7 @@ def _simulate(
                 f"--against {served.name} served {', '.join(served.methods)}, and the step times "
                 f"are of {', '.join(what.methods)}"
             )
-    simulated = load_methods(_baseline_first(methods or what.methods, baseline), tps)
+    simulated = load_methods(baseline_first(methods or what.methods, baseline), tps)
     lengths = _lengths(asked, model)
     options = _sweep_options(asked, lengths, requests, seed or 0)
     inputs = _inputs(asked, options, what.model, simulated, (), None)
@@ -191,7 +192,14 @@ def _simulate(
     )
 
 
-def _baseline_first(labels: Sequence[str], baseline: str | None) -> tuple[str, ...]:
+def baseline_first(labels: Sequence[str], baseline: str | None) -> tuple[str, ...]:
+    """Return methods with the baseline first: ``full`` unless another is named.
+
+    Raises
+    ------
+    UsageError
+        For one that is not among them.
+    """
     base = baseline or ("full" if "full" in labels else labels[0])
     if base not in labels:
         raise UsageError(f"--baseline {base} is not measured; --methods has {','.join(labels)}")
@@ -308,23 +316,16 @@ class _Counter:
 def _sweep_options(
     asked: LoadOptions, lengths: Any, requests: int | None, seed: int
 ) -> "SweepOptions":
-    from kvprof.serving.load.arrivals import parse_arrivals
     from kvprof.serving.load.sweep import SweepOptions
 
-    if requests is not None and asked.seconds is not None:
-        raise UsageError("--requests and --seconds both say how many arrive; leave one out")
-    if asked.seconds is not None and not 0 < asked.seconds < math.inf:
-        raise UsageError(f"--seconds {asked.seconds:g} is no time to send requests for")
-    rates = _rates(asked.rates)
-    if asked.seconds is not None and asked.seconds * max(rates, default=1.0) > _MOST_REQUESTS:
-        raise UsageError(
-            f"--seconds {asked.seconds:g}: more than {_MOST_REQUESTS:,} requests would arrive"
-        )
-    if requests is not None and not 1 <= requests <= _MOST_REQUESTS:
-        raise UsageError(f"--requests {requests:,} is no number of requests at a rate")
-    if asked.refine is not None and not 0 <= asked.refine <= 20:
-        raise UsageError(f"--refine {asked.refine}: between 0 and 20 further rates make sense")
-    arrivals = parse_arrivals(asked.arrivals or _ARRIVALS)
+    rates, arrivals, objective = check_offered(
+        rates=asked.rates,
+        arrivals=asked.arrivals,
+        slo=asked.slo,
+        requests=requests,
+        seconds=asked.seconds,
+        refine=asked.refine,
+    )
     if arrivals.kind == "trace" and not lengths.timed:
         raise UsageError(
             f"--arrivals trace: {lengths.name} has no times; take poisson, or a file with times"
@@ -335,25 +336,45 @@ def _sweep_options(
         rates=rates,
         requests=requests or _REQUESTS,
         seconds=asked.seconds,
-        objective=_objective(asked.slo),
+        objective=objective,
         refine=asked.refine or 0,
         seed=seed,
         engines=_engines(asked),
     )
 
 
-def check_offered(rates: str | None, arrivals: str | None, slo: str | None) -> None:
-    """Refuse rates, arrivals and an objective that no load can have.
+def check_offered(
+    *,
+    rates: str | None,
+    arrivals: str | None,
+    slo: str | None,
+    requests: int | None,
+    seconds: float | None,
+    refine: int | None,
+) -> tuple[tuple[float, ...], "Arrivals", dict[str, float]]:
+    """Return rates, arrivals and the objective of a load as they are written.
 
     Raises
     ------
     UsageError
+        For what no load can have.
     """
     from kvprof.serving.load.arrivals import parse_arrivals
 
-    _rates(rates)
-    parse_arrivals(arrivals or _ARRIVALS)
-    _objective(slo)
+    if requests is not None and seconds is not None:
+        raise UsageError("--requests and --seconds both say how many arrive; leave one out")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(f"--seconds {seconds:g} is no time to send requests for")
+    found = _rates(rates)
+    if seconds is not None and seconds * max(found, default=1.0) > _MOST_REQUESTS:
+        raise UsageError(
+            f"--seconds {seconds:g}: more than {_MOST_REQUESTS:,} requests would arrive"
+        )
+    if requests is not None and not 1 <= requests <= _MOST_REQUESTS:
+        raise UsageError(f"--requests {requests:,} is no number of requests at a rate")
+    if refine is not None and not 0 <= refine <= 20:
+        raise UsageError(f"--refine {refine}: between 0 and 20 further rates make sense")
+    return found, parse_arrivals(arrivals or _ARRIVALS), _objective(slo)
 
 
 def _rates(text: str | None) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ import typer
 from platformdirs import user_cache_path
 
 from kvprof import console
-from kvprof.commands.bench_load import check_offered
+from kvprof.commands.bench_load import baseline_first, check_offered
 from kvprof.commands.bench_load_servers import served_method
 from kvprof.commands.output import Outputs, check_folder
 from kvprof.errors import (
@@ -82,7 +82,8 @@ def check_command(words: Sequence[str]) -> str | None:
     try:
         _check_methods(name, values)
         if values.get("load"):
-            check_offered(values["rates"], values["arrivals"], values["slo"])
+            offered = ("rates", "arrivals", "slo", "requests", "seconds", "refine")
+            check_offered(**{option: values[option] for option in offered})
     except UsageError as problem:
         return str(problem)
     except KvprofError:
@@ -114,7 +115,10 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
         from kvprof.benchmark.jct.ablations import parse_variant
         from kvprof.benchmark.shape_plans import parse_method
 
-        for label, _, _ in method_entries(text):
+        labels = [label for label, _, _ in method_entries(text)]
+        if values.get("load") and not values.get("plan"):
+            baseline_first(labels, values["baseline"])
+        for label in labels:
             if values.get("load"):
                 method, options, own = served_method(label)
                 if values.get("simulate") and own is not None:

@@ -105,17 +105,25 @@ def largest(
         other = _bracket(baseline)
         low, high = own["largest_rate_interval"]
         theirs_low, theirs_high = other["largest_rate_interval"]
-        # Of the method that served less nobody saw where it ends: only how far it was measured.
-        less = min(own, other, key=lambda one: one["largest_rate"] or 0.0)
-        alike = own["largest_rate"] == other["largest_rate"]
-        seen = alike or less["limited_by"] is not None
-        if own["largest_rate"] and other["largest_rate"] and seen:
+        if _comparable(own, other):
             ratio = own["largest_rate"] / other["largest_rate"]
         interval = [
             low / theirs_high if low is not None and theirs_high else None,
             high / theirs_low if high is not None and theirs_low else None,
         ]
     return {**own, "ratio": ratio, "ratio_interval": interval}
+
+
+def _comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether largest rates have a ratio: not where the lesser one is but how far it was measured.
+
+    Of two that are alike both ends were seen, or neither.
+    """
+    mine, theirs = own["largest_rate"], other["largest_rate"]
+    if not mine or not theirs:
+        return False
+    seen, known = (one["limited_by"] not in (None, "unsettled") for one in (own, other))
+    return seen == known if mine == theirs else seen if mine < theirs else known
 
 
 def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

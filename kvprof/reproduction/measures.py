@@ -473,7 +473,9 @@ def _together(
     if make is _quotient and second.value == 0:
         return _missing(f"{pair[1]} is 0, and {pair[0]} cannot be divided by it")
     together = make(first, second)
-    if not all(map(math.isfinite, (together.value or 0.0, *(together.interval or ())))):
+    if together.interval is not None and not all(map(math.isfinite, together.interval)):
+        together = replace(together, interval=None)
+    if together.value is not None and not math.isfinite(together.value):
         return _missing(f"what {pair[0]} and {pair[1]} make is larger than any number")
     return replace(together, doubt=first.doubt or second.doubt)
 

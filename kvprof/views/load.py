@@ -122,13 +122,13 @@ def _verdict(method: Row, data: Mapping[str, Any]) -> str:
 
 def _ratio(method: Row) -> str | None:
     low, high = method["ratio_interval"] or (None, None)
-    if method["ratio"] is None:
-        # The baseline served no rate that was offered, and surely less than one of them.
-        return f"at least {low:.2f} times" if low is not None else None
-    if low is not None and high is not None:
-        return f"{method['ratio']:.2f} times [{low:.2f}, {high:.2f}]"
     known = [f"at least {low:.2f}"] if low is not None else []
     known += [f"at most {high:.2f}"] if high is not None else []
+    if method["ratio"] is None:
+        # A baseline that served no rate at all, or an end that nobody saw, leaves bounds.
+        return f"{' and '.join(known)} times" if known else None
+    if len(known) == 2:
+        return f"{method['ratio']:.2f} times [{low:.2f}, {high:.2f}]"
     return f"{method['ratio']:.2f} times ({' and '.join(known) or 'no end of that is known'})"
 
 

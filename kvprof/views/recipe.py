@@ -186,7 +186,9 @@ def ratios_of(entry: Mapping[str, Any]) -> list[Ratio]:
             ends = _ends(one)
         middle = sum(ends) / 2
         # What is not positive has no ratio, and what is too far off no place.
-        if min(*ends, line["measured"]) <= 0 or not _near_enough(line["measured"] / middle):
+        if min(*ends, line["measured"]) <= 0:
+            continue
+        if not all(_near_enough(one / middle) for one in (*ends, line["measured"])):
             continue
         bounds = line["interval"]
         if bounds is not None and not all(_near_enough(end / middle) for end in bounds):

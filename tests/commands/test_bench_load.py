@@ -221,6 +221,10 @@ def test_servers_cannot_be_started_without_vllm(tmp_path: Path) -> None:
     assert "needs vLLM" in done.error
     assert "--simulate" in done.error
     assert not (tmp_path / "r").exists()
+    # What is wrong with a method is told before what is lacking here.
+    done = kvprof("bench", "--load", "--methods", "full,fp8:rate=.2")
+    assert done.code == ExitCode.USAGE
+    assert "fp8 is what vLLM itself has, and takes no options here" in done.error
 
 
 def test_servers_are_started_on_each_number_of_gpus_in_turn(

@@ -62,6 +62,11 @@ def test_validate_names_file_line_and_way_out(
         ("--load --model Llama-3.1-8B --methods full:rate={rate}", "full is what vLLM itself has"),
         ("--load --model Llama-3.1-8B --methods full --slo ttft=soon", "--slo: 'ttft=soon' is no"),
         ("--load --simulate --methods full --rates 0", "--rates: '0' is no rate"),
+        ("--load --simulate --methods full --seconds 5", "--requests and --seconds both say"),
+        (
+            "--load --model Llama-3.1-8B --methods full,{method}:rate=0.3 --baseline {method}",
+            "--baseline fdc is not measured; --methods has full,fdc:rate=0.3",
+        ),
         ("--load --simulate --methods full --arrivals often", "--arrivals often"),
         ("--load --model Llama-3.1-8B --methods full,{method}:rate={rate}", None),
         (
@@ -177,16 +182,20 @@ def test_a_folder_gathers_runs_and_the_report_shows_them(tmp_path: Path) -> None
     assert kvprof("show", out).stdout.startswith("2 recipes: 2 reproduced.")
 
 
+@pytest.mark.parametrize(
+    ("by", "limit", "said"),
+    [("1e-307", "below: 1e308", "9.6e+306"), ("1", "between: [1.0e-300, 1]", "1e-300 to 1")],
+)
 def test_a_number_that_is_too_far_off_for_a_plot_is_in_the_ledger_all_the_same(
-    tmp_path: Path,
+    tmp_path: Path, by: str, limit: str, said: str
 ) -> None:
-    text = TEXT.replace("divide: [rate_fdc, worst]", "divide: [rate_fdc, 1e-307]").replace(
-        "above: 0.5", "below: 1e308"
+    text = TEXT.replace("divide: [rate_fdc, worst]", f"divide: [rate_fdc, {by}]").replace(
+        "above: 0.5", limit
     )
     run(write(tmp_path, text), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
     done = kvprof("recipe", "report", tmp_path / "out", "--html", tmp_path / "a.html")
     assert done.code == 0, done.error
-    assert "9.6e+306" in (tmp_path / "out/ledger.md").read_text()
+    assert said in (tmp_path / "out/ledger.md").read_text()
 
 
 def test_report_of_what_is_no_ledger(tmp_path: Path) -> None:

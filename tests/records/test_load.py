@@ -78,18 +78,39 @@ def test_the_largest_rate_is_the_last_below_what_the_slots_give():
     assert method("full")["pays"] is None
 
 
-@pytest.mark.parametrize(("own", "ratio"), [([1, 2], None), ([1, 2, 4], 1.0), ([1, 2, 4, 8], None)])
-def test_a_method_whose_end_nobody_saw_has_no_ratio_to_another_rate(own, ratio):
-    """An interrupted load, of which one method has fewer rates: that is no smaller capacity."""
+@pytest.mark.parametrize(
+    ("own", "other", "ratio", "interval"),
+    [
+        ("ss", "sss", None, [None, None]),
+        ("sss", "sss", 1.0, [None, None]),
+        ("ssss", "sss", None, [None, None]),
+        ("ss", "ssg", None, [0.5, None]),
+        ("ssg", "ss", None, [None, 2.0]),
+        ("s", "ssg", None, [0.25, None]),
+        ("sssg", "s", None, [None, 8.0]),
+        ("sss", "suu", None, [None, None]),
+        ("suu", "sss", None, [None, None]),
+        ("ssg", "sg", 2.0, [1.0, 4.0]),
+        ("sss", "sg", 4.0, [2.0, None]),
+    ],
+)
+def test_a_rate_whose_end_nobody_saw_has_no_ratio_to_a_larger_one(own, other, ratio, interval):
+    """Of rates of 1, 2, 4 …: steady, growing, or still filling the system.
 
-    def rows(rates):
-        steady = {"complete": True, "grows": False, "failed": 0, "requests": 100}
+    An interrupted load, of which one method has fewer rates, tells of no smaller capacity.
+    """
+
+    def rows(states):
         none = {"attained_share": None, "attained_share_interval": None, "objective_share": 0.9}
-        return [{**steady, **none, "rate": rate} for rate in rates]
+        known = {"complete": True, "failed": 0, "requests": 100, **none}
+        grows = {"s": False, "g": True, "u": None}
+        return [
+            {**known, "rate": 2**place, "grows": grows[state], "settled": state != "u"}
+            for place, state in enumerate(states)
+        ]
 
-    found = largest(rows(own), rows([1, 2, 4]))
-    assert (found["largest_rate"], found["limited_by"]) == (own[-1], None)
-    assert (found["ratio"], found["ratio_interval"]) == (ratio, [None, None])
+    found = largest(rows(own), rows(other))
+    assert (found["ratio"], found["ratio_interval"]) == (ratio, interval)
 
 
 def test_an_objective_ends_what_the_queue_does_not():

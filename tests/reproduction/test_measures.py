@@ -263,6 +263,10 @@ def test_what_is_larger_than_any_number_is_not_measured() -> None:
     found = measured(FDC, Measure("ratio", divide=("fdc", 1e-320)))
     assert (found.value, found.interval) == (None, None)
     assert found.missing == "what fdc and 1e-320 make is larger than any number"
+    # An end of the interval alone takes no more than that.
+    huge = Measure("huge", divide=("fdc", 5.5e-309))
+    assert measured(FDC, huge).interval is None
+    assert measured(FDC, huge).value == pytest.approx(0.9 / 5.5e-309)
 
 
 def test_times_over_the_baselines_bring_the_interval_of_the_same_requests():

@@ -126,6 +126,10 @@ def test_what_a_method_serves_at_least_is_told_where_the_baseline_serves_no_rate
     fdc |= {"largest_rate": 4.0, "largest_rate_interval": [3.0, None], "limited_by": None}
     fdc |= {"ratio": None, "ratio_interval": [1.5, None]}
     assert "fdc serves at least 1.50 times of what full serves: 4 requests" in text_of(result)
+    fdc["ratio_interval"] = [None, 8.0]
+    assert "fdc serves at most 8.00 times of what full serves: 4 requests" in text_of(result)
+    fdc["ratio_interval"] = [1.5, 8.0]
+    assert "fdc serves at least 1.50 and at most 8.00 times of what" in text_of(result)
     fdc["ratio_interval"] = [None, None]
     assert "fdc serves 4 requests a second (surely 3," in text_of(result)
 

@@ -70,6 +70,10 @@ def test_a_published_number_in_another_unit_is_no_reference() -> None:
 def test_what_has_no_ratio_has_none_drawn() -> None:
     line = {**recipe_entry("a", "reproduced")["lines"][0], "measured": -1.0}
     assert ratios_of(recipe_entry("a", "reproduced", lines=[line])) == []
+    for interval in ([-0.1, 1.2], [0.0, 1.2], [1e-300, 1.2], [0.5, 1e300]):
+        line = {**recipe_entry("a", "reproduced")["lines"][0], "interval": interval}
+        (ratio,) = ratios_of(recipe_entry("a", "reproduced", lines=[line]))
+        assert ratio.interval is None
 
 
 def test_what_is_not_reproduced_says_what_ran_at_the_papers_setting() -> None:
