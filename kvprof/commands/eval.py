@@ -35,6 +35,7 @@ from kvprof.commands.options import (
     TrustOption,
     check_choice,
     method_options,
+    only_plan,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -69,7 +70,7 @@ def eval(
     ] = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    plan: PlanFileOption = None,
+    files: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     calibrate_seq_len: CalibrateSeqLenOption = None,
@@ -124,6 +125,7 @@ def eval(
     kvprof eval --plan kq.plan --csv eval.csv
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
+    plan = only_plan(files)
     outputs.check(read=[model, plan, calibrate, text])
     methods = _split(method)
     options = method_options(allocation, grid, minimum, option)

@@ -290,6 +290,17 @@ class EvalRun:
     failure: Exception | None = None
 
 
+def _other_fp8(plan: Plan) -> list[str]:
+    """Return that a row of this name is another one than that which is always there, if so."""
+    scale = plan.made.get("options", {}).get("scale", "head")
+    if plan.method != "fp8" or scale == "head":
+        return []
+    return [
+        f"the row fp8 is of scale={scale} and not the one that is always there; kvprof frontier "
+        f"--methods fp8:scale={scale} has both"
+    ]
+
+
 def run_evaluations(
     loaded: LoadedModel,
     sample: Sample,
@@ -338,6 +349,7 @@ def run_evaluations(
                 run.failure, run.complete = failure, False
                 break
             run.warnings += [
+                *_other_fp8(plan),
                 *evaluation["warnings"],
                 *(f"{plan.method}: {note}" for note in chosen_on(plan.made, evaluator.samples)),
             ]

@@ -28,6 +28,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     checked_choice,
+    only_plan,
     share_option,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
@@ -110,7 +111,7 @@ def generate(
     method: MethodOption = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    plan_file: PlanFileOption = None,
+    files: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     allocation: AllocationOption = None,
@@ -136,6 +137,7 @@ def generate(
     kvprof generate --plan kq.plan --prompt-file question.txt --chat
     """
     outputs = Outputs(json=json, out=out, force=force)
+    plan_file = only_plan(files)
     outputs.check(read=[model, plan_file, calibrate, prompt_file])
     wanted = parse_count(max_new_tokens, what="--max-new-tokens")
     _check_sampling(sample, temperature, top_p, seed)

@@ -56,6 +56,7 @@ __all__ = [
     "checked_choice",
     "grouped_option",
     "method_options",
+    "only_plan",
     "parse_rates",
     "read_counts",
     "resolve_device",
@@ -299,9 +300,12 @@ RemovalOption = Annotated[
     float | None,
     share_option("--removal", "Instead of --rate: the removal rate of FDC eq. 1.", METHOD),
 ]
+# A list, so that a second one is seen: of an option given twice the first would be lost.
 PlanFileOption = Annotated[
-    Path | None,
-    typer.Option("--plan", rich_help_panel=METHOD, help="A saved plan, instead of --method."),
+    list[Path] | None,
+    typer.Option(
+        "--plan", metavar="FILE", rich_help_panel=METHOD, help="A saved plan, instead of --method."
+    ),
 ]
 CalibrateOption = Annotated[
     str | None,
@@ -444,6 +448,22 @@ def read_counts(text: str, *, what: str) -> list[int]:
             f"{what} {text} is a list, {' and '.join(map(str, counts))}; for one count write {one}"
         )
     return counts
+
+
+def only_plan(files: list[Path] | None) -> Path | None:
+    """Return the saved plan that is given, if one is.
+
+    Raises
+    ------
+    UsageError
+        When several are.
+    """
+    if files is not None and len(files) > 1:
+        raise UsageError(
+            f"--plan names {len(files)} plans ({', '.join(map(str, files))}); this command takes "
+            "one: run it once for each"
+        )
+    return files[0] if files else None
 
 
 def method_options(

@@ -28,6 +28,7 @@ from kvprof.commands.options import (
     TrustOption,
     check_choice,
     method_options,
+    only_plan,
 )
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
@@ -80,7 +81,7 @@ def serve(
     ] = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    plan_file: PlanFileOption = None,
+    files: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     allocation: AllocationOption = None,
@@ -105,6 +106,7 @@ def serve(
     kvprof serve reference --method fdc --rate 0.5 --port 8001
     kvprof serve reference --plan kq.plan -- --max-num-seqs 64 --max-model-len 1024
     """
+    plan_file = only_plan(files)
     options = method_options(allocation, grid, minimum, option)
     check_choice(
         method,
@@ -117,6 +119,11 @@ def serve(
     )
     spec = model or "reference"
     _refuse_port_in_use(host, port)
+    if plan_file is not None:  # what is wrong with it is told before what is lacking here
+        with loading():
+            from kvprof.serving.served import served_plan
+
+        served_plan(str(plan_file))
     if find_spec("vllm") is None:
         raise LackingError(f"kvprof serve needs vLLM; install it with: {extra_command('serve')}")
 

@@ -25,6 +25,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     checked_choice,
+    only_plan,
 )
 from kvprof.errors import LackingError, UsageError
 from kvprof.interrupt import graceful_interrupt
@@ -38,7 +39,7 @@ def warm(
     method: MethodOption = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    plan_file: PlanFileOption = None,
+    files: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     allocation: AllocationOption = None,
@@ -62,6 +63,7 @@ def warm(
     kvprof warm reference --plan kq.plan
     kvprof warm reference --method fdc --rate 0.5 --batch 8
     """
+    plan_file = only_plan(files)
     rows = parse_count(batch, what="--batch")
     choice = checked_choice(
         method=method,

@@ -122,6 +122,16 @@ def test_a_single_pass_gives_no_figures_of_what_it_does_not_show(
         assert "leave out --teacher-forced" in done.error
 
 
+def test_a_row_of_the_same_name_that_is_another_says_so(
+    tiny_folder: Path, notes: Path, tmp_path: Path
+) -> None:
+    arguments = (tiny_folder, "--method", "fp8", *SMALL, "--text", notes)
+    warnings = eval_json(tmp_path, *arguments, "--option", "scale=none")["warnings"]
+    assert any("the row fp8 is of scale=none" in warning for warning in warnings)
+    warnings = eval_json(tmp_path, *arguments)["warnings"]
+    assert not any("the row fp8 is" in warning for warning in warnings)
+
+
 def test_a_plan_from_a_file(tiny_folder: Path, notes: Path, tmp_path: Path) -> None:
     from kvprof.methods.family import MethodInputs, plan_at
     from kvprof.methods.plan_files import save_plan
