@@ -29,7 +29,7 @@ from kvprof.commands.output import Outputs
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.methods.named import check_names, method_entries
+from kvprof.methods.named import check_names
 from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
 from kvprof.records.files import read_result
 from kvprof.records.fold import fold
@@ -275,10 +275,7 @@ def _check_methods(labels: Sequence[str], plans: Sequence[Path]) -> None:
         if not path.exists():
             raise UsageError(f"--plan {name}: there is no such file")
     own = [label for label in labels if label not in files and served_by_engine(label) is None]
-    check_names([method for label in own for _, method, _ in method_entries(label)])
-    for label in labels:
-        if label not in files:
-            served_method(label)
+    check_names([served_method(label)[0] for label in own])
 
 
 def _lengths(asked: LoadOptions, model: str | None) -> "Lengths":
