@@ -27,7 +27,6 @@ from kvprof.commands.bench_jct import (
 )
 from kvprof.commands.bench_load import bench_load
 from kvprof.commands.bench_load_options import (
-    AgainstOption,
     ArrivalsOption,
     EngineOption,
     KeyOption,
@@ -39,12 +38,10 @@ from kvprof.commands.bench_load_options import (
     RefineOption,
     ReplicasOption,
     RouterOption,
-    SampleStepsOption,
     SecondsOption,
     ServedModelOption,
     SimulateOption,
     SloOption,
-    StepTimesOption,
     TimeoutOption,
     TokenizerOption,
     UrlOption,
@@ -183,7 +180,7 @@ def bench(
             "--seed",
             rich_help_panel=MODEL,
             min=0,
-            help="Seed of the random inputs. Default 0; with --against that of its run.",
+            help="Seed of the random inputs. Default 0.",
             show_default=False,
         ),
     ] = None,
@@ -215,11 +212,8 @@ def bench(
     served_model: ServedModelOption = None,
     key_env: KeyOption = None,
     timeout: TimeoutOption = None,
-    sample_steps: SampleStepsOption = None,
     simulate: SimulateOption = False,
-    step_times: StepTimesOption = None,
     engine: EngineOption = None,
-    against: AgainstOption = None,
     json: JsonOption = None,
     csv: CsvOption = None,
     svg: SvgOption = None,
@@ -244,7 +238,7 @@ def bench(
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     written = [*outputs.files().items(), ("--out", outputs.events)]
-    refuse_sources(written, [model, plan, trace, lengths, step_times, against])
+    refuse_sources(written, [model, plan, trace, lengths])
     batches = tuple(read_counts(batch, what="--batch")) if batch is not None else None
     check_rate(rate)
     asked = JctOptions(
@@ -276,11 +270,8 @@ def bench(
         router=router,
         refine=refine,
         timeout=timeout,
-        sample_steps=sample_steps,
         simulate=simulate or None,
-        step_times=step_times,
         engine=engine,
-        against=against,
     )
     named, plans = _asked(methods, plan, load=load), tuple(map(str, plan or ()))
     if load:

@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ from kvprof.commands.bench_load_servers import (
     started_servers,
     urls,
 )
-from kvprof.commands.bench_simulated import served_load, simulation
+from kvprof.commands.bench_simulated import scheduler_settings, simulated_targets
 from kvprof.commands.options import read_counts
 from kvprof.commands.output import Outputs
 from kvprof.environment import collect_environment
@@ -32,10 +32,8 @@ from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import check_names
 from kvprof.records.events import Event, LoadRequest, RunFinished, RunStarted
 from kvprof.records.files import read_result
-from kvprof.records.fold import fold
 from kvprof.records.journal import Journal, find_events, read_events
-from kvprof.records.load_against import differs
-from kvprof.records.load_names import LoadMethod, load_case, load_methods, tps_of
+from kvprof.records.load_names import LoadMethod, load_case, load_methods
 from kvprof.records.result import to_plain
 from kvprof.serving.load.server import served_by_engine
 from kvprof.sizes import parse_bytes, parse_count, parse_share
@@ -115,7 +113,6 @@ def bench_load(
             seed=seed,
         )
         return
-    _refuse_without_simulate(asked)
     lengths = _lengths(asked, model)
     options = _sweep_options(asked, lengths, requests, seed or 0)
     name = model if model is not None or asked.url is not None else "reference"
@@ -153,43 +150,21 @@ def _simulate(
     seed: int | None,
 ) -> None:
     """Simulate in place of measuring; see `bench_load`."""
+    from kvprof.serving.load.step_records import read_model_steps
+
     _refuse_beside_simulate(asked, plans, rate)
-    served = None if asked.against is None else served_load(asked.against)
-    if served is not None:
-        asked, own = served.asked_again(asked), served.inputs
-        if requests is None and asked.seconds is None:
-            requests, seconds = own.get("requests"), own.get("seconds")
-            asked = replace(asked, seconds=seconds)
-        seed = own["seed"] if seed is None else seed
-    tps = tps_of(served.inputs) if served is not None and tp is None else _tps(tp)
-    words = engine_words(asked.engine)
-    known = () if served is None else engine_words(served.inputs.get("engine"))
-    what = simulation(asked.step_times, words, known, model, tps)
-    if served is not None and not methods:
-        methods = tuple(one for one in what.methods if served.has(load_methods([one], tps)))
-        if not methods:
-            raise UsageError(
-                f"--against {served.name} served {', '.join(served.methods)}, and the step times "
-                f"are of {', '.join(what.methods)}"
-            )
-    simulated = load_methods(baseline_first(methods or what.methods, baseline), tps)
+    tps = _tps(tp)
+    if len(tps) > 1:
+        raise UsageError(f"--tp {tp}: --simulate takes one number of GPUs")
+    settings = scheduler_settings(engine_words(asked.engine))
+    steps = read_model_steps(model, tps[0])
+    simulated = baseline_first(methods or tuple(steps.methods), baseline)
     lengths = _lengths(asked, model)
     options = _sweep_options(asked, lengths, requests, seed or 0)
-    inputs = _inputs(asked, options, what.model, simulated, (), None)
-    inputs |= {"rate": None, "timeout": None, **what.inputs(simulated, inputs["memory"])}
-    if served is not None:
-        served.refuse_others(inputs)
-    targets = what.targets(
-        simulated, inputs["memory"], replicas=inputs["replicas"], router=inputs["router"]
-    )
-    measure_and_show(
-        options,
-        targets,
-        inputs,
-        outputs,
-        mode="simulated",
-        more=None if served is None else lambda data: {"against": served.held(data)},
-    )
+    inputs = _inputs(asked, options, steps.model, load_methods(simulated, tps), (), None)
+    targets, told = simulated_targets(steps, simulated, settings, inputs)
+    inputs |= {"rate": None, "timeout": None, **told}
+    measure_and_show(options, targets, inputs, outputs, mode="simulated")
 
 
 def baseline_first(labels: Sequence[str], baseline: str | None) -> tuple[str, ...]:
@@ -217,22 +192,12 @@ def _refuse_beside_simulate(
         "--plan": bool(plans),
         "--rate": rate is not None,
         "--timeout": asked.timeout is not None,
-        "--sample-steps": asked.sample_steps is not None,
     }
     if said := [option for option, there in given.items() if there]:
         raise UsageError(
             f"{' and '.join(said)} means nothing with --simulate: methods and rates are those "
-            "whose steps were measured (--step-times)"
+            "whose steps were measured"
         )
-
-
-def _refuse_without_simulate(asked: LoadOptions) -> None:
-    given = {
-        "--step-times": asked.step_times,
-        "--against": asked.against,
-    }
-    if said := [option for option, value in given.items() if value is not None]:
-        raise UsageError(f"{' and '.join(said)} means nothing without --simulate")
 
 
 def _refuse_beside_url(
@@ -250,7 +215,6 @@ def _refuse_beside_url(
         "--memory": asked.memory is not None,
         "--replicas": asked.replicas is not None,
         "--engine": asked.engine is not None,
-        "--sample-steps": asked.sample_steps is not None,
     }
     if said := [option for option, there in given.items() if there]:
         raise UsageError(
@@ -455,9 +419,6 @@ def _inputs(
         "router": _router(asked.router),
         "tp": tps[0] if len(tps := sorted({one.tp for one in methods})) == 1 else tps,
         "timeout": timeout,
-        "sample_steps": None
-        if asked.sample_steps is None
-        else _positive("--sample-steps", asked.sample_steps),
         "engine": shlex.join(engine_words(asked.engine)) or None,
         "seed": options.seed,
     }
@@ -498,7 +459,6 @@ def measure_and_show(
     outputs: Outputs,
     *,
     mode: str,
-    more: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
     """Run into a journal, and show and keep what was measured, also where something failed.
 
@@ -511,8 +471,6 @@ def measure_and_show(
     outputs : Outputs
     mode : str
         Of the run, as its first event has it.
-    more : callable, optional
-        Given the result's data, returns what else belongs into them.
 
     Raises
     ------
@@ -538,7 +496,7 @@ def measure_and_show(
         outputs.check({"--out": path})
     with graceful_interrupt() as stop:
         journal, problems = _measured(
-            options, targets, inputs, path, outputs.force, mode, earlier or [], stop, more
+            options, targets, inputs, path, outputs.force, mode, earlier or [], stop
         )
         if not journal.measured:
             _leave_nothing(path, journal)
@@ -617,7 +575,7 @@ def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
     assert isinstance(own, dict)
     # An option that an older version did not have was not given to it.
     names = dict.fromkeys((*own, *theirs))
-    if other := [name for name in names if differs(own.get(name), theirs.get(name))]:
+    if other := [name for name in names if own.get(name) != theirs.get(name)]:
         raise UsageError(
             f"{outputs.out} holds an interrupted load with other options ({', '.join(other)}); "
             "--force measures anew"
@@ -634,7 +592,6 @@ def _measured(
     mode: str,
     earlier: Sequence[Event],
     stop: Any,
-    more: Callable[[dict[str, Any]], dict[str, Any]] | None,
 ) -> tuple[Journal, list[KvprofError]]:
     from kvprof.serving.load.sweep import run_sweep
 
@@ -665,10 +622,7 @@ def _measured(
         reason = None
         if not complete:
             reason = "interrupted" if stop() or not problems else str(problems[0])
-        extra = {}
-        if more is not None and journal.measured:
-            extra = more(fold(journal.recording().events))
-        journal.emit(RunFinished(journal.now(), complete, reason, extra))
+        journal.emit(RunFinished(journal.now(), complete, reason))
     return journal, problems
 
 

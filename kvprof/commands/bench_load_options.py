@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 from kvprof.commands.options import grouped_option
 from kvprof.errors import UsageError
 
 __all__ = [
-    "AgainstOption",
     "ArrivalsOption",
     "EngineOption",
     "KeyOption",
@@ -21,12 +19,10 @@ __all__ = [
     "RefineOption",
     "ReplicasOption",
     "RouterOption",
-    "SampleStepsOption",
     "SecondsOption",
     "ServedModelOption",
     "SimulateOption",
     "SloOption",
-    "StepTimesOption",
     "TimeoutOption",
     "TokenizerOption",
     "UrlOption",
@@ -109,40 +105,14 @@ RefineOption = Annotated[
 TimeoutOption = Annotated[
     float | None, _option("--timeout", text="Seconds that a request may take. Default 600.")
 ]
-SampleStepsOption = Annotated[
-    int | None,
-    _option(
-        "--sample-steps",
-        metavar="N",
-        text="Time every N-th step of kvprof's own engines in parts: attention, compress, …",
-    ),
-]
 SimulateOption = Annotated[
     bool,
     _option(
         "--simulate",
-        text="Serve nothing: steps take the times that a record of a GPU tells. No GPU needed.",
+        text="Serve nothing: steps take an H200's times, of Llama-3.1-8B, or with --tp 4 of "
+        "Llama-3.1-70B. No GPU needed.",
     ),
 ]
-StepTimesOption = Annotated[
-    Path | None,
-    _option(
-        "--step-times",
-        metavar="RECORD",
-        text="Whose steps: a result of bench --jct --composed, or the folder of a load that was "
-        "served. Default: an H200's, Llama-3.1-8B (with --tp 4 Llama-3.1-70B), which ships.",
-    ),
-]
-AgainstOption = Annotated[
-    str | None,
-    _option(
-        "--against",
-        metavar="RUN",
-        text="A load that was served: simulate the same requests at its rates, and say how near "
-        "that comes.",
-    ),
-]
-
 EngineOption = Annotated[
     str | None,
     _option(
@@ -171,11 +141,8 @@ class LoadOptions:
     router: str | None = None
     refine: int | None = None
     timeout: float | None = None
-    sample_steps: int | None = None
     simulate: bool | None = None
-    step_times: Path | None = None
     engine: str | None = None
-    against: str | None = None
 
     def refuse_without_load(self) -> None:
         """Refuse them all where ``--load`` is missing.

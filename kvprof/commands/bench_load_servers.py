@@ -303,14 +303,12 @@ def _process(
     variables = server_variables(method, plan=plan is not None)
     if told := told_variables(variables):
         shown["engine variables"] = told
-    own = plan is not None or served_by_engine(asked.name) is None
     return ServerProcess(
         asked.label,
         command,
         count=apart,
         settings=shown,
         gpus=settings.gpus,
-        sample=inputs["sample_steps"] if own else None,
         unset=settings.unset,
         variables=variables,
     )

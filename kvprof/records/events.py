@@ -23,7 +23,6 @@ __all__ = [
     "LoadRequest",
     "LoadSample",
     "LoadServer",
-    "LoadStep",
     "MemorySample",
     "PartSample",
     "Preview",
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 #: Written into every run's first event. The number grows when an older kvprof would misread it;
-#: 2 added `Preview` and `Progress`, 3 what happens under load, 4 steps sampled in it (`LoadStep`).
+#: 2 added `Preview` and `Progress`, 3 what happens under load, 4 what later versions do not write.
 EVENTS = "kvprof-events/4"
 
 #: Phases of a request.
@@ -370,10 +369,6 @@ class LoadServer(Event):
         Of all of them together; None where they do not tell it.
     settings : dict of str
         What it was started with, and what it does not take; no address and no key.
-    engines : int or None
-        Whose cache that is: several where a server routes to engines of its own.
-    longest : int or None
-        Tokens that a request may have, prompt and output.
     """
 
     type: ClassVar[str] = "load_server"
@@ -384,8 +379,6 @@ class LoadServer(Event):
     cache_tokens: int | None = None
     cache_bytes: int | None = None
     settings: dict[str, str] = field(default_factory=dict)
-    engines: int | None = None
-    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -479,39 +472,6 @@ class LoadSample(Event):
     waiting: int | None = None
     cache: float | None = None
     preemptions: int | None = None
-
-
-@dataclass(frozen=True)
-class LoadStep(Event):
-    """An engine's step that was timed inside of it, in parts or as a whole.
-
-    Attributes
-    ----------
-    case : str
-    at : float
-        When it was launched.
-    seconds : float
-        From its input to its logits.
-    decodes, context : int
-        Sequences that decode a token, and the tokens that they hold together.
-    prefill : int
-        Tokens of prompts.
-    parts : dict of str to float
-        Seconds of the parts that were marked; what is left belongs to none. Empty of a step that
-        was seen as a whole: in a CUDA graph, as it is served.
-    waited : float
-        Seconds of stretches in which the GPU may have waited for the host.
-    """
-
-    type: ClassVar[str] = "load_step"
-    case: str
-    at: float
-    seconds: float
-    decodes: int
-    context: int
-    prefill: int
-    parts: dict[str, float] = field(default_factory=dict)
-    waited: float = 0.0
 
 
 @dataclass(frozen=True)

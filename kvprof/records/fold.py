@@ -15,7 +15,6 @@ from kvprof.records.events import (
     LoadRequest,
     LoadSample,
     LoadServer,
-    LoadStep,
     Preview,
     Progress,
     RunFinished,
@@ -110,12 +109,7 @@ class Fold(Generic[_Case]):
             case CaseStarted():
                 self.cases[event.case] = self._begin(event)
             case (
-                LoadServer()
-                | LoadRateStarted()
-                | LoadRequest()
-                | LoadSample()
-                | LoadStep()
-                | LoadRateFinished()
+                LoadServer() | LoadRateStarted() | LoadRequest() | LoadSample() | LoadRateFinished()
             ):
                 self.load.add(event)
             case TelemetrySample():

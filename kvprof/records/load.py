@@ -10,13 +10,11 @@ from typing import Any
 
 from kvprof.records.cases import mean
 from kvprof.records.events import (
-    PHASES,
     LoadRateFinished,
     LoadRateStarted,
     LoadRequest,
     LoadSample,
     LoadServer,
-    LoadStep,
     RunStarted,
 )
 from kvprof.records.load_names import baseline_of
@@ -33,7 +31,6 @@ from kvprof.records.load_statistics import (
     summarised,
     window_of,
 )
-from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 
 __all__ = [
     "BESIDE",
@@ -47,7 +44,6 @@ __all__ = [
     "counted_of",
     "is_late",
     "rate_row",
-    "step_rows",
     "undisturbed",
 ]
 
@@ -60,11 +56,9 @@ _KEPT_SAMPLES = 600
 BESIDE = 0.1
 _ROUNDING = 1e-9
 _HUNDRED = 100  # requests, of fewer no 99th percentile is told
-LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadStep | LoadRateFinished
+LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFinished
 #: What a `LoadFold` takes.
-LOAD_EVENTS = (
-    LoadServer, LoadRateStarted, LoadRequest, LoadSample, LoadStep, LoadRateFinished,
-)  # fmt: skip
+LOAD_EVENTS = (LoadServer, LoadRateStarted, LoadRequest, LoadSample, LoadRateFinished)
 
 
 #: Share of the tokens that were asked for below which answers are called short.
@@ -78,18 +72,15 @@ class LoadCase:
     started: LoadRateStarted
     requests: list[LoadRequest] = field(default_factory=list)
     samples: list[LoadSample] = field(default_factory=list)
-    steps: list[LoadStep] = field(default_factory=list)
     finished: LoadRateFinished | None = None
 
-    def add(self, event: LoadRequest | LoadSample | LoadStep | LoadRateFinished) -> None:
+    def add(self, event: LoadRequest | LoadSample | LoadRateFinished) -> None:
         """Take the next event of the case."""
         match event:
             case LoadRequest():
                 self.requests.append(event)
             case LoadSample():
                 self.samples.append(event)
-            case LoadStep():
-                self.steps.append(event)
             case LoadRateFinished():
                 self.finished = event
 
@@ -168,7 +159,6 @@ class LoadFold:
                 for m in methods
             ],
             "rates": [row for m in methods for row in rows[m]],
-            "steps": [row for m in methods for case in by_method[m] for row in step_rows(case)],
             "series": [_series(case) for m in methods for case in by_method[m]],
         }
 
@@ -394,54 +384,6 @@ def _beyond(whole: float, known: float) -> float:
     """Return what is left of the whole, without what rounding leaves."""
     rest = whole - known
     return rest if abs(rest) > _ROUNDING * abs(whole) else 0.0
-
-
-# --- Where the time of an engine's steps goes.
-
-
-def step_rows(case: LoadCase) -> list[dict[str, Any]]:
-    """Return the rows of ``data.steps`` of a rate: steps that read prompts, and those that do not.
-
-    Parameters
-    ----------
-    case : LoadCase
-    """
-    found = []
-    for phase in PHASES:
-        own = [one for one in case.steps if (one.prefill > 0) == (phase == "prefill")]
-        sampled, whole = [one for one in own if one.parts], [one for one in own if not one.parts]
-        if not own:
-            continue
-        total = sum(one.seconds for one in sampled)
-        named = ordered_parts(part for one in sampled for part in one.parts)
-        spent = {name: sum(one.parts.get(name, 0.0) for one in sampled) for name in named}
-        if sampled:
-            spent[UNATTRIBUTED] = max(0.0, total - sum(spent.values()))
-        found.append(
-            {
-                "case": case.started.case,
-                "method": case.started.method,
-                "rate": case.started.rate,
-                "phase": phase,
-                "sampled": len(sampled),
-                "seconds": mean([one.seconds for one in sampled]),
-                "parts": [
-                    {
-                        "part": name,
-                        "seconds": seconds / len(sampled),
-                        "share": seconds / total if total > 0 else None,
-                    }
-                    for name, seconds in spent.items()
-                ],
-                "waited_share": sum(one.waited for one in sampled) / total if total > 0 else None,
-                "whole": len(whole),
-                "whole_seconds": mean([one.seconds for one in whole]),
-                "decodes": mean([one.decodes for one in own]),
-                "context": mean([one.context for one in own]),
-                "prefill": mean([one.prefill for one in own]),
-            }
-        )
-    return found
 
 
 def _hits(engine: Mapping[str, float]) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LoadMethod", "baseline_of", "load_case", "load_methods", "read_label", "tps_of"]
+__all__ = ["LoadMethod", "baseline_of", "load_case", "load_methods", "tps_of"]
 
 _TP = " tp="
 
@@ -47,21 +47,6 @@ def load_methods(names: Sequence[str], tps: Sequence[int]) -> list[LoadMethod]:
         for tp in tps
         for name in names
     ]
-
-
-def read_label(label: str, tps: Sequence[int]) -> LoadMethod:
-    """Return the method that a load with so many GPUs calls so.
-
-    Parameters
-    ----------
-    label : str
-    tps : sequence of int
-        From `tps_of`.
-    """
-    if len(tps) == 1:
-        return LoadMethod(label, tps[0], label)
-    name, _, tp = label.rpartition(_TP)
-    return LoadMethod(name, int(tp), label)
 
 
 def baseline_of(label: str, baseline: str) -> str:

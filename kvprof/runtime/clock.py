@@ -168,10 +168,6 @@ class Clock(ABC):
             for label, (seconds, exact) in zip(self._labels, self._lengths(), strict=True)
         ]
 
-    def passed(self) -> bool:
-        """Whether all that was stamped is over, so that `read` may be called."""
-        return True
-
     @abstractmethod
     def _clear(self) -> None:
         """Forget all stamps."""
@@ -244,10 +240,6 @@ class EventClock(Clock):
         if self._watched and self._used:
             self._passed.append(self._events[self._used - 1].query())
         self._used += 1
-
-    def passed(self) -> bool:
-        """Whether the device has passed the last stamp; asks, and does not wait."""
-        return not self._used or bool(self._events[self._used - 1].query())
 
     def _new_event(self) -> Any:
         return torch.cuda.Event(enable_timing=True, external=self._captured)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kvprof.kernels.prefill.rows import RowsCut, RowsStep
 from kvprof.kernels.segments.step import SegmentsStep
-from kvprof.runtime.clock import part
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep
 
 __all__ = [
@@ -257,8 +256,7 @@ class FixedStep(EngineStep):
         """
 
         def made() -> RowsCut:
-            with part("schedule"):
-                return step.cut(self._numbers.starts, lengths, len(self.slots))
+            return step.cut(self._numbers.starts, lengths, len(self.slots))
 
         return self.once((step.heights, id(lengths)), made)
 

@@ -8,7 +8,6 @@ from kvprof.kernels.decode.step import DecodeStep
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.rows import RowsStep
 from kvprof.kernels.project.step import project_step
-from kvprof.runtime.clock import part
 from kvprof.serving.fixed import FixedStep
 from kvprof.serving.steps import EngineStep, ServedLayer, filled_up
 
@@ -43,18 +42,17 @@ class PlainSteps:
     ) -> Tensor:
         """Do what `kvprof.serving.steps.attend` says."""
         layer, cache = self.layer, self.layer.attention.kv_cache
-        with part("compress"):
-            projected = project_step(
-                query[None],
-                key[None],
-                value[None],
-                layer.keys,
-                self.layout,
-                cache,
-                None,
-                query_bases=layer.queries,
-                slots=step.slots[: len(query)],
-            )[0]
+        projected = project_step(
+            query[None],
+            key[None],
+            value[None],
+            layer.keys,
+            self.layout,
+            cache,
+            None,
+            query_bases=layer.queries,
+            slots=step.slots[: len(query)],
+        )[0]
         if isinstance(step, FixedStep):
             return self._fixed(step, projected, scale)
         found = []
@@ -65,8 +63,7 @@ class PlainSteps:
             rows = replace(self.rows, rows=step.rows - step.decodes)
             cut = step.cut(rows, len(own), step.decodes, step.rows)
             table = step.pages_of(step.decodes, step.rows)
-            with part("attention"):
-                found.append(rows.run(own, cache, cut, scale, table=table))
+            found.append(rows.run(own, cache, cut, scale, table=table))
         return filled_up(found, len(query))
 
     def _fixed(self, step: FixedStep, projected: Tensor, scale: float) -> Tensor:
@@ -74,15 +71,13 @@ class PlainSteps:
         decoded = self._decoded(step, projected, scale)
         rows = replace(self.rows, rows=step.rows)
         cut = step.cut_rows(rows, step.lengths)
-        with part("attention"):
-            cache = self.layer.attention.kv_cache
-            found = rows.run(projected, cache, cut, scale, table=step.table)
-            return step.joined(decoded, found)
+        cache = self.layer.attention.kv_cache
+        found = rows.run(projected, cache, cut, scale, table=step.table)
+        return step.joined(decoded, found)
 
     def _decoded(self, step: EngineStep, projected: Tensor, scale: float) -> Tensor:
         decode = replace(self.decode, rows=step.decodes)
         schedule, table = step.schedule(self.decode), step.table[: step.decodes]
-        with part("attention"):
-            own, cache = projected[: step.decodes], self.layer.attention.kv_cache
-            found: Tensor = decode.run(own, cache, schedule, scale, table=table)
+        own, cache = projected[: step.decodes], self.layer.attention.kv_cache
+        found: Tensor = decode.run(own, cache, schedule, scale, table=table)
         return found

@@ -18,7 +18,6 @@ from kvprof.child import child_environment, child_python
 from kvprof.errors import LackingError, UsageError
 from kvprof.requirements import install_command
 from kvprof.serving.runners import take_runners
-from kvprof.serving.sampled import SAMPLE_VARIABLE, asked_sampling
 from kvprof.serving.settings import RUNNER_VARIABLE, model_runner
 
 __all__ = ["PLAN_VARIABLE", "check_found", "register"]
@@ -90,7 +89,7 @@ def register() -> None:
     _take_attention(attention.Attention, path)
     _take_weights(base_loader, path)
     _tell_tokens(core, path)
-    take_runners(path, asked_sampling(os.environ.get(SAMPLE_VARIABLE)))
+    take_runners(path)
 
 
 def _check_configuration(engine_args: Any, path: str) -> None:

@@ -31,7 +31,6 @@ from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.layout import SegmentsLayout
 from kvprof.kernels.segments.moving import token_move, token_restore
 from kvprof.kernels.segments.step import SegmentsStep, segments_step
-from kvprof.runtime.clock import part
 from kvprof.serving.fixed import FixedStep, most_own_pages, own_columns
 from kvprof.serving.pages import quantised_layout
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up
@@ -124,14 +123,12 @@ class QuantisedSteps:
         own = step.once("own", lambda: _own(step, len(query), self.own.batch))
         projected = self._projected(query, key, value, self.own, self._planes, slots=own.slots)
         # Before anything is read: a sequence may share pages that this very step fills.
-        with part("quantise"):
-            self._store(step, own.slots)
+        self._store(step, own.slots)
         if step.decodes:
             decode = replace(self.decode, rows=step.decodes)
             schedule, table = step.schedule(self.decode), step.table[: step.decodes]
-            with part("attention"):
-                mine = projected[: step.decodes]
-                found.append(decode.run(mine, cache, schedule, scale, table=table))
+            mine = projected[: step.decodes]
+            found.append(decode.run(mine, cache, schedule, scale, table=table))
         row = step.decodes
         while row < step.rows:
             if row == own.first < own.stop:
@@ -149,22 +146,20 @@ class QuantisedSteps:
         layer, pages = self.layer, self.own.batch
         own = step.own(pages)
         projected = self._projected(query, key, value, self.own, self._planes, slots=own.slots)
-        with part("quantise"):
-            self._store(step, own.slots)
+        self._store(step, own.slots)
         rows, tokens = replace(self.rows, rows=step.rows), len(query)
         cut = step.cut_rows(rows, own.lengths)
         logs = step.sums(len(layer.value_widths) * layer.group)
         decode, schedule = replace(self.decode, rows=tokens), step.schedule(self.decode)
-        with part("attention"):
-            mine = rows.run(projected, self._planes, cut, scale, table=own.table, logs=logs)
-            found: Tensor = decode.run(
-                projected,
-                layer.attention.kv_cache,
-                schedule,
-                scale,
-                table=own.seen,
-                beside=Attended(mine, logs),
-            )
+        mine = rows.run(projected, self._planes, cut, scale, table=own.table, logs=logs)
+        found: Tensor = decode.run(
+            projected,
+            layer.attention.kv_cache,
+            schedule,
+            scale,
+            table=own.seen,
+            beside=Attended(mine, logs),
+        )
         return found
 
     def _whole(self, step: EngineStep, own: _Own, projected: Tensor, scale: float) -> Tensor:
@@ -173,10 +168,7 @@ class QuantisedSteps:
         begin, end = step.host_starts[first], step.host_starts[stop]
         rows = replace(self.rows, rows=stop - first)
         cut = step.cut(rows, end - begin, first, stop)
-        with part("attention"):
-            found: Tensor = rows.run(
-                projected[begin:end], self._planes, cut, scale, table=own.table
-            )
+        found: Tensor = rows.run(projected[begin:end], self._planes, cut, scale, table=own.table)
         return found
 
     def _projected(
@@ -190,18 +182,17 @@ class QuantisedSteps:
         start: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        with part("compress"):
-            made: Tensor = project_step(
-                query[None],
-                key[None],
-                value[None],
-                self.layer.keys,
-                layout,
-                planes,
-                start,
-                query_bases=self.layer.queries,
-                slots=slots,
-            )[0]
+        made: Tensor = project_step(
+            query[None],
+            key[None],
+            value[None],
+            self.layer.keys,
+            layout,
+            planes,
+            start,
+            query_bases=self.layer.queries,
+            slots=slots,
+        )[0]
         return made
 
     def _store(self, step: EngineStep, origins: Tensor) -> None:
@@ -238,8 +229,7 @@ class QuantisedSteps:
         past, device = length - (stop - first), query.device
         layout = self.layer.layout(1, -(-length // _PIECE) * _PIECE)
         planes = self.scratch.new_empty(layout.elements)
-        with part("quantise"):
-            self._restore(step, row, past, layout, planes)
+        self._restore(step, row, past, layout, planes)
         numbers = step.once("chunks", lambda: _numbers(step))
         start, lengths, starts = numbers[row - step.decodes]
         states = query[first:stop], key[first:stop], value[first:stop]
@@ -247,12 +237,10 @@ class QuantisedSteps:
         attending = _attending(layout, device, self.scratch.dtype)
 
         def made() -> RowsCut:
-            with part("schedule"):
-                return attending.cut(starts, lengths, stop - first)
+            return attending.cut(starts, lengths, stop - first)
 
         cut = step.once((attending.heights, row), made)
-        with part("attention"):
-            return attending.run(projected, planes, cut, scale)
+        return attending.run(projected, planes, cut, scale)
 
     def _restore(
         self, step: EngineStep, row: int, past: int, layout: RaggedLayout, planes: Tensor

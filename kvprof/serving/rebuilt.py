@@ -29,7 +29,6 @@ from kvprof.kernels.prefill.rows import RowsStep, rows_step
 from kvprof.kernels.project.step import project_keys, store_values
 from kvprof.kernels.reconstruct.pages import PageRebuild, page_rebuild
 from kvprof.kernels.reconstruct.step import ReconstructStep, reconstruct_step
-from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import unflatten
 from kvprof.serving.fixed import FixedStep
 from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, filled_up
@@ -101,9 +100,8 @@ class RebuiltSteps:
         """Do what `kvprof.serving.steps.attend` says."""
         keys, slots = self.layer.keys, step.slots[: len(query)]
         where, latents = (self.layout, self.layer.attention.kv_cache, None), len(keys.widths)
-        with part("compress"):
-            project_keys(_by_latent(key, latents)[..., : keys.depth], keys, *where, slots=slots)
-            store_values(_by_latent(value, latents), *where, slots=slots)
+        project_keys(_by_latent(key, latents)[..., : keys.depth], keys, *where, slots=slots)
+        store_values(_by_latent(value, latents), *where, slots=slots)
         if isinstance(step, FixedStep):
             return self._fixed(step, query.flatten(1), scale)
         found = []
@@ -119,12 +117,10 @@ class RebuiltSteps:
         """Attend from all tokens over rebuilt pages, and from all over the engine's."""
         seen = step.rebuilt(self.room, self.layout.capacity)
         layout = replace(self.rows.layout, batch=self.room)
-        with part("decompress"):
-            planes = self._rebuilt(seen.pages, layout)
+        planes = self._rebuilt(seen.pages, layout)
         rows = replace(self.rows, layout=layout, rows=step.rows)
         cut = step.cut_rows(rows, seen.lengths)
-        with part("attention"):
-            attended = rows.run(query, planes, cut, scale, table=seen.table)
+        attended = rows.run(query, planes, cut, scale, table=seen.table)
         decoded = self._decoded(step, query, seen.seen, seen.tables, scale)
         return torch.where(seen.attends, attended, decoded)
 
@@ -151,22 +147,19 @@ class RebuiltSteps:
         decode = replace(self.latents, form=form)
 
         def schedule() -> Schedule:
-            with part("schedule"):
-                return decode.cut(lengths)
+            return decode.cut(lengths)
 
         cut = step.once(form, schedule)
-        with part("attention"):
-            found: Tensor = decode.run(
-                query,
-                self.layer.attention.kv_cache,
-                cut,
-                rebuilding.cos,
-                rebuilding.sin,
-                scale,
-                table=table,
-            )
-        with part("decompress"):
-            return self._values(found)
+        found: Tensor = decode.run(
+            query,
+            self.layer.attention.kv_cache,
+            cut,
+            rebuilding.cos,
+            rebuilding.sin,
+            scale,
+            table=table,
+        )
+        return self._values(found)
 
     def _together(self, step: EngineStep) -> Iterator[tuple[int, int]]:
         """Yield which sequences with several new tokens go together, first … stop - 1."""
@@ -184,15 +177,12 @@ class RebuiltSteps:
         self, step: EngineStep, first: int, stop: int, query: Tensor, scale: float
     ) -> Tensor:
         """Attend from several new tokens of each of some sequences."""
-        with part("decompress"):
-            seen = step.once(("seen", first, stop), lambda: self._seen(step, first, stop))
+        seen = step.once(("seen", first, stop), lambda: self._seen(step, first, stop))
         layout = replace(self.rows.layout, batch=len(seen.pages))
-        with part("decompress"):
-            planes = self._rebuilt(seen.pages, layout)
+        planes = self._rebuilt(seen.pages, layout)
         rows = replace(self.rows, layout=layout, rows=stop - first)
         cut = step.cut(rows, len(query), first, stop)
-        with part("attention"):
-            found: Tensor = rows.run(query, planes, cut, scale, table=seen.table)
+        found: Tensor = rows.run(query, planes, cut, scale, table=seen.table)
         return found
 
     def _filled(self, length: int) -> int:

@@ -1,4 +1,4 @@
-"""What the plug-in changes in vLLM's model runners: which steps run as graphs, and sampled steps.
+"""What the plug-in changes in vLLM's model runners: which steps run as graphs.
 
 vLLM has two. The first makes a step's inputs up on the host, and is taken here unless
 ``VLLM_USE_V2_MODEL_RUNNER`` says otherwise; the second, which 0.26 and 0.27 take for dense models
@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
-from kvprof.serving.sampled import StepWriter
 from kvprof.serving.settings import SHORT_GRAPH
 
 __all__ = ["CAPTURE", "graph_pays", "scheduled_rows", "take_runners"]
@@ -46,24 +44,21 @@ class _Eager:
 
     @contextmanager
     def where(self, asked: bool) -> Iterator[None]:
-        """Ask for it in what runs here, or leave it as it is."""
-        before = self.asked
-        self.asked = before or asked
+        """Ask for it in what runs here, or do not."""
+        self.asked = asked
         try:
             yield
         finally:
-            self.asked = before
+            self.asked = False
 
 
-def take_runners(path: str, sampling: tuple[int, Path] | None) -> None:
+def take_runners(path: str) -> None:
     """Change both of vLLM's model runners, whichever it is going to take.
 
     Parameters
     ----------
     path : str
         Of the plan.
-    sampling : (int, Path), optional
-        Every how manieth step is timed in parts, and where they are written down.
     """
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.worker import gpu_model_runner
@@ -77,8 +72,6 @@ def take_runners(path: str, sampling: tuple[int, Path] | None) -> None:
     _let_run_eagerly(model_runner, "dispatch_cg_and_sync_dp", "need_eager", eager)
     for runner in (first, second):
         _choose_graphs(runner, path, eager)
-        if sampling is not None:
-            _sample_steps(runner, *sampling, eager)
 
 
 # --- Graphs of steps in which all decode.
@@ -225,36 +218,5 @@ def _choose_graphs(runner: Any, path: str, eager: _Eager) -> None:
         quantised = served_plan(path).quantiser is not None
         with eager.where(quantised and not graph_pays(scheduled_rows(scheduled))):
             return ran(self, scheduled, *args, **kwargs)
-
-    runner.execute_model = execute_model
-
-
-def _sample_steps(runner: Any, every: int, folder: Path, eager: _Eager) -> None:
-    """Time every n-th step in parts, without its graph where vLLM lets a step run so."""
-    ran = runner.execute_model
-
-    @wraps(ran)
-    def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-
-        from kvprof.serving.sampling import StepSampler, contents, on_gpu
-
-        if kwargs.get("dummy_run"):  # the second runner's own try
-            return ran(self, scheduled, *args, **kwargs)
-        if not hasattr(self, "_kvprof_sampler"):
-            first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank
-            writer = StepWriter(folder) if first else None
-            self._kvprof_sampler = StepSampler(every, writer, on_gpu=on_gpu(self))
-        sampler = self._kvprof_sampler
-
-        def run() -> Any:
-            with eager.where(sampler.in_parts):
-                return ran(self, scheduled, *args, **kwargs)
-
-        return sampler.step(
-            run,
-            lambda: contents(self, scheduled),
-            reads=max(scheduled.num_scheduled_tokens.values(), default=0) > 1,
-        )
 
     runner.execute_model = execute_model

@@ -22,7 +22,6 @@ from kvprof.kernels.prefill.rows import RowsCut, RowsStep
 from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.segments.step import SegmentsStep
 from kvprof.runtime.backends.rebuilt import RotaryForm
-from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import concatenated, unflatten
 from kvprof.serving.pages import Codes
 
@@ -274,8 +273,7 @@ class EngineStep:
             rows = len(lengths)
             if isinstance(step, SegmentsStep):
                 lengths = lengths[None]
-            with part("schedule"):
-                cuts = replace(steps[0], rows=rows).cut_alike(tables, lengths)
+            cuts = replace(steps[0], rows=rows).cut_alike(tables, lengths)
             self._schedules.update((id(own), cut) for own, cut in zip(steps, cuts, strict=True))
         return self._schedules[id(step)]
 
@@ -314,8 +312,7 @@ class EngineStep:
         def made() -> RowsCut:
             # Copies, as `pages_of` says why.
             starts, lengths = self.starts[first : stop + 1], self.lengths[first:stop].clone()
-            with part("schedule"):
-                return step.cut(starts - starts[0], lengths, tokens)
+            return step.cut(starts - starts[0], lengths, tokens)
 
         return self.once((step.heights, first, stop), made)
 

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
 from textual.widgets import Static
 
-from kvprof.records.load import SHED, LoadCase, step_rows
+from kvprof.records.load import SHED, LoadCase
 from kvprof.records.load_names import baseline_of
 from kvprof.records.load_served import ATTAINED
 from kvprof.tui.drawings import Telemetry, short
@@ -17,7 +17,6 @@ from kvprof.tui.figures import difference, duration, share
 from kvprof.tui.frame import RunScreen
 from kvprof.tui.load_figures import SAMPLED, RateBrief, binned, brief_of, by_rate, rate_words
 from kvprof.views.bars import BARS, Ink
-from kvprof.views.load import step_bars
 from kvprof.views.numbers import MISSING, number
 from kvprof.views.page import bullets
 from kvprof.views.plot import LinePlot, Series
@@ -53,7 +52,6 @@ class LoadScreen(RunScreen):
                 yield Static(id="rates")
                 yield Static(id="curve")
             yield Static(id="over")
-            yield Static(id="steps")
             yield Static(id="notes")
         yield Static(id="telemetry")
 
@@ -98,8 +96,6 @@ class LoadScreen(RunScreen):
         curve = (len(briefs), self.size, beside, app.dark)
         self.put("curve", curve, lambda: self._curve(briefs, beside))
         self.put("over", (*seen, self.size), lambda: self._over(case), every=every)
-        sampled = (chosen, len(case.steps) if case is not None else 0, self.size, app.dark)
-        self.put("steps", sampled, lambda: self._steps(case), every=every)
         self.put("notes", (len(briefs), chosen, method), self._notes)
         devices = tuple((name, device.count) for name, device in state.devices.items())
         self.put(
@@ -184,14 +180,6 @@ class LoadScreen(RunScreen):
             legend_above=self.size.height < _LOW,
         )
         return Group(Text(), plot)
-
-    def _steps(self, case: LoadCase | None) -> RenderableType:
-        """Return where the time of the steps goes that an engine sampled."""
-        rows = [] if case is None else step_rows(case)
-        if case is None or not any(row["parts"] for row in rows):
-            return Text()
-        title = f"Inside the steps of {case.started.method} at {rate_words(case.started.rate)}"
-        return Group(Text(), Text(title, style="bold"), step_bars(rows, self.live.ink))
 
     def _notes(self) -> RenderableType:
         state = self.live.session.state

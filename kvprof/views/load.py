@@ -9,9 +9,7 @@ from rich.text import Text
 from kvprof.records.load import BESIDE, LIMITS, is_late
 from kvprof.records.load_names import baseline_of, tps_of
 from kvprof.records.load_served import fails, is_lossy, sheds
-from kvprof.records.parts import UNATTRIBUTED, ordered_parts
 from kvprof.sizes import format_bytes
-from kvprof.views.bars import Bar, Ink, StackedBars
 from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
 from kvprof.views.numbers import (
     MISSING,
@@ -20,14 +18,13 @@ from kvprof.views.numbers import (
     interval,
     number,
     percent,
-    signed_percent,
     unit_of,
 )
 from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import Series
 from kvprof.views.tables import DataTable, SplitTable, columns
 
-__all__ = ["against_section", "against_verdict", "figure", "report", "step_bars", "to_csv"]
+__all__ = ["figure", "report", "to_csv"]
 
 _LATENCIES = {
     "normalised_latency_seconds": "latency per token",
@@ -73,8 +70,6 @@ def report(
         if rows:
             body += _method(method, rows, data)
     body += _paying(data)
-    if data.get("against") is not None:
-        body += against_section(data["against"])
     missing = list(_missing(data))
     if missing:
         body += [heading("Not measured"), bullets(missing)]
@@ -235,7 +230,6 @@ def _method(method: Row, rows: Sequence[Row], data: Mapping[str, Any]) -> list[R
     parts += [Text(), _state(rows)]
     if any(row["parts"] for row in rows):
         parts += [Text(), _where(rows, simulated=data["mode"] == "simulated")]
-    parts += _steps_section(data, method["method"])
     if method["fit"] is not None:
         parts += [Text(), bullets([_fit_said(method["fit"])])]
     return parts
@@ -316,76 +310,6 @@ def _where(rows: Sequence[Row], *, simulated: bool) -> RenderableType:
         title="Where a request's time goes, mean "
         + ("of the simulated requests" if simulated else "by the engine's own marks"),
     )
-
-
-# --- The steps of a method in parts.
-
-#: Called so in a table: what no mark names, the model's products above all.
-_REST = "rest"
-_NO_GRAPH = (
-    "inside steps: sequences that decode and prompt tokens that were read are means; steps in "
-    "parts ran without their CUDA graph, where there are any: on a GPU they take longer than those "
-    "that are served, which stand beside them as a whole, and shares hold of them alone"
-)
-
-
-def _steps_section(data: Mapping[str, Any], method: str) -> list[RenderableType]:
-    """Return the section of a method; nothing where none of its steps was sampled."""
-    rows = [row for row in data.get("steps", ()) if row["method"] == method]
-    if not rows:
-        return []
-    parts = ordered_parts(one["part"] for row in rows for one in row["parts"])
-    seconds = [row["whole_seconds"] or row["seconds"] for row in rows]
-    factor, unit = unit_of(seconds)
-    titles = [
-        *(_REST if part == UNATTRIBUTED else part for part in parts),
-        f"all {unit}", "steps", "served", "steps", "decoding", "read",
-    ]  # fmt: skip
-    cells = []
-    for row in rows:
-        own = {one["part"]: one["seconds"] * factor for one in row["parts"]}
-        cells.append(
-            [
-                _called(row),
-                *(number(own.get(part)) for part in parts),
-                number(_scaled(row["seconds"], factor)),
-                f"{row['sampled']:,}",
-                number(_scaled(row["whole_seconds"], factor)),
-                f"{row['whole']:,}",
-                number(row["decodes"]),
-                number(row["prefill"]),
-            ]
-        )
-    groups = (len(parts) + 2, 2, 2)
-    table = SplitTable(columns("step", figures=titles), cells, groups)
-    found: list[RenderableType] = [Text(), Text(f"Inside its steps, {unit}", style="bold"), table]
-    if any(row["parts"] for row in rows):
-        found += [Text(), step_bars(rows)]
-    return found
-
-
-def step_bars(rows: Sequence[Row], ink: Ink | None = None) -> StackedBars:
-    """Return a bar of shares for each row of ``data.steps`` that is in parts.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-    ink : Ink, optional
-    """
-    bars = []
-    for row in rows:
-        if not row["parts"]:
-            continue
-        said = duration(row["seconds"])
-        if waited := row["waited_share"]:
-            said += f", {percent(waited, 0)} may wait"
-        parts = {one["part"]: one["seconds"] for one in row["parts"]}
-        bars.append(Bar(_called(row), parts, Text(said)))
-    return StackedBars(bars, "", shares=True, ink=ink)
-
-
-def _called(row: Row) -> str:
-    return f"{row['rate']:g}/s {row['phase']}"
 
 
 # --- From where on a method pays, and what lines through the steps say, in sentences.
@@ -515,90 +439,6 @@ def _context_said(name: str, base: str, found: Row) -> str:
     return f"{name}'s steps, {batch}: shorter than {base}'s {word} {tokens} tokens{sure}{beyond}"
 
 
-# --- How near a simulated load comes to one that was served.
-
-
-def against_section(found: Row) -> list[RenderableType]:
-    """Return the section of a report.
-
-    Parameters
-    ----------
-    found : mapping
-        As `kvprof.records.load_against.against` returns it.
-    """
-    parts: list[RenderableType] = [heading("Against the load that was served")]
-    rows = found["rates"]
-    if rows:
-        factor, unit = unit_of(
-            row["normalised_latency_seconds"]["measured"]
-            for row in rows
-            if row["normalised_latency_seconds"] is not None
-        )
-        cells = [
-            [
-                row["method"],
-                number(row["rate"]),
-                *_both_latencies(row["normalised_latency_seconds"], factor),
-                _difference(row["normalised_latency_seconds"]),
-                _difference(row["ttft_seconds"]),
-                _difference(row["tbt_seconds"]),
-                _both_queues(row["grows"]),
-            ]
-            for row in rows
-        ]
-        titles = ("requests/s", f"simulated {unit}", "measured", "latency", "TTFT", "TBT", "queue")
-        parts.append(DataTable(columns("method", figures=titles), cells))
-    return [*parts, bullets(_said(found))]
-
-
-def against_verdict(found: Row) -> str:
-    """Say in a sentence how near it comes."""
-    known = [row["normalised_latency_seconds"] for row in found["rates"]]
-    compared = [one for one in known if one is not None]
-    if not compared:
-        return "no rate was completed by both: nothing is told of the simulation"
-    near = sum(one["within"] for one in compared)
-    widest = max(compared, key=lambda one: abs(one["difference"]))
-    return (
-        f"{near} of {len(compared)} rates are within {percent(found['near'], 0)} of the measured "
-        "latency per token, or within its interval; the farthest is "
-        f"{signed_percent(widest['difference'])} off"
-    )
-
-
-def _said(found: Row) -> list[str]:
-    said = [against_verdict(found)]
-    off = [
-        f"{row['case']} ({signed_percent(row['normalised_latency_seconds']['difference'])})"
-        for row in found["rates"]
-        if row["normalised_latency_seconds"] is not None
-        and not row["normalised_latency_seconds"]["within"]
-    ]
-    if off:
-        said.append(f"not within: {', '.join(off)}")
-    if found["missing"]:
-        said.append(f"completed by one of them alone: {', '.join(found['missing'])}")
-    return said
-
-
-def _both_latencies(one: Row | None, factor: float) -> list[str]:
-    if one is None:
-        return [MISSING, MISSING]
-    return [number(one["simulated"] * factor), number(one["measured"] * factor)]
-
-
-def _difference(one: Row | None) -> str:
-    if one is None:
-        return MISSING
-    return f"{signed_percent(one['difference'])}{'' if one['within'] else ' !'}"
-
-
-def _both_queues(grows: Sequence[bool | None]) -> str:
-    words = {True: "grows", False: "no growth", None: MISSING}
-    one, other = (words[each] for each in grows)
-    return one if one == other else f"{one}, measured {other}"
-
-
 # --- What a reader must know.
 
 
@@ -621,11 +461,6 @@ def _missing(data: Mapping[str, Any]) -> Iterator[str]:
         yield "requests within an objective: none was named (--slo ttft=2s,tbt=50ms)"
     for method in data["methods"]:
         rows = _rows(data, method["method"])
-        if rows and data.get("steps") and not _steps_section(data, method["method"]):
-            yield (
-                f"{method['method']}: its steps in parts; nothing of kvprof runs inside of its "
-                "engine, or too few steps were run"
-            )
         if rows and method["fit"] is None:
             why = "too few tokens came"
             if any(row["preemptions"] for row in rows):
@@ -664,8 +499,6 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
             "elsewhere: what the server's front end counts beyond its engine's parts; outside: "
             "what clients waited beyond all of that, by their own clock"
         )
-    if data.get("steps"):
-        notes.append(_NO_GRAPH)
     if data["mode"] == "simulated":
         notes.append("nothing was served: times are simulated from measured parts of a step")
     return notes
@@ -718,9 +551,6 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
         "lengths": lengths.get("name"),
         "arrivals": inputs.get("arrivals"),
         "memory of the cache": format_bytes(inputs["memory"]) if inputs.get("memory") else None,
-        "steps in parts": f"every {inputs['sample_steps']}. of kvprof's own engines"
-        if inputs.get("sample_steps")
-        else None,
         "replicas": inputs.get("replicas") if (inputs.get("replicas") or 1) > 1 else None,
         "router": inputs.get("router") if (inputs.get("replicas") or 1) > 1 else None,
         "tensor parallelism": None if (tps := tps_of(inputs)) == [1] else ", ".join(map(str, tps)),

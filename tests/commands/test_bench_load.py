@@ -39,7 +39,7 @@ SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--rates", "80,160")
 #: Inputs of a load that starts its servers.
 SERVED = {
     "memory": 2**20, "replicas": 1, "router": "shortest-queue", "seed": 0, "rate": 0.5,
-    "sample_steps": None, "timeout": 9.0,
+    "timeout": 9.0,
 }  # fmt: skip
 
 #: What ``kvprof serve`` asks ``kvprof plan`` for, at least.

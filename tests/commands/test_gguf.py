@@ -112,7 +112,7 @@ def test_a_shape_to_transfer_is_a_files(file: Path) -> None:
 #: Inputs of a load that starts its servers.
 LOAD = {
     "memory": 2**20, "replicas": 1, "router": "shortest-queue", "seed": 0, "rate": 0.5,
-    "sample_steps": None, "timeout": 9.0,
+    "timeout": 9.0,
 }  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from kvprof.records.events import (
     LoadRequest,
     LoadSample,
     LoadServer,
-    LoadStep,
     RunFinished,
     RunStarted,
     Warned,
@@ -85,13 +84,8 @@ def load_stream(
     fails: Sequence[int] = (),
     ends: bool = True,
     failure: str = "timeout",
-    sampled: bool = False,
 ) -> list[Event]:
-    """Return the events of a whole run; `ends` False leaves out its last two.
-
-    With `sampled` the steps of methods that are not the first are told: half in parts, 10 ms with
-    4 of attention, 2 of compress and 1 of schedule, half as a whole, 8 ms.
-    """
+    """Return the events of a whole run; `ends` False leaves out its last two."""
     named = load_lengths(lengths)
     limits = {"share": 0.9, "ttft_seconds": 2.0} if objective is None else objective
     events: list[Event] = [
@@ -160,13 +154,6 @@ def load_stream(
                             failure if failed else None,
                         ),
                     )
-                )
-            for n in range(8 if sampled and method != methods[0] else 0):
-                prefill = 512 if n < 2 else 0
-                parts = {"attention": 4e-3, "compress": 2e-3, "schedule": 1e-3} if n % 2 else {}
-                seconds, waited = (10e-3, 1e-3) if parts else (8e-3, 0.0)
-                told.append(
-                    (n, LoadStep(now + n, case, n, seconds, 4, 8192, prefill, parts, waited))
                 )
             events += [event for _, event in sorted(told, key=lambda pair: pair[0])]
             now += last

@@ -326,23 +326,3 @@ def test_how_late_one_in_a_hundred_is_takes_a_hundred_requests_to_tell(requests,
     assert (late["p99"] is not None) is told
     assert late["most"] is not None
     validate_result(few)
-
-
-def test_steps_are_told_in_parts_and_as_they_are_served():
-    result = result_of(load_stream(rates=(1.0, 2.0), sampled=True))
-    validate_result(result)
-    rows = result["data"]["steps"]
-    assert [(one["case"], one["phase"]) for one in rows] == [
-        (f"fdc @ {rate}/s", phase) for rate in (1, 2) for phase in ("prefill", "decode")
-    ]
-    for one in rows:
-        parts = {entry["part"]: entry for entry in one["parts"]}
-        assert list(parts) == ["attention", "compress", "schedule", "unattributed"]
-        assert parts["unattributed"]["seconds"] == pytest.approx(3e-3)
-        assert sum(entry["share"] for entry in one["parts"]) == pytest.approx(1)
-        assert (one["seconds"], one["whole_seconds"]) == (pytest.approx(10e-3), 8e-3)
-        assert one["waited_share"] == pytest.approx(0.1)
-        assert (one["decodes"], one["context"]) == (4, 8192)
-    assert [one["sampled"] for one in rows] == [1, 3, 1, 3]
-    assert [one["prefill"] for one in rows] == [512, 0, 512, 0]
-    assert RESULT["data"]["steps"] == []

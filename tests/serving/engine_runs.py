@@ -13,7 +13,6 @@ import torch
 from kvprof.methods.plan_files import load_plan
 from kvprof.models.load import load_model
 from kvprof.runtime.compressed import compressed
-from kvprof.serving.sampled import SAMPLE_VARIABLE, sampling_variable
 from tests.serving.tiny import VOCABULARY
 
 TOKENS = 24
@@ -72,7 +71,6 @@ def served_by_engine(
     plan: Path,
     waves: int = 1,
     *,
-    sampled: Path | None = None,
     fixed: bool = False,
     graphs: dict[str, Any] | None = None,
     variables: dict[str, str] | None = None,
@@ -85,8 +83,6 @@ def served_by_engine(
     model, plan : Path
     waves : int
         How often the prompts are asked for.
-    sampled : Path, optional
-        Where every second step is written down.
     fixed : bool
         Whether steps that read prompts have the form that a graph holds.
     graphs : dict, optional
@@ -111,7 +107,6 @@ def served_by_engine(
             **ENVIRONMENT,
             **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if fixed else {}),
             "KVPROF_PLAN": str(plan),
-            SAMPLE_VARIABLE: "" if sampled is None else sampling_variable(2, sampled),
             **(variables or {}),
         },
         cwd=Path(__file__).parents[2],

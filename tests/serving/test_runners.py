@@ -137,12 +137,3 @@ def test_an_engine_that_lets_no_step_run_so_stays_as_it_is() -> None:
     _let_run_eagerly(Runner, DECIDES, "force_eager", eager)
     _choose_graphs(Runner, "codes.plan", eager)
     assert Runner().execute_model(LONG_PAST) == "ran"
-
-
-def test_what_asks_within_does_not_take_back_what_was_asked_before() -> None:
-    eager = _Eager()
-    with eager.where(True):
-        with eager.where(False):
-            assert eager.asked
-        assert eager.asked
-    assert not eager.asked

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.serving.sampled import StepReader
 from kvprof.serving.settings import RUNNER_VARIABLE
 from tests.serving.engine_runs import (
     CHUNKS,
-    TOKENS,
-    drawn_prompts,
     served_by_engine,
 )
 
@@ -45,22 +42,3 @@ def test_a_graph_may_be_longer_than_a_sequence(
     how: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 2, "block_size": 16}
     found = served_by_engine(model, plan, graphs=graphs, variables={RUNNER_VARIABLE: runner}, **how)
     assert found["waves"] == [wanted]
-
-
-@pytest.mark.parametrize("runner", ["0", "1"])
-def test_steps_of_either_runner_are_sampled(
-    model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path, runner: str
-) -> None:
-    """One without its graph, in parts, and the one behind it as a whole."""
-    graphs = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
-    found = served_by_engine(
-        model, plan, sampled=tmp_path, graphs=graphs, variables={RUNNER_VARIABLE: runner}, **CHUNKS
-    )
-    assert found["waves"] == [wanted]
-    steps = StepReader(tmp_path).new()
-    assert {"attention", "compress"} <= set().union(*(one.parts for one in steps))
-    assert any(not one.parts for one in steps)
-    prompts = drawn_prompts()
-    assert 0 < max(one.prefill for one in steps) <= CHUNKS["max_num_batched_tokens"]
-    most = max(one.context for one in steps)
-    assert max(map(len, prompts)) < most <= sum(map(len, prompts)) + len(prompts) * TOKENS

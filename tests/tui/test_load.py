@@ -13,7 +13,6 @@ from kvprof.tui.state import RunState, state_of
 from kvprof.views.bars import Ink
 from kvprof.views.numbers import duration
 from kvprof.views.page import render_text
-from tests.records.load_stream import load_stream
 from tests.records.streams import stream
 from tests.tui.loads import load
 from tests.tui.running import press, recorded, settle, show, text, whole_text
@@ -151,19 +150,6 @@ class TestScreen:
             assert {line.kind for line in app.session.state.log} >= {"engine"}
 
         show(session, tmp_path, steps, size=(120, 40))
-
-    def test_steps_that_were_sampled_are_a_bar_of_their_parts(self, tmp_path):
-        async def steps(app, pilot):
-            drawn = whole_text(app, "steps")
-            assert "Inside the steps of fdc at 12.0/s" in drawn
-            assert "12/s decode  ████" in drawn
-            assert "▒" in drawn
-            assert "║║ schedule" in drawn
-            assert "10.0 ms, 10 % may wait" in drawn
-            await press(app, pilot, "m")
-            assert whole_text(app, "steps") == ""
-
-        show(recorded(tmp_path, load_stream(sampled=True)), tmp_path, steps, size=(120, 40))
 
     def test_failures_are_counted(self, tmp_path):
         async def steps(app, pilot):

@@ -132,15 +132,3 @@ def test_what_a_method_serves_at_least_is_told_where_the_baseline_serves_no_rate
     assert "fdc serves at least 1.50 and at most 8.00 times of what" in text_of(result)
     fdc["ratio_interval"] = [None, None]
     assert "fdc serves 4 requests a second (surely 3," in text_of(result)
-
-
-def test_steps_in_parts_have_a_table_and_bars_in_the_parts_own_order():
-    result = result_of(load_stream(sampled=True))
-    said = text_of(result)
-    assert "Inside its steps, ms step attention compress schedule rest all ms steps served" in said
-    assert "1/s prefill 4.00 2.00 1.00 3.00 10.0 1 8.00 1 4.00 512" in said
-    assert "█ attention ▒▒ compress ║║ schedule ?? unattributed" in said
-    assert "10.0 ms, 10 % may wait" in said
-    assert "full: its steps in parts; nothing of kvprof runs inside of its engine" in said
-    assert "steps in parts ran without their CUDA graph" in said.replace("- ", "")
-    assert "Inside its steps" not in text_of(RESULT)

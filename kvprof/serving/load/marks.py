@@ -47,8 +47,6 @@ class Marks:
         Since the engine started, as `kvprof.records.events.LoadRateFinished` names them.
     cache_tokens, cache_bytes : int or None
         That fit, and what holds them; None where they are not told.
-    engines : int or None
-        That told of their cache: a router answers for several.
     """
 
     running: int | None
@@ -57,7 +55,6 @@ class Marks:
     totals: dict[str, float]
     cache_tokens: int | None = None
     cache_bytes: int | None = None
-    engines: int | None = None
 
 
 def parse_marks(text: bytes) -> Marks | None:
@@ -71,7 +68,6 @@ def parse_marks(text: bytes) -> Marks | None:
     text : bytes
     """
     values: dict[bytes, list[float]] = {}
-    engines = 0
     tokens: list[int] = []
     pages: list[int] = []
     nbytes: list[int] = []
@@ -83,7 +79,6 @@ def parse_marks(text: bytes) -> Marks | None:
         name, labels, number = found.groups()
         if name == _CONFIG and labels is not None:
             config = dict(_LABEL.findall(labels))
-            engines += 1
             tokens += _whole(config.get(b"kv_cache_size_tokens"))
             pages += _page_tokens(config)
             nbytes += _whole(config.get(b"kv_cache_memory_bytes"))
@@ -113,7 +108,6 @@ def parse_marks(text: bytes) -> Marks | None:
         # Older vLLM counts the pages of all its engines in each one's line.
         _usable(sum(tokens) or max(pages, default=0)),
         _usable(sum(nbytes)),
-        engines or None,
     )
 
 
@@ -157,7 +151,6 @@ def added(several: Sequence[Marks | None]) -> Marks | None:
         {name: sum(one.totals[name] for one in known) for name in names},
         total([one.cache_tokens for one in known]),
         total([one.cache_bytes for one in known]),
-        total([one.engines for one in known]),
     )
 
 

@@ -35,7 +35,6 @@ __all__ = [
     "Replica",
     "StepLog",
     "TokenTimes",
-    "engine_defaults",
 ]
 
 #: How requests are spread over replicas: in turn, or to where the least waits and runs.
@@ -87,22 +86,6 @@ class EngineSettings:
             )
         if self.route not in ROUTES:
             raise UsageError(f"no route {self.route!r}: there are {', '.join(ROUTES)}")
-
-
-#: Below so many bytes of a device's memory vLLM's server takes fewer sequences and tokens at once.
-_LARGE = 70 * 2**30
-_SMALL = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
-
-
-def engine_defaults(memory_bytes: int | None) -> dict[str, int]:
-    """Return in what vLLM's server on a device differs from the defaults of `EngineSettings`.
-
-    Parameters
-    ----------
-    memory_bytes : int or None
-        Of the device; None where it is not known, or is no GPU.
-    """
-    return _SMALL if memory_bytes is None or memory_bytes < _LARGE else {}
 
 
 class StepLog:

@@ -19,7 +19,6 @@ from kvprof.leash import Leash
 from kvprof.printable import printable
 from kvprof.scratch import ScratchFolder
 from kvprof.serving.load.http import Address
-from kvprof.serving.sampled import SAMPLE_VARIABLE, SampledStep, StepReader, sampling_variable
 from kvprof.serving.settings import RUNNER_VARIABLE, model_runner, option_value
 
 __all__ = [
@@ -71,10 +70,6 @@ class Server(ABC):
         """Return what it was started with; no address, no path."""
         return {}
 
-    def sampled(self) -> list[SampledStep]:
-        """Return the steps that its engines sampled since the last call."""
-        return []
-
 
 class Served(Server):
     """Servers that run already."""
@@ -101,8 +96,6 @@ class ServerProcess(Server):
     settings : mapping of str
     gpus : int
         Of each server; 0 leaves the environment as it is.
-    sample : int or None
-        Every how manieth step kvprof's plug-in in them shall time in parts.
     unset : sequence of str
         Variables that they do not get.
     variables : mapping of str
@@ -119,15 +112,12 @@ class ServerProcess(Server):
         count: int = 1,
         settings: Mapping[str, str] | None = None,
         gpus: int = 0,
-        sample: int | None = None,
         unset: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self.method = method
         self._unset = unset
         self._variables = dict(variables or {})
-        self._sample = sample
-        self._steps: StepReader | None = None
         self._commands = commands
         self._count = count
         self._settings = dict(settings or {})
@@ -149,7 +139,6 @@ class ServerProcess(Server):
             When one cannot be started, or has no GPUs.
         """
         self._folder = ScratchFolder("load")
-        self._steps = StepReader(Path(self._folder.name)) if self._sample is not None else None
         addresses = []
         for number in range(self._count):
             port = free_port()
@@ -204,22 +193,15 @@ class ServerProcess(Server):
         self._running = []
         if self._folder is not None:
             self._folder.cleanup()
-            self._folder = self._steps = None
+            self._folder = None
 
     def problem(self, said: str) -> FailedError | LackingError:
         """Return the error for a server that ended before it was ready."""
         return LackingError(said) if self.refused() else FailedError(said)
 
-    def sampled(self) -> list[SampledStep]:
-        """Return the steps that its engines sampled since the last call."""
-        return [] if self._steps is None else self._steps.new()
-
     def _environment(self, number: int) -> dict[str, str]:
         found = {name: value for name, value in os.environ.items() if name not in self._unset}
         found.update(self._variables)
-        if self._sample is not None and self._folder is not None:
-            where = Path(self._folder.name)
-            found[SAMPLE_VARIABLE] = sampling_variable(self._sample, where)
         if not self._gpus or self._count == 1:
             return found
         stated = os.environ.get("CUDA_VISIBLE_DEVICES")

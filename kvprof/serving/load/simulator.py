@@ -17,10 +17,9 @@ from kvprof.serving.load.replica import (
     Replica,
     StepLog,
     TokenTimes,
-    engine_defaults,
 )
 from kvprof.serving.load.requests import BLOCK, Outcome, Request
-from kvprof.serving.load.step_records import MethodSteps, ModelSteps
+from kvprof.serving.load.step_records import SHIPPED, ModelSteps
 from kvprof.serving.load.step_times import StepTimes
 from kvprof.serving.load.target import Opened, Ran, Watch
 from kvprof.sizes import format_bytes
@@ -272,7 +271,6 @@ def _shared(request: Request, settings: EngineSettings) -> Held:
 # --- In the place of a server: the same requests, the same events, no GPU.
 
 _SAMPLES = 200  # of a rate
-_DOUBTFUL = 0.1  # relative difference of a fitted step that is told
 
 
 def engine_settings(
@@ -292,15 +290,9 @@ def engine_settings(
     Raises
     ------
     UsageError
-        When the record does not tell the memory, not a page fits, or the settings fit no engine.
+        When not a page fits, or the settings fit no engine.
     """
     room = steps.cache_bytes if cache_bytes is None else cache_bytes
-    if room is None:
-        raise UsageError(
-            f"--memory: {steps.source} does not say how much memory a cache may have; "
-            "name it, such as --memory 100GiB"
-        )
-    settings = {**engine_defaults(steps.memory_bytes), **settings}
     # Integers by the names of its fields, which mypy cannot know.
     engine = EngineSettings(1, **settings)  # type: ignore[arg-type]
     page = steps.method(method).token_bytes * engine.block_size
@@ -319,20 +311,12 @@ class SimulatedTarget:
     method : str
     steps : ModelSteps
     settings : EngineSettings
-    label : str, optional
-        What the load calls it; its name by default.
     """
 
     waits_for = "simulated, no server is started"
 
-    def __init__(
-        self,
-        method: str,
-        steps: ModelSteps,
-        settings: EngineSettings,
-        label: str | None = None,
-    ) -> None:
-        self.method = method if label is None else label
+    def __init__(self, method: str, steps: ModelSteps, settings: EngineSettings) -> None:
+        self.method = method
         self._own = steps.method(method)
         self._steps = steps
         self._settings = settings
@@ -340,21 +324,10 @@ class SimulatedTarget:
     def open(self, stop: Callable[[], bool]) -> Opened:
         """Say what is simulated."""
         engine, own = self._settings, self._own
-        warnings = list(own.notes)
-        if (off := own.times.residual) is not None and off > _DOUBTFUL:
-            warnings.append(
-                "steps that were measured differ from the line through them by "
-                f"{_up_to(own)}{100 * off:.1f} %"
-            )
-        if untold := own.times.untold:
-            warnings.append(
-                f"its steps do not tell what {' and '.join(untold)} costs, which so costs nothing: "
-                "they are too much alike; take those of a load with longer prompts of many lengths"
-            )
         tokens = engine.pages * engine.block_size
         positions = self._steps.positions
         longest, bound = tokens, f"{self.method}'s cache holds {tokens:,}"
-        if positions is not None and positions < tokens:
+        if positions < tokens:
             longest, bound = positions, f"{self._steps.model} has {positions:,} positions"
         return Opened(
             servers=engine.replicas,
@@ -363,14 +336,13 @@ class SimulatedTarget:
             cache_bytes=round(engine.replicas * tokens * own.token_bytes),
             settings={
                 "simulated": "nothing was served",
-                "step times": f"{self._steps.source} ({self._steps.device}), "
-                f"{own.times.samples} steps",
+                "step times": f"{SHIPPED} ({self._steps.device}), {own.times.samples} steps",
                 "block size": str(engine.block_size),
                 "max num seqs": str(engine.max_num_seqs),
                 "max num batched tokens": str(engine.max_num_batched_tokens),
                 "prefix caching": "on" if engine.prefix_caching else "off",
             },
-            warnings=[f"{self.method}: {one}" for one in warnings],
+            warnings=[f"{self.method}: {one}" for one in own.notes],
             longest=longest,
             bound=bound,
         )
@@ -412,10 +384,6 @@ class SimulatedTarget:
 
     def close(self) -> None:
         """There is nothing to end."""
-
-
-def _up_to(own: MethodSteps) -> str:
-    return "" if own.samples[0].mean else "up to "
 
 
 def _engine(simulated: Simulated) -> dict[str, float]:

@@ -8,33 +8,18 @@ sequence's cache costs by the token, and a prompt's attention by the pair of tok
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-__all__ = ["StepSample", "StepTimes", "fit_step_times", "pairs_of"]
+__all__ = ["StepSample", "StepTimes", "fit_step_times"]
 
 #: Tokens up to which the products' time has a point for each number that was measured, as weights
 #: are read by all of them together; beyond, it is a line.
 _LAST_POINT = 4096
-_MOST_POINTS = 16
 _ROUNDS = 8  # of weighting steps anew
 _LEAST_SHARE = 0.05  # of its time that a step is expected to take at least, as a weight
-
-
-def pairs_of(before: int, tokens: int) -> float:
-    """Return the pairs that a piece of a prompt attends to.
-
-    Parameters
-    ----------
-    before : int
-        Tokens of the prompt that lie in the cache.
-    tokens : int
-        Of the piece; each attends to all before it and to itself.
-    """
-    return tokens * before + tokens * (tokens + 1) / 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +35,7 @@ class StepSample:
     prefill : int
         Tokens of prompts.
     pairs : float
-        See `pairs_of`, over all prompts.
+        Of tokens: each of a prompt's with all before it and with itself, over all prompts.
     seconds : float
     source : str
         Which record it is from.
@@ -110,16 +95,6 @@ class StepTimes:
     samples: int = 0
     _known: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def untold(self) -> tuple[str, ...]:
-        """What costs nothing by these steps, and so was not told by them: no step is so."""
-        # Of single steps, whose products have several points, their line tells it.
-        prompts = len(self.tokens) == 1 and not self.beyond and not self.per_pair
-        return (
-            *(("a prompt's token",) if prompts else ()),
-            *(("a token held",) if not self.per_context else ()),
-        )
-
     def dense(self, tokens: int) -> float:
         """Return the seconds of a step's products over so many tokens."""
         found = self._known.get(tokens)
@@ -156,7 +131,9 @@ def fit_step_times(samples: Sequence[StepSample]) -> StepTimes:
     if not any(one.decode for one in kept) or not any(one.prefill for one in kept):
         raise ValueError("steps that decode and steps that read prompts are needed, of both one")
     means = any(one.mean for one in kept)
-    points = [0.0] if means else _points([one.tokens for one in kept])
+    points = [0.0]
+    if not means:
+        points = sorted({float(one.tokens) for one in kept if one.tokens <= _LAST_POINT})
     matrix = np.array([_row(one, points, means) for one in kept])
     seconds = np.array([one.seconds for one in kept])
     expected = seconds
@@ -193,21 +170,6 @@ def _least_squares(matrix: NDArray[np.float64], side: NDArray[np.float64]) -> ND
     scale[scale == 0.0] = 1.0
     solved: NDArray[np.float64] = nnls(matrix / scale, side)[0] / scale
     return solved
-
-
-def _points(tokens: Sequence[float]) -> list[float]:
-    """Return where the line of the products' time bends: what was measured, or one per octave."""
-    distinct = sorted({float(value) for value in tokens if value <= _LAST_POINT})
-    if not distinct:
-        return [min(tokens)]
-    if len(distinct) <= _MOST_POINTS:
-        return distinct
-    octaves: dict[int, list[float]] = {}
-    for value in tokens:
-        if value <= _LAST_POINT:
-            octaves.setdefault(round(log2(value)), []).append(log2(value))
-    means = [2 ** (sum(each) / len(each)) for _, each in sorted(octaves.items())]
-    return [distinct[0], *(value for value in means[1:] if value > distinct[0])]
 
 
 def _row(one: StepSample, points: Sequence[float], means: bool) -> NDArray[np.float64]:

@@ -16,7 +16,6 @@ from kvprof.records.events import (
     LoadRequest,
     LoadSample,
     LoadServer,
-    LoadStep,
     Warned,
 )
 from kvprof.records.journal import Journal
@@ -32,7 +31,6 @@ from kvprof.serving.load.lengths import Lengths, arriving
 from kvprof.serving.load.marks import Marks
 from kvprof.serving.load.requests import Outcome
 from kvprof.serving.load.target import LoadTarget
-from kvprof.serving.sampled import SampledStep
 
 __all__ = ["SweepOptions", "cases_of", "longest_gap", "next_rate", "run_sweep", "spans_of"]
 
@@ -322,8 +320,6 @@ class _Sweep:
             opened.cache_tokens,
             opened.cache_bytes,
             opened.settings,
-            opened.engines,
-            opened.longest,
         )
         self._emit(event)
         for said in opened.warnings:
@@ -464,21 +460,6 @@ class _Watch:
                 marks.waiting if marks is not None else None,
                 marks.cache if marks is not None else None,
                 preemptions,
-            )
-        )
-
-    def step(self, at: float, step: SampledStep) -> None:
-        self._sweep._emit(
-            LoadStep(
-                0.0,
-                self._case,
-                max(0.0, at),
-                step.seconds,
-                step.decodes,
-                step.context,
-                step.prefill,
-                step.parts,
-                step.waited,
             )
         )
 

@@ -14,7 +14,6 @@ from kvprof.serving.load.client import Client, Prompts
 from kvprof.serving.load.marks import Marks, added, difference, engine_name, parse_marks
 from kvprof.serving.load.requests import Outcome, Request
 from kvprof.serving.load.server import Server, ServerProcess
-from kvprof.serving.sampled import SampledStep
 
 __all__ = ["ROUTERS", "LoadTarget", "Opened", "Ran", "ServedTarget", "Watch"]
 
@@ -41,7 +40,6 @@ class Opened:
     engine: str | None = None
     cache_tokens: int | None = None
     cache_bytes: int | None = None
-    engines: int | None = None
     settings: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     longest: int | None = None  # tokens that a request may have, prompt and output
@@ -56,9 +54,6 @@ class Watch(Protocol):
 
     def sample(self, at: float, sent: int, marks: Marks | None) -> None:
         """Take the state at a moment; `sent` have not ended, as the client sees it."""
-
-    def step(self, at: float, step: SampledStep) -> None:
-        """Take a step that an engine sampled, and when it was launched."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +211,6 @@ class ServedTarget:
             engine=_with_version(engine, version),
             cache_tokens=marks.cache_tokens if marks is not None else None,
             cache_bytes=marks.cache_bytes if marks is not None else None,
-            engines=marks.engines if marks is not None else None,
             settings=dict(self._server.settings()),
             warnings=[f"{self.method}: {one}" for one in warnings],
             longest=longest,
@@ -287,7 +281,7 @@ class _Running:
         self._next_server = 0
         self._refused = [0] * len(client.addresses)  # in a row, of each
         self._last_lost = False  # whether the request that ended last was, with or without a server
-        self._start = self._start_of_steps = 0.0
+        self._start = 0.0
 
     async def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
         _allow_connections(len(requests))
@@ -296,8 +290,7 @@ class _Running:
         making = asyncio.create_task(self._make(requests, bodies))
         while bodies.qsize() < min(_AHEAD, len(requests)) and not making.done():
             await asyncio.sleep(_MOMENT)  # before the clock starts
-        self._server.sampled()  # what was before does not belong to this load
-        self._start, self._start_of_steps = time.perf_counter(), time.monotonic()
+        self._start = time.perf_counter()
         worked, busy = time.thread_time(), None
         every = max(_TICK, (requests[-1].arrival if requests else 0.0) / _SAMPLES)
         sampling = asyncio.create_task(self._sample(every, watch))
@@ -331,7 +324,6 @@ class _Running:
                 task.cancel()
             await asyncio.gather(making, sampling, *tasks, return_exceptions=True)
         after = None if gone else await self._marks()
-        self._tell_steps(watch)
         return Ran(reason, difference(before, after), gone, busy)
 
     async def _make(
@@ -406,12 +398,7 @@ class _Running:
         while True:
             marks = await self._marks()
             watch.sample(self._now(), sum(self._in_flight), marks)
-            self._tell_steps(watch)
             await asyncio.sleep(every)
-
-    def _tell_steps(self, watch: Watch) -> None:
-        for step in self._server.sampled():
-            watch.step(step.end - self._start_of_steps, step)
 
     async def _marks(self) -> Marks | None:
         texts = await asyncio.gather(

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvprof.serving.sampled import SAMPLE_VARIABLE, SampledStep, StepWriter, asked_sampling
-
 
 @dataclass
 class Behaviour:
@@ -194,9 +192,6 @@ class FakeServer:
             self._chunk(writer, f"data: {json.dumps(piece)}\n\n".encode())
             await writer.drain()
         done = time.perf_counter()
-        if (sampling := asked_sampling(os.environ.get(SAMPLE_VARIABLE))) is not None:
-            step = SampledStep(time.monotonic(), 0.5, 3, 900, 0, {"attention": 0.25}, 0.125)
-            StepWriter(sampling[1]).write(step)
         for name, seconds in (
             ("queue", began - came),
             ("prefill", first - began),

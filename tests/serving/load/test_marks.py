@@ -31,7 +31,6 @@ def test_engines_behind_a_router_are_added():
     assert marks.totals == {"preemptions": 4.0, "requests": 10.0, "end_to_end": 86.5}
     assert marks.cache_tokens == 2 * 43648
     assert marks.cache_bytes == 2 * 2**30
-    assert marks.engines == 2
     assert engine_name(TEXT) == "vLLM"
 
 
@@ -42,7 +41,7 @@ def test_pages_that_each_engine_s_line_counts_for_all_are_counted_once():
         for engine in (0, 1)
     )
     marks = parse_marks(b"vllm:num_requests_running 1\n" + lines)
-    assert (marks.cache_tokens, marks.cache_bytes, marks.engines) == (3200, None, 2)
+    assert (marks.cache_tokens, marks.cache_bytes) == (3200, None)
 
 
 def test_another_engine_and_none():
@@ -59,7 +58,6 @@ def test_servers_are_added_and_what_one_does_not_tell_is_not_known():
     one = parse_marks(TEXT)
     both = added([one, one])
     assert (both.running, both.cache, both.totals["end_to_end"]) == (10, 0.375, 173.0)
-    assert both.engines == 4
     assert added([one, None]) is None
     assert added([]) is None
 

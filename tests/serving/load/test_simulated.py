@@ -27,16 +27,15 @@ SAMPLES = tuple(
 )
 
 
-def steps(cache_bytes=10**6, memory_bytes=80 * 2**30, **methods):
+def steps(**methods):
     own = methods or {"full": 100.0, "half": 50.0}
     return ModelSteps(
         "a-model",
         1,
         "a device",
-        "record.json",
         "2026-11-23T00:00:00Z",
-        cache_bytes,
-        memory_bytes,
+        10**6,
+        131_072,
         {name: MethodSteps(name, 1 - size / 100, size, SAMPLES) for name, size in own.items()},
     )
 
@@ -48,17 +47,6 @@ def test_as_many_pages_as_fit_into_the_same_memory():
     assert engine_settings(known, "full", 3200, block_size=32).pages == 1
     with pytest.raises(UsageError, match=r"not one page of full fits \(1.6 KiB\)"):
         engine_settings(known, "full", 1599)
-    with pytest.raises(UsageError, match=r"--memory: record\.json does not say how much"):
-        engine_settings(steps(cache_bytes=None), "full", None)
-
-
-def test_settings_are_those_that_vllm_s_server_takes_on_such_a_device():
-    large, small = engine_settings(steps(), "full", None), None
-    small = engine_settings(steps(memory_bytes=24 * 2**30), "full", None, block_size=8)
-    assert (large.max_num_seqs, large.max_num_batched_tokens) == (1024, 8192)
-    assert (small.max_num_seqs, small.max_num_batched_tokens, small.block_size) == (256, 2048, 8)
-    own = engine_settings(steps(memory_bytes=None), "full", None, max_num_seqs=7)
-    assert (own.max_num_seqs, own.max_num_batched_tokens) == (7, 2048)
 
 
 class Watched:
@@ -131,12 +119,12 @@ def test_a_sweep_is_the_one_of_a_server(tmp_path):
 
 
 def test_a_method_that_the_record_lacks_is_refused():
-    with pytest.raises(UsageError, match=r"--methods kq: record\.json has no steps of it"):
+    with pytest.raises(UsageError, match=r"--methods kq: h200\.json has no steps of it"):
         SimulatedTarget("kq", steps(), EngineSettings(10))
 
 
-def test_doubts_of_the_step_times_are_told():
-    shipped = read_model_steps(None, "Llama-3.1-8B")
+def test_what_is_said_of_the_step_times_is_told():
+    shipped = read_model_steps("Llama-3.1-8B")
     target = SimulatedTarget("fp8", shipped, engine_settings(shipped, "fp8", None))
     opened = target.open(lambda: False)
     assert opened.warnings == [
@@ -144,9 +132,3 @@ def test_doubts_of_the_step_times_are_told():
         "100,000 tokens take less in FP8, by the token and by the pair"
     ]
     assert opened.settings["step times"] == "h200.json (NVIDIA H200), 114 steps"
-    rough = (*SAMPLES, StepSample(1, 100, 0, 0, 9e-3))
-    doubtful = ModelSteps(
-        "m", 1, "d", "r", "", 10**6, None, {"full": MethodSteps("full", 0.0, 100.0, rough)}
-    )
-    said = SimulatedTarget("full", doubtful, EngineSettings(10)).open(lambda: False).warnings
-    assert "differ from the line through them by up to" in said[0]

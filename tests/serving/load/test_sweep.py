@@ -15,7 +15,6 @@ from kvprof.records.events import (
     LoadRateFinished,
     LoadRateStarted,
     LoadRequest,
-    LoadStep,
     RunStarted,
     Warned,
 )
@@ -360,22 +359,6 @@ def test_a_server_of_our_own_is_started_and_ended(here):
     assert complete
     assert process.addresses[0].host == "127.0.0.1"
     assert process._running == []
-
-
-def test_steps_that_an_engine_samples_are_events_of_the_rate_they_fell_in(here):
-    complete, _, events = sweep([ServedTarget(ServerProcess("fdc", child(), sample=2))], SHORT)
-    assert complete
-    steps = [event for event in events if isinstance(event, LoadStep)]
-    assert all(one.at >= 0 and one.parts == {"attention": 0.25} for one in steps)
-    rows = result_of(events)["data"]["steps"]
-    assert [row["case"] for row in rows] == [f"fdc @ {rate:g}/s" for rate in SHORT.rates]
-    for row in rows:  # one for each answer, and none of those before the rate
-        assert (row["sampled"], row["phase"]) == (SHORT.requests, "decode")
-        assert row["waited_share"] == 0.25
-    _, _, without = sweep(
-        [ServedTarget(ServerProcess("fdc", child()))], replace(SHORT, rates=(160.0,))
-    )
-    assert not any(isinstance(event, LoadStep) for event in without)
 
 
 def test_a_server_that_is_killed_in_the_middle_is_told(here):
