@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 #: Written into every run's first event. The number grows when an older kvprof would misread it;
-#: 2 added `Preview` and `Progress`, 3 what happens under load, 4 what later versions do not write.
+#: 2 added `Preview` and `Progress`, 3 what happens under load, 4 what is no longer written.
 EVENTS = "kvprof-events/4"
 
 #: Phases of a request.

@@ -254,11 +254,10 @@ class FixedStep(EngineStep):
             ``[rows]`` int32: tokens of each that lie in the step's pages; the same tensor for
             layers that share a cut.
         """
-
-        def made() -> RowsCut:
-            return step.cut(self._numbers.starts, lengths, len(self.slots))
-
-        return self.once((step.heights, id(lengths)), made)
+        return self.once(
+            (step.heights, id(lengths)),
+            lambda: step.cut(self._numbers.starts, lengths, len(self.slots)),
+        )
 
     def sums(self, columns: int) -> Tensor:
         """Return ``[tokens, columns]`` float32 for log2 of what the other sequences' tokens sum up.

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvprof.kernels.dispatch import uses_triton
 from kvprof.kernels.parts import Attended
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
-from kvprof.kernels.prefill.rows import RowsCut, RowsStep, rows_step
+from kvprof.kernels.prefill.rows import RowsStep, rows_step
 from kvprof.kernels.project.step import project_step
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.layout import SegmentsLayout
@@ -235,11 +235,8 @@ class QuantisedSteps:
         states = query[first:stop], key[first:stop], value[first:stop]
         projected = self._projected(*states, layout, planes, start=start)
         attending = _attending(layout, device, self.scratch.dtype)
-
-        def made() -> RowsCut:
-            return attending.cut(starts, lengths, stop - first)
-
-        cut = step.once((attending.heights, row), made)
+        key_of, tokens = (attending.heights, row), stop - first
+        cut = step.once(key_of, lambda: attending.cut(starts, lengths, tokens))
         return attending.run(projected, planes, cut, scale)
 
     def _restore(

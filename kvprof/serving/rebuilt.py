@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.dispatch import multiprocessors_of, uses_triton
-from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.kernels.prefill.rows import RowsStep, rows_step
 from kvprof.kernels.project.step import project_keys, store_values
@@ -145,11 +144,7 @@ class RebuiltSteps:
         """Decode rows of so many tokens each."""
         rebuilding, form = self.rebuilding, replace(self.latents.form, sequences=len(query))
         decode = replace(self.latents, form=form)
-
-        def schedule() -> Schedule:
-            return decode.cut(lengths)
-
-        cut = step.once(form, schedule)
+        cut = step.once(form, lambda: decode.cut(lengths))
         found: Tensor = decode.run(
             query,
             self.layer.attention.kv_cache,

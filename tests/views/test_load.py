@@ -66,26 +66,6 @@ def test_a_cost_that_may_be_below_zero_is_not_resolved():
     ) in said
 
 
-def test_variables_that_an_engine_ran_with_are_told_of_it():
-    result = json.loads(json.dumps(RESULT))
-    assert "engine variables" not in text_of(result)
-    first = result["data"]["methods"][0]
-    first["settings"] = {"engine variables": "VLLM_USE_V2_MODEL_RUNNER=0"}
-    told = f"engine variables {first['method']}: VLLM_USE_V2_MODEL_RUNNER=0 servers started"
-    assert told in text_of(result)
-
-
-def test_a_simulated_load_tells_of_no_engine_and_no_server():
-    result = json.loads(json.dumps(RESULT))
-    assert "mean by the engine's own marks" in text_of(result)
-    result["data"]["mode"] = "simulated"
-    said = text_of(result)
-    assert "Where a request's time goes, mean of the simulated requests" in said
-    assert "the engine's own marks" not in said
-    assert "front end" not in said
-    assert "the simulator counts preemptions without timing them" in said
-
-
 def test_what_passes_beside_the_engine_is_told_where_it_is_much():
     result = json.loads(json.dumps(RESULT))
     assert "beside the engine" not in text_of(result)
