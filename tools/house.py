@@ -35,9 +35,9 @@ CEILINGS: Measures = {
     "readme_lines": 303,
     "tracked_megabytes_outside_the_package": 30.2,
     # With --trace alone.
-    "files_executed_spectrum": 133,
-    "files_executed_eval": 139,
-    "files_executed_bench": 133,
+    "files_executed_spectrum": 138,
+    "files_executed_eval": 142,
+    "files_executed_bench": 191,
 }
 
 #: What --trace runs.
