@@ -50,10 +50,6 @@ COMMANDS = {
         f"{_EIGHT} --methods full,fp8,fdc:kinds=4,fdc-4bit:kinds=4 --memory 4GB --lengths arxiv "
         f"--rates 1.7,2.6,3.2,4.25 --seconds 40 --slo ttft=2s,tbt=50ms {_ENGINE}"
     ),
-    "load-cocktail": (
-        f"{_EIGHT} --methods full,fdc-4bit:kinds=4,fdc:kinds=4 --memory 16GB --lengths cocktail "
-        f"--rates 0.25 --requests 20 --slo latency=500ms {_ENGINE}"
-    ),
     "load-imdb": (
         "bench --load --model Mistral-7B-v0.3 --methods full,zack,fdc-4bit:kinds=4 --memory 32GB "
         f"--lengths zack/imdb --rates 20,40,80 --seconds 10 --slo ttft=2s,tbt=50ms {_ENGINE}"
@@ -63,12 +59,6 @@ COMMANDS = {
     ),
     "jct-outputs-8b": (
         f"{_SWEEP} --model Llama-3.1-8B --rate 0.5 --input-len 256 --output-len {_LONG}"
-    ),
-    "jct-inputs-70b": (
-        f"{_SWEEP} --model Llama-3.1-70B --tp 4 --rate 0.57 --input-len {_LONG} --output-len 256"
-    ),
-    "jct-outputs-70b": (
-        f"{_SWEEP} --model Llama-3.1-70B --tp 4 --rate 0.57 --input-len 256 --output-len {_LONG}"
     ),
 }
 

@@ -3,22 +3,21 @@
 It measures nothing: each step names the record that it is from. Those of Llama-3.1-8B are vLLM's
 own: stretches of loads that it served (`load-steps.json`) and requests of long contexts
 (`serving.json`). Those of one GPU's part of Llama-3.1-70B are put together from one layer's parts
-(`jct.json`), as are the prompts that say how long computing a context again takes. The records' own
-names end in the GPU's, and the four sweeps of `jct` are a file each.
+(`jct.json`), as are the prompts that say how long computing a context again takes.
 
-    python tools/step_times.py --out kvprof/assets/step_times/h200.json
+    python tools/step_times.py --records docs/benchmarks --out kvprof/assets/step_times/h200.json
 
 Stretches lie in a run's events, which are too large to be kept: of the folders of runs that
 `kvprof bench --load` served, means of stretches that are alike are written.
 
-    python tools/step_times.py --loads RUN RUN --prompts RUN --out records/load-steps-h200.json
+    python tools/step_times.py --loads RUN RUN --prompts RUN --out docs/benchmarks/load-steps.json
 
 Of runs after `--prompts` only prompts are taken that were read while nobody else was there: where
 prompts are long, steps that read one are too few among stretches for these to tell anything. With
 `--onto` a record of this kind is kept and added to, and with `--only` by some methods alone:
 
-    python tools/step_times.py --onto records/load-steps-h200.json --only fdc-4bit:kinds=4 \
-        --loads RUN --out records/load-steps-h200.json
+    python tools/step_times.py --onto docs/benchmarks/load-steps.json --only fdc-4bit:kinds=4 \
+        --loads RUN --out docs/benchmarks/load-steps.json
 """
 
 import argparse
@@ -48,7 +47,6 @@ _BATCHES, _PROMPTS = 32, 3
 #: Share of the weight of all stretches that each measured time of long contexts has.
 _LONG_SHARE = 0.02
 _DIGITS = 6
-_SWEEPS = ("inputs-8b", "outputs-8b", "inputs-70b", "outputs-70b")
 #: Rates of the cache's bytes that are the same method's: pages round them.
 _ALIKE = 0.02
 
@@ -56,7 +54,7 @@ _ALIKE = 0.02
 def main() -> None:
     """Write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--records", type=Path, default=Path("records"))
+    parser.add_argument("--records", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--loads", type=Path, nargs="+", help="folders of loads that were served")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], help="further ones")
     parser.add_argument("--onto", type=Path, help="a record of loads that is added to")
@@ -72,15 +70,8 @@ def main() -> None:
 
 
 def _shipped(records: Path) -> dict[str, Any]:
-    names = {
-        "load-steps": "load-steps-h200",
-        "serving": "serving-h200",
-        "load-cocktail-h200": "load-cocktail-h200",
-    }
-    found = {name: read_result(records / f"{own}.json") for name, own in names.items()}
-    sweeps = {name: read_result(records / f"jct-{name}-h200.json") for name in _SWEEPS}
-    newest = max(sweeps.values(), key=lambda one: str(one["created"]))
-    found["jct"] = {**newest, "data": {name: one["data"] for name, one in sweeps.items()}}
+    names = ("load-steps", "serving", "load-cocktail-h200", "jct")
+    found = {name: read_result(records / f"{name}.json") for name in names}
     models = [_eight(found), _seventy(found["jct"]["data"])]
     for model in models:
         for method in model["methods"]:
