@@ -6,7 +6,7 @@ four kinds. Rows come from `kvprof.benchmark.run.run_bench`, so the best full-wi
 there is has its turn between the samples of each. Before that, attention over random shapes in
 float64, and each way to build the kernel, timed by itself.
 
-    python benchmarks/column_bits.py --out docs/benchmarks
+    python benchmarks/column_bits.py
     python benchmarks/column_bits.py --only check,decode      # parts, see `PARTS`
     TRITON_INTERPRET=1 python benchmarks/column_bits.py --tiny --out /tmp     # no GPU: that it runs
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import add_only, keep, measure_parts
+from recording import add_only, add_out, keep, measure_parts, speedups
 
 from kvprof.benchmark.plans import Widths, full_widths
 from kvprof.benchmark.request import BenchRequest
@@ -45,7 +45,6 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
 
-NAME = "column-bits.json"
 SHAPE = "Llama-3.1-8B"
 SEQ, BATCHES = 102_400, (8, 1)
 SINK, WINDOW = 4, 32
@@ -446,7 +445,7 @@ def main() -> None:
         help="that compile side by side before anything is timed; 0 compiles as it goes",
     )
     parser.add_argument("--tiny", action="store_true", help="small sizes, wherever it runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    add_out(parser)
     arguments = parser.parse_args()
     run = Run(arguments.tiny, 3 if arguments.tiny else arguments.repeats)
     if arguments.processes:
@@ -458,7 +457,7 @@ def main() -> None:
         arguments.only,
         lambda name: PARTS[name](run),
         show,
-        lambda data: keep(arguments.out / NAME, inputs, data),
+        lambda data: keep(arguments.out, inputs, data, speedups(data.get("decode", {}))),
     )
 
 

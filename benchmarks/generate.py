@@ -25,12 +25,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from recording import keep
+from recording import add_out, earlier_record, keep, times_of_full
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
@@ -45,12 +44,9 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.soundness import head_kinds
 from kvprof.models.interface import text_decoder
 from kvprof.models.load import LoadedModel
-from kvprof.records.files import read_result
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
 from kvprof.sizes import format_bytes, parse_counts
-
-NAME = "generate.json"
 
 # Tokens of one row that a prompt's pass takes at once, and of a piece beyond that.
 _AT_ONCE, _PIECE = 40_000, 32_768
@@ -213,7 +209,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--vllm", action="store_true", help="vLLM's own time of each case too")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    add_out(parser)
     arguments = parser.parse_args()
     if arguments.vllm:
         check_vllm()
@@ -364,14 +360,18 @@ def _write(
     left_out: list[str],
 ) -> None:
     """Write what is measured so far beside what earlier calls measured of other contexts."""
-    path = arguments.out / NAME
     new = {(row["context"], row["batch"]) for row in rows}
     kept = []
-    if path.is_file():
-        earlier = read_result(path)
-        if earlier["inputs"] == inputs:
-            kept = [r for r in earlier["data"]["rows"] if (r["context"], r["batch"]) not in new]
-    keep(path, inputs, {"rows": [*kept, *rows]}, left_out)
+    earlier = earlier_record(arguments.out, "generate")
+    if earlier is not None and earlier["inputs"] == inputs:
+        kept = [r for r in earlier["data"]["rows"] if (r["context"], r["batch"]) not in new]
+    keep(
+        arguments.out,
+        inputs,
+        {"rows": [*kept, *rows]},
+        times_of_full([*kept, *rows]),
+        left_out,
+    )
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 Three parts, each a pytest of its own: `together`, what is marked `gpu` and not `alone`, on many
 processes; `kernels`, every operation against float64 (`tests/kernels/cases`, interpreted where
 there is no GPU); `alone`, one test after another. All of them find compiled kernels in one folder,
-so that what runs alone compiles little. What took longest in the records at hand begins first, and
-what is in none before it, for such a test may be the longest. When `--seconds` are over the part in
-hand is ended, and the record says so. Only files that name the mark are loaded.
+so that what runs alone compiles little. What took longest in the records at hand begins first. When
+`--seconds` are over the part in hand is ended, and the record says so. Only files that name the
+mark are loaded.
 
-The record has the GPU, versions, how many passed, failed and were skipped, and what each test took;
-its name has the GPU's, so that every kind of GPU keeps its own.
+The record has the GPU, versions, how many passed, failed and were skipped, and what the tests that
+took five seconds or more took.
 
     python benchmarks/gpu_tests.py                                       # a GPU, all cores
     python benchmarks/gpu_tests.py --only alone --processes 4
@@ -16,9 +16,7 @@ its name has the GPU's, so that every kind of GPU keeps its own.
 
 import argparse
 import json
-import math
 import os
-import re
 import subprocess
 import tempfile
 import time
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recording import add_only, keep, measure_parts
+from recording import RECORDS, add_only, add_out, keep, measure_parts
 
 from kvprof.child import child_python
 from kvprof.environment import usable_threads
@@ -35,11 +33,11 @@ from kvprof.gpus import read_gpus
 from kvprof.records.files import read_result
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "docs/benchmarks"
 #: Where the plugin below writes, a line for each test as it ends.
 REPORTS = "KVPROF_TEST_REPORTS"
 KERNELS = "tests/kernels/cases"
 PARTS = ("together", "kernels", "alone")
+_LONG = 5.0  # seconds of a test that the record has
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -54,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if REPORTS not in os.environ:
         return
     taken = recorded_seconds()
-    items.sort(key=lambda item: -taken.get(item.nodeid, math.inf))
+    items.sort(key=lambda item: -taken.get(item.nodeid, 0.0))
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items[:] = [item for first in reversed(range(processes)) for item in items[first::processes]]
 
@@ -165,6 +163,27 @@ def tested(part: str, processes: int, seconds: float, folder: Path) -> dict[str,
     return found
 
 
+def totals(data: dict[str, Any]) -> dict[str, int]:
+    """Return how many tests of all parts passed, failed and were skipped."""
+    counts = [part.get("counts", {}) for part in data.values()]
+    return {what: sum(own.get(what, 0) for own in counts) for what in OUTCOMES}
+
+
+def shortened(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts with those tests alone that failed or took long."""
+    return {
+        name: {
+            **part,
+            "tests": [
+                test
+                for test in part.get("tests", ())
+                if test["outcome"] == "failed" or test["seconds"] >= _LONG
+            ],
+        }
+        for name, part in data.items()
+    }
+
+
 def show(name: str, part: dict[str, Any]) -> None:
     """Print a part's counts, what failed, and what took longest."""
     tests = part.get("tests", [])
@@ -182,12 +201,11 @@ def main() -> None:
     add_only(parser, PARTS)
     parser.add_argument("--processes", type=int, default=min(16, usable_threads()))
     parser.add_argument("--seconds", type=float, default=900.0, help="for all parts together")
-    parser.add_argument("--out", type=Path, default=RECORDS)
+    add_out(parser)
     arguments = parser.parse_args()
     gpus = read_gpus().devices
     if not gpus:
         raise SystemExit("gpu_tests: there is no NVIDIA GPU here, and every test needs one")
-    kind = re.sub(r"[^a-z0-9]+", "-", gpus[0].name.lower().removeprefix("nvidia ")).strip("-")
     inputs = {
         "benchmark": "gpu tests",
         "gpu": gpus[0].name,
@@ -205,11 +223,10 @@ def main() -> None:
                 Path(folder),
             ),
             show,
-            lambda done: keep(arguments.out / f"gpu-tests-{kind}.json", inputs, done),
+            lambda done: keep(arguments.out, inputs, shortened(done), totals(done)),
         )
     whole = time.perf_counter() - begun
-    counts = [part.get("counts", {}) for part in data.values()]
-    total = {what: sum(own.get(what, 0) for own in counts) for what in OUTCOMES}
+    total = totals(data)
     print(f"{gpus[0].name}: {total}, {whole:.0f} s")
     if total["failed"] or any(part.get("failed") for part in data.values()):
         raise SystemExit(1)

@@ -1,11 +1,11 @@
-"""What kvprof's kernels reach on a GPU: every line of the table in docs/benchmarks/README.md.
+"""What kvprof's kernels reach on a GPU: decode, prefill and what a step adds.
 
 Rows come from `kvprof.benchmark.run.run_bench`, which is what ``kvprof bench`` runs: the best
 full-width kernel found is sampled in turn with each method. What that command does not time (the
 projection of a step, cutting its work, torch's product with full keys) is timed here in the same
 way. Each part is written as soon as it is measured; one that fails says why and the rest goes on.
 
-    python benchmarks/kernel_speed.py --out docs/benchmarks
+    python benchmarks/kernel_speed.py
     python benchmarks/kernel_speed.py --only decode,prefill --warm     # compiles, measures nothing
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import add_only, keep, measure_parts
+from recording import add_only, add_out, keep, measure_parts, speedups
 
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.run import run_bench
@@ -216,7 +216,7 @@ def main() -> None:
     add_only(parser, PARTS)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--warm", action="store_true", help="compile at small sizes, keep nothing")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    add_out(parser)
     arguments = parser.parse_args()
     run = Run(arguments.warm, arguments.repeats)
     inputs = {
@@ -232,7 +232,7 @@ def main() -> None:
 
     def keep_all(data: dict[str, Any]) -> None:
         if not arguments.warm:
-            keep(arguments.out / "kernels.json", inputs, data)
+            keep(arguments.out, inputs, data, speedups(data.get("decode", {})))
 
     measure_parts(arguments.only, measure, show, keep_all)
 

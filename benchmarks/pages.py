@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
-from recording import keep
+from recording import add_out, keep
 from torch import Tensor
 
 from kvprof.benchmark.timing import interleaved, paired_interval, sampler
@@ -43,7 +42,6 @@ from kvprof.kernels.segments.layout import Segment, SegmentsLayout
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_step
 
-NAME = "pages.json"
 #: Mean kept width 64 of 128, from 32 to 112, as `benchmarks/kernel_speed.py` has it.
 RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
 GROUP, HEAD_DIM = 4, 128
@@ -431,7 +429,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=80.0, help="no case begins later")
     parser.add_argument("--only", default="", help="names of cases, separated by commas")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, interpreted: that it runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    add_out(parser)
     arguments = parser.parse_args()
     begun = time.perf_counter()
     bench = Bench(arguments.tiny)
@@ -468,7 +466,7 @@ def main() -> None:
     seconds = time.perf_counter() - begun
     print(f"{seconds:.1f} s; cases left out for lack of time: {left_out}")
     keep(
-        arguments.out / NAME,
+        arguments.out,
         data={"rows": rows, "compile_s": compile_s, "seconds": seconds, "left_out": left_out},
         inputs={
             "benchmark": "pages",
@@ -477,6 +475,13 @@ def main() -> None:
             "pages": list(bench.pages),
             "gap": GAP,
             "tiny": arguments.tiny,
+        },
+        headline={
+            f"{row['what']} {row['context']} x {row['batch']}: pages of 64 over one stretch": round(
+                row["ratio"], 3
+            )
+            for row in rows
+            if row["form"] == "64"
         },
         warnings=[
             *failed,

@@ -5,7 +5,7 @@ kinds of the same bytes, and other formats that share the kernel. Each way to bu
 turn with cuDNN at full width; before that, attention over several formats and pages against
 float64. All kernels are compiled side by side before anything is timed.
 
-    python benchmarks/row_codes.py --out docs/benchmarks
+    python benchmarks/row_codes.py
     python benchmarks/row_codes.py --only check       # parts, see `PARTS`
     TRITON_INTERPRET=1 python benchmarks/row_codes.py --tiny --out /tmp     # no GPU: that it runs
 """
@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from column_bits import LIMIT, Run, states
 from kernel_speed import RAGGED
-from recording import add_only, keep, measure_parts
+from recording import add_only, add_out, keep, measure_parts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -35,7 +34,6 @@ from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
 from kvprof.kernels.segments.reference import reference_segments
 from kvprof.kernels.segments.step import segments_step
 
-NAME = "row-codes.json"
 SCALING = 128**-0.5
 HEADS = 8
 Pairs = list[tuple[int, int]]
@@ -373,6 +371,28 @@ PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
 }
 
 
+def fastest(part: dict[str, Any]) -> dict[tuple[str, int, int], dict[bool, dict[str, Any]]]:
+    """Return the fastest row of each case, multiplied as bfloat16 (False) and as int8 (True)."""
+    best: dict[tuple[str, int, int], dict[bool, dict[str, Any]]] = {}
+    for row in part.get("rows", ()):
+        own = best.setdefault((row["what"], row["batch"], row["tokens"]), {})
+        int8 = bool(row["change"]["int8"])
+        if "median" in row and (int8 not in own or row["median"] < own[int8]["median"]):
+            own[int8] = row
+    return best
+
+
+def headline(data: dict[str, Any]) -> dict[str, float]:
+    """Return the time of int8 over bfloat16's in each case of the part `kinds`."""
+    return {
+        f"{what} b{batch} {tokens}: int8 over bfloat16": round(
+            own[True]["median"] / own[False]["median"], 3
+        )
+        for (what, batch, tokens), own in fastest(data.get("kinds", {})).items()
+        if len(own) == 2
+    }
+
+
 def show(name: str, part: dict[str, Any]) -> None:
     """Print the errors, and of each case the old form's time and the fastest new one's."""
     for row in part.get("rows", ()) if name == "check" else ():
@@ -380,13 +400,7 @@ def show(name: str, part: dict[str, Any]) -> None:
     if name == "check" and "worst" in part:
         print(f"  worst {part['worst']}, limit {LIMIT:g}, passed: {part['passed']}")
         return
-    best: dict[tuple[str, int, int], dict[bool, dict[str, Any]]] = {}
-    for row in part.get("rows", ()):
-        own = best.setdefault((row["what"], row["batch"], row["tokens"]), {})
-        int8 = bool(row["change"]["int8"])
-        if "median" in row and (int8 not in own or row["median"] < own[int8]["median"]):
-            own[int8] = row
-    for (what, batch, tokens), own in best.items():
+    for (what, batch, tokens), own in fastest(part).items():
         words = [f"{what} b{batch} {tokens}:"]
         for int8 in (False, True):
             if int8 in own:
@@ -406,7 +420,7 @@ def main() -> None:
         help="that compile side by side before anything is timed; 0 compiles as it goes",
     )
     parser.add_argument("--tiny", action="store_true", help="small sizes, wherever it runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    add_out(parser)
     arguments = parser.parse_args()
     run = Run(arguments.tiny, 1 if arguments.tiny else arguments.repeats)
     if arguments.processes and not arguments.tiny:
@@ -418,7 +432,7 @@ def main() -> None:
         arguments.only,
         lambda name: PARTS[name](run),
         show,
-        lambda data: keep(arguments.out / NAME, inputs, data),
+        lambda data: keep(arguments.out, inputs, data, headline(data)),
     )
 
 

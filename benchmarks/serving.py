@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from recording import keep
+from recording import add_out, keep, times_of_full
 
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.methods.plan_files import save_plan
@@ -35,7 +35,6 @@ from kvprof.serving.settings import engine_variables
 from kvprof.serving.shapes import drawn_plan, write_shape
 from kvprof.sizes import parse_counts
 
-NAME = "serving.json"
 #: What vLLM has of its own, by what it calls them.
 OWN = {"full": "auto", "fp8": "fp8", "turboquant": "turboquant_4bit_nc"}
 _REPEATS = 3
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="two layers of the reference model's shape, on a CPU"
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    add_out(parser)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -198,7 +197,7 @@ def main() -> None:
                 engines.append({"engine": name, "ended": ended})
             rows += [one for one in found if "method" in one]
             keep(
-                arguments.out / NAME,
+                arguments.out,
                 inputs={
                     "benchmark": "serving",
                     "model": arguments.model,
@@ -209,6 +208,7 @@ def main() -> None:
                     "memory": arguments.memory,
                 },
                 data={"engines": engines, "rows": with_ratios(rows)},
+                headline=times_of_full(with_ratios(rows)),
             )
     for row in with_ratios(rows):
         if row["times_full"] is not None:

@@ -1,4 +1,4 @@
-"""On a GPU: graphs, samples in turn, traces. Small: figures come from docs/benchmarks."""
+"""On a GPU: graphs, samples in turn, traces. Small: figures come from benchmarks/."""
 
 import pytest
 import torch

@@ -134,7 +134,7 @@ class TestOpening:
     def test_a_result_of_another_kind_has_no_live_view(self):
         from kvprof.commands.tui import open_run
 
-        record = "docs/benchmarks/command-line.json"
+        record = "records/kernels-h200.json"
         with pytest.raises(UsageError, match=f"of kind benchmark.*kvprof show {record} prints it"):
             open_run(record)
 

@@ -297,7 +297,7 @@ class ColumnSide(Side):
 
     @classmethod
     def tuned(cls, kinds: int) -> Tuning | None:
-        """Return what was fastest on an H200 (docs/benchmarks)."""
+        """Return what was fastest on an H200."""
         # As many programs as a scheduler has registers for, three of 168, all of them at once: with
         # one that is not it takes 1.2 times as long on an H200. With several kinds multiprocessors
         # take their own: with two 0.96 and 0.95 of the time in order, in pieces of four tiles and

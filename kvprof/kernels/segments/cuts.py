@@ -55,7 +55,7 @@ class _Weights:
 
 _BYTES = _Weights()
 #: Where codes of 4 bits are multiplied as numbers of two bytes: found by descent on an H200, on
-#: which a layer of eight unlike heads (the ragged one of docs/benchmarks, groups of 32 columns)
+#: which a layer of eight unlike heads (benchmarks/kernel_speed.py: ragged, groups of 32 columns)
 #: ends 3.5 % sooner than with bytes alone. Nothing is known of segments of unlike bits beside one
 #: another. As int8 they cost bytes: weights by the instructions of the loop made no layer in the
 #: record of rows of codes faster at all of its sizes.

@@ -105,7 +105,7 @@ def _near(kinds: int, int8: bool) -> int:
     of head shares never paid; with four they took 0.75 of the time in order at 48 tiles a piece,
     0.98 at 4 and 1.10 at 2; with six 0.52, 0.77 and 0.92. Below a tile a piece there is nothing
     left to take for most programs. Multiplied as int8 in 16 pieces, at 1, eight took 0.52 to 0.68
-    in shares (docs/benchmarks); the others were timed when programs without a share went from one
+    in shares; the others were timed when programs without a share went from one
     to the next.
     """
     if kinds <= (4 if int8 else 2):
@@ -114,7 +114,7 @@ def _near(kinds: int, int8: bool) -> int:
 
 
 def _int8(layout: SegmentsLayout) -> bool:
-    """Return `Tuning.int8`: whether that was the faster form on an H100 (docs/benchmarks).
+    """Return `Tuning.int8`: whether that was the faster form on an H100.
 
     Over one quantised segment, exact tokens beside it or not, and up to four query heads per KV
     head, whose two digits fill the eight columns that a product has at least: layers of 4 bits took

@@ -1,0 +1,128 @@
+"""Records of whole commands: `kvprof bench`, loads, requests in parts, and what methods keep.
+
+Each record is the result of one command line, without what is large and can be had again by running
+it: samples become medians, and series of a load and single parts of many requests are left out.
+`kvprof show` prints it.
+
+    python benchmarks/commands.py --list
+    python benchmarks/commands.py bench-100k load-answers     # a GPU; loads need vLLM
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from recording import add_out, keep_result, speedups
+
+from kvprof.records.files import read_result
+
+_ENGINE = (
+    "--engine '--load-format dummy --skip-tokenizer-init --no-enable-prefix-caching "
+    "--max-num-seqs 256'"
+)
+_EIGHT = "bench --load --model Llama-3.1-8B"
+_SWEEP = "bench --jct --composed --methods full,palu,fdc,kq --batch 1 --repeats 7"
+_LONG = "128,1k,4k,16k,32k,64k,100k"
+
+#: Names of records to the commands that make them.
+COMMANDS = {
+    "bench-100k": "bench --seq 100k --batch 1,8 --methods full,fp8,fdc,kq,palu,tale,fdc-4bit",
+    "frontier-smollm2": (
+        "frontier smollm2 --methods per-token,kivi,kvquant,kq,fdc,palu,kq-4bit,fdc-4bit,"
+        "palu+kvquant --points 4 --text prose --text code --sequences 96 --seq-len 512 "
+        "--tasks none --dtype bfloat16"
+    ),
+    "eval-kq-wf-smollm2": (
+        "eval smollm2 --method kq-wf --option window=16 --rate 0.828 --dtype bfloat16 "
+        "--text prose --text code --sequences 48 --seq-len 1k --batch-size 48 "
+        "--tasks niah-single-1 --task-items 24 --task-lengths 1k"
+    ),
+    "load-answers": (
+        f"{_EIGHT} --methods full,fdc-4bit:kinds=4,fdc:kinds=4 --memory 2GB "
+        "--lengths in=256,out=512 --rates 8,10,12,16,18,20,24,28,30,34 --seconds 20 "
+        f"--slo ttft=2s,tbt=50ms {_ENGINE}"
+    ),
+    "load-arxiv": (
+        f"{_EIGHT} --methods full,fp8,fdc:kinds=4,fdc-4bit:kinds=4 --memory 4GB --lengths arxiv "
+        f"--rates 1.7,2.6,3.2,4.25 --seconds 40 --slo ttft=2s,tbt=50ms {_ENGINE}"
+    ),
+    "load-imdb": (
+        "bench --load --model Mistral-7B-v0.3 --methods full,zack,fdc-4bit:kinds=4 --memory 32GB "
+        f"--lengths zack/imdb --rates 20,40,80 --seconds 10 --slo ttft=2s,tbt=50ms {_ENGINE}"
+    ),
+    "jct-inputs-8b": (
+        f"{_SWEEP} --model Llama-3.1-8B --rate 0.5 --input-len {_LONG} --output-len 256"
+    ),
+    "jct-outputs-8b": (
+        f"{_SWEEP} --model Llama-3.1-8B --rate 0.5 --input-len 256 --output-len {_LONG}"
+    ),
+}
+
+
+def headline(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of the index: what the result's kind is asked for."""
+    data = result["data"]
+    match result["kind"]:
+        case "bench":
+            return speedups(data)
+        case "load":
+            return {
+                f"{own['method']}: largest requests/s, and over {data['baseline']}'s": [
+                    own["largest_rate"],
+                    own["ratio"],
+                ]
+                for own in data["methods"]
+            }
+        case "frontier":
+            return {f"{own['label']}: largest rate": own["max_rate"] for own in data["methods"]}
+        case "eval":
+            return {
+                f"{own['method']} at {own['rate']:.3f}: accuracy kept": round(
+                    own["relative_accuracy"], 4
+                )
+                for own in data["evaluations"]
+            }
+    longest = max(own["input_len"] + own["output_len"] for own in data["cases"])
+    return {
+        f"{own['case']}: seconds": round(own["jct_seconds"], 3)
+        for own in data["cases"]
+        if own["input_len"] + own["output_len"] == longest and own["jct_seconds"]
+    }
+
+
+def shortened(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result without what is large."""
+    data = dict(result["data"])
+    if result["kind"] == "load":
+        data["series"] = []
+    if result["kind"] == "jct":
+        data |= {"parts": [], "steps": [], "layers": [], "memory": [], "balance": []}
+    return {**result, "data": data}
+
+
+def main() -> None:
+    """Run the commands asked for, and keep their results."""
+    parser = argparse.ArgumentParser(description="Records of whole commands.")
+    parser.add_argument("names", nargs="*", choices=[[], *COMMANDS], metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the names and their commands")
+    add_out(parser)
+    arguments = parser.parse_args()
+    if arguments.list or not arguments.names:
+        for name, line in COMMANDS.items():
+            print(f"{name}: kvprof {line}")
+    for name in arguments.names:
+        with tempfile.TemporaryDirectory(prefix="kvprof-") as folder:
+            path = Path(folder) / "result.json"
+            line = [*shlex.split(COMMANDS[name]), "--json", str(path)]
+            subprocess.run([sys.executable, "-m", "kvprof", *line], check=True)
+            result = read_result(path)
+        command = f"python benchmarks/commands.py {name}"
+        print(keep_result(arguments.out, name, shortened(result), command, headline(result)))
+
+
+if __name__ == "__main__":
+    main()
