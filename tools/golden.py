@@ -72,7 +72,10 @@ TIMED = {
 }
 
 _WHEN = re.compile(r"\d+(\.\d+)? (ms|µs|s|min|h)\b|\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?Z?")
-_LEFT_OUT = ("created", "environment", "kvprof_version", "digest", "events", "seconds")
+_LEFT_OUT = (
+    *("created", "environment", "kvprof_version", "digest", "events"),
+    *("seconds", "ready_seconds"),
+)
 #: Of what is timed: what another run on the same machine may have otherwise.
 _CHANGES = ("warnings", "telemetry", "peak", "source", "label", "labels", "baseline", "best")
 _TIMED_KEYS = re.compile(
