@@ -48,14 +48,11 @@ class CommandNeeds:
         What it can do only with a package: package to what is lacking without it.
     uses_gpu : bool
         Whether it runs on a GPU when there is one.
-    needs_gpu : bool
-        Whether it does nothing without one.
     """
 
     packages: tuple[str, ...] = ()
     optional: tuple[tuple[str, str], ...] = ()
     uses_gpu: bool = False
-    needs_gpu: bool = False
 
 
 _QUANTISERS = (("hqq", "--method hqq"), ("optimum-quanto", "--method quanto"))
@@ -88,7 +85,6 @@ COMMAND_NEEDS = {
         uses_gpu=True,
     ),
     "generate": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
-    "warm": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True, needs_gpu=True),
     "serve": CommandNeeds((*_MODEL_PACKAGES, "vllm"), _QUANTISERS, uses_gpu=True),
     "bench": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext", "pyyaml", "psutil", "nvidia-ml-py"),
@@ -101,7 +97,6 @@ COMMAND_NEEDS = {
     "show": CommandNeeds(("jsonschema", "plotext", "numpy")),
     "compare": CommandNeeds(("jsonschema", "psutil", "nvidia-ml-py")),
     "export": CommandNeeds(("jsonschema", "plotext", "numpy"), (("matplotlib", "--to svg, html"),)),
-    "runs": CommandNeeds(("jsonschema", "platformdirs")),
     "recipe": CommandNeeds(
         (*_MODEL_PACKAGES, "pyyaml", "plotext"),
         (("matplotlib", "report"), ("ray", "run --ray")),

@@ -239,7 +239,7 @@ def test_a_python_snippet_runs(page: str, body: str, folder: Path) -> None:
 def test_every_command_is_run_by_a_page_but_those_that_need_a_terminal_or_a_gpu() -> None:
     names = {entry.name for entry in COMMANDS}
     assert {line.words[0] for line in LINES} <= {*names, "--help"}
-    assert names - {line.words[0] for line in RUN} == {"tui", "warm", "serve"}
+    assert names - {line.words[0] for line in RUN} == {"tui", "serve"}
 
 
 def test_tours_are_pages_that_have_blocks() -> None:

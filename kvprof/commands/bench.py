@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands import completion
 from kvprof.commands.bench_jct import (
     BaselineOption,
     CapacityOption,
@@ -83,7 +82,6 @@ def bench(
         typer.Option(
             "--model",
             metavar="SHAPE|PATH",
-            autocompletion=completion.shapes,
             help="A model's shape by name, or a folder with a config.json or a GGUF file; no "
             "weights are needed. Default Llama-3.1-8B; with --jct the reference model.",
             show_default=False,
@@ -126,7 +124,6 @@ def bench(
         str | None,
         typer.Option(
             "--methods",
-            autocompletion=completion.methods,
             metavar="LIST",
             help="Those of plan, palu:heads=1 too; also uniform, palu-folded and "
             "tale:bits=none. Default full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct "

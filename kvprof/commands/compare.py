@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvprof.commands.output import ForceOption, JsonOption, Outputs
-from kvprof.commands.run_source import checked_report, complete_runs, load_run
+from kvprof.commands.run_source import checked_report, load_run
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.records.compare import compare as compare_results
 from kvprof.records.files import what_was_read
@@ -20,7 +20,6 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN",
-            autocompletion=complete_runs,
             help="Two or more of one kind (folders, results, events.jsonl); the first is A, "
             "against which the others are held.",
         ),

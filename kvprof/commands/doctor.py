@@ -163,17 +163,12 @@ def _command(name: str, packages: list[PackageState], gpus: Gpus) -> dict[str, A
     missing = [need for need in needs.packages if not states[need].ok]
     lacks = [f"{need} {states[need].wanted}" for need in missing]
     lacks += [f"{need} (for {what})" for need, what in needs.optional if not states[need].ok]
-    runs_on = "GPU" if needs.needs_gpu else "GPU or CPU"
-    if not (needs.uses_gpu and gpus.devices):
-        runs_on = "CPU"
-        if needs.needs_gpu:
-            missing.append("a GPU")
-            lacks.insert(0, "a GPU")
-        elif needs.uses_gpu:
-            lacks.append("a GPU (for large models)")
+    on_gpu = needs.uses_gpu and gpus.devices
+    if needs.uses_gpu and not on_gpu:
+        lacks.append("a GPU (for large models)")
     return {
         "name": name,
         "ready": not missing,
-        "runs_on": None if missing else runs_on,
+        "runs_on": None if missing else "GPU or CPU" if on_gpu else "CPU",
         "lacks": lacks,
     }

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvprof.commands import completion
 from kvprof.commands.options import (
     DATA,
     METHOD,
@@ -63,7 +62,6 @@ def eval(
         list[str] | None,
         typer.Option(
             "--method",
-            autocompletion=completion.methods,
             rich_help_panel=METHOD,
             help="kq, fdc, zack, palu, tale, kq-4bit …; repeatable.",
         ),

@@ -308,7 +308,7 @@ def run_evaluations(
     harness: HarnessSettings | None,
     stop: Stop,
 ) -> EvalRun:
-    """Evaluate the uncompressed model and every plan.
+    """Evaluate the uncompressed model, which all are compared with, then every plan, FP8 last.
 
     An error in the middle keeps what was measured before it; one in the baseline leaves nothing.
 
@@ -338,7 +338,8 @@ def run_evaluations(
         # Asked for by name, full width runs through the compressed cache like any other plan.
         if all(plan.method != "full" for plan in plans):
             data["evaluations"].append({**baseline, "plan": None})
-        for plan in plans:
+        rows: dict[int, dict[str, Any]] = {}
+        for index, plan in _fp8_last(plans):
             if not run.complete or stop():
                 run.complete = False
                 break
@@ -354,10 +355,16 @@ def run_evaluations(
                 *(f"{plan.method}: {note}" for note in chosen_on(plan.made, evaluator.samples)),
             ]
             run.complete = evaluation["complete"]
-            data["evaluations"].append({**evaluation, "plan": _described(plan, loaded)})
+            rows[index] = {**evaluation, "plan": _described(plan, loaded)}
+        data["evaluations"] += [rows[index] for index in sorted(rows)]
     if harness is not None and run.complete:
         _run_harness(loaded, plans, harness, run, stop)
     return run
+
+
+def _fp8_last(plans: list[Plan]) -> list[tuple[int, Plan]]:
+    """Return plans, each with its row, in the order in which they are measured."""
+    return sorted(enumerate(plans), key=lambda numbered: numbered[1].method == "fp8")
 
 
 def _run_harness(
@@ -369,7 +376,7 @@ def _run_harness(
 ) -> None:
     rows: list[dict[str, Any]] = []
     run.data["harness"] = {**settings_described(settings), "rows": rows}
-    for plan in [None, *(plan for plan in plans if plan.method != "full")]:
+    for plan in [None, *(plan for _, plan in _fp8_last(plans) if plan.method != "full")]:
         if stop():
             run.complete = False
             return

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.completion import starting
 from kvprof.commands.output import ForceOption, refuse_sources
-from kvprof.commands.run_source import DEMO, complete_runs, events_of, load_run
+from kvprof.commands.run_source import DEMO, events_of, load_run
 from kvprof.errors import UsageError
 from kvprof.records.events import RunStarted
 from kvprof.records.files import (
@@ -28,10 +27,6 @@ _STDOUT = Path("-")
 _READABLE = ("csv", "md")
 
 
-def _formats(incomplete: str) -> list[str]:
-    return starting(FORMATS, incomplete)
-
-
 def export(
     run: Annotated[
         str | None,
@@ -40,7 +35,6 @@ def export(
             help=f"A run's folder, a result .json, an events.jsonl, or {DEMO}; with --schema a "
             "kind of result.",
             show_default=False,
-            autocompletion=complete_runs,
         ),
     ] = None,
     to: Annotated[
@@ -51,7 +45,6 @@ def export(
             help="csv, md, html (one page, plots inside), svg (the figure), perfetto (a trace for "
             "ui.perfetto.dev).",
             show_default=False,
-            autocompletion=_formats,
         ),
     ] = None,
     output: Annotated[

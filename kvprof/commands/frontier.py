@@ -1,12 +1,10 @@
 """``kvprof frontier``: how far each method goes before the model notices."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvprof.commands import completion
 from kvprof.commands.options import (
     AllocationOption,
     BatchSizeOption,
@@ -41,7 +39,6 @@ from kvprof.commands.output import (
     end_without_result,
 )
 from kvprof.errors import UsageError
-from kvprof.evaluation.recorded_speeds import load_speeds
 from kvprof.evaluation.targets import parse_targets
 from kvprof.interrupt import graceful_interrupt
 from kvprof.loading import loading
@@ -54,7 +51,6 @@ def frontier(
         str,
         typer.Option(
             "--methods",
-            autocompletion=completion.methods,
             help="Joined by commas; kq:allocation=budget,grid=32 gives one options of its own. "
             "full and fp8 are always there.",
         ),
@@ -79,13 +75,6 @@ def frontier(
     points: Annotated[
         int, typer.Option("--points", min=1, max=1000, help="Evaluations per method, at most.")
     ] = 6,
-    speeds: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--speeds",
-            help="A result of kvprof bench at 100k: speeds to tell beside bytes; repeatable.",
-        ),
-    ] = None,
     text: TextOption = None,
     sequences: SequencesOption = None,
     seq_len: SeqLenOption = None,
@@ -137,7 +126,7 @@ def frontier(
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.commands.frontier_run import keep_rates, run_frontier
+        from kvprof.commands.frontier_run import run_frontier
         from kvprof.commands.steps import calibration_options, load_for_command, load_sample
         from kvprof.evaluation.evaluation_cache import cache_folder
         from kvprof.evaluation.frontier import FrontierOptions
@@ -155,7 +144,6 @@ def frontier(
             "nothing is calibrated; leave out --calibrate, --calibrate-tokens and "
             "--calibrate-seq-len"
         )
-    measured = load_speeds(speeds or ())
     loaded = load_for_command(
         model,
         device=device,
@@ -192,7 +180,6 @@ def frontier(
             FrontierOptions(targets, points),
             None if no_cache else cache_folder(cache),
             stop,
-            measured,
         )
         if run is None:
             end_without_result("interrupted before anything could be compared; there is no result")
@@ -210,7 +197,6 @@ def frontier(
                 "points": points,
                 **common,
                 **described,
-                "speeds": speeds,
                 "calibrate": calibrate,
                 "calibration": run.calibration,
                 "seed": calibration.seed,
@@ -221,5 +207,4 @@ def frontier(
             warnings=[*sample.warnings, *run.warnings],
             complete=run.complete,
             lost=run.unkept,
-            keep=None if no_cache else partial(keep_rates, cache=cache),
         )

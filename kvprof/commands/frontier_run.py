@@ -13,8 +13,6 @@ from kvprof.evaluation.evaluation_cache import EvaluationCache
 from kvprof.evaluation.evaluator import Evaluator, hidden_in_one_pass, refuse_hidden
 from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
 from kvprof.evaluation.rate_search import Interrupted
-from kvprof.evaluation.recorded_rates import record_rates
-from kvprof.evaluation.recorded_speeds import LONG_CONTEXT, Speed, attach_speeds
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_metric
 from kvprof.interrupt import Stop
@@ -30,7 +28,10 @@ from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
 from kvprof.sources.grammar import Source
 
-__all__ = ["FrontierRun", "keep_rates", "run_frontier"]
+__all__ = ["FrontierRun", "run_frontier"]
+
+# Tokens at which bytes are told beside those of the evaluation: the default of ``kvprof bench``.
+_LONG_CONTEXT = 102_400
 
 
 class _NotSeparateError(Exception):
@@ -72,7 +73,6 @@ def run_frontier(
     options: FrontierOptions,
     folder: Path | None,
     stop: Stop,
-    speeds: Sequence[Speed] = (),
 ) -> FrontierRun | None:
     """Search every method, with one progress bar over all of them.
 
@@ -88,8 +88,6 @@ def run_frontier(
         Of the cache; None for none.
     stop : Stop
         Asked before and during every evaluation.
-    speeds : sequence of Speed
-        That were measured, for the rows that they are of.
 
     Returns
     -------
@@ -184,10 +182,8 @@ def run_frontier(
             raise UsageError(str(clash)) from None
     dtype = str(evaluator.loaded.dtype).removeprefix("torch.")
     _refuse_only_failure(data, search.complete)
-    data = {**data, "dtype": dtype}
-    attach_speeds(data, speeds)
     return FrontierRun(
-        data,
+        {**data, "dtype": dtype},
         search.complete,
         [*warnings, *search.warnings],
         cache.found,
@@ -204,9 +200,10 @@ def _facts(loaded: LoadedModel, plan: Plan) -> dict[str, Any]:
         "needs": runtime_needs(plan),
         "kernel": kernel_facts(plan, loaded),
         "long_context": {
-            "context": LONG_CONTEXT,
-            "bytes_per_token": bytes_at(plan, LONG_CONTEXT, itemsize=itemsize).total / LONG_CONTEXT,
-            "rate": rate(plan, LONG_CONTEXT, itemsize=itemsize),
+            "context": _LONG_CONTEXT,
+            "bytes_per_token": bytes_at(plan, _LONG_CONTEXT, itemsize=itemsize).total
+            / _LONG_CONTEXT,
+            "rate": rate(plan, _LONG_CONTEXT, itemsize=itemsize),
         },
     }
 
@@ -240,15 +237,6 @@ def _blind(evaluator: Evaluator, requests: list[MethodRequest]) -> dict[str, str
             "--teacher-forced"
         )
     return blind
-
-
-def keep_rates(result: dict[str, Any], cache: Path | None) -> list[str]:
-    """Record what ``kvprof plan --fit`` reads; return what could not be kept."""
-    try:
-        record_rates(result, cache)
-    except KvprofError as failure:
-        return [f"the rates are not recorded for kvprof plan --fit: {failure}"]
-    return []
 
 
 def _refuse_only_failure(data: dict[str, Any], complete: bool) -> None:

@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperCommand
 
 from kvprof import console
-from kvprof.commands.completion import gguf_files, methods, models
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
 from kvprof.methods.named import check_names, options_in
@@ -155,7 +154,6 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A hub id, a folder, a .gguf file, smollm2, or reference (embedded; the default).",
-        autocompletion=models,
         show_default=False,
     ),
 ]
@@ -192,7 +190,6 @@ GgufOption = Annotated[
     typer.Option(
         "--gguf",
         metavar="FILE",
-        autocompletion=gguf_files,
         rich_help_panel=MODEL,
         help="Name of a GGUF file in the model's folder or repository, to read its weights from.",
     ),
@@ -285,7 +282,6 @@ MethodOption = Annotated[
     str | None,
     typer.Option(
         "--method",
-        autocompletion=methods,
         rich_help_panel=METHOD,
         help="fdc, zack, palu, tale, kq, fp8 …, or kq-4bit, fdc+keyformer.",
     ),

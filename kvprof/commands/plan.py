@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvprof.commands import completion
 from kvprof.commands.options import (
     AllocationOption,
     CalibrateOption,
@@ -30,8 +29,6 @@ from kvprof.commands.options import (
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
 from kvprof.errors import UsageError
-from kvprof.evaluation.recorded_prefill import prefill_of, shipped_prefill
-from kvprof.evaluation.targets import check_metric, parse_targets
 from kvprof.interrupt import graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.links import parse_links
@@ -53,36 +50,18 @@ def plan(
         str | None,
         typer.Option(
             "--methods",
-            autocompletion=completion.methods,
-            help="Of --fit and --transfer. Default fdc,zack,palu,tale,kq.",
+            help="Of --fit and --transfer. Default, with --rate: fdc,zack,palu,tale,kq.",
         ),
     ] = None,
     reserve: Annotated[
         str | None,
         typer.Option("--reserve", help="Of --fit: for activations, 10% (the default) or a size."),
     ] = None,
-    rates: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--rates",
-            help="Of --fit and --transfer: a frontier with rates to take, or a model whose rates "
-            "ship, to borrow them; repeatable.",
-        ),
-    ] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--target",
-            metavar="[METRIC=]SHARE",
-            help="Of --fit and --transfer: what recorded rates keep, as for frontier; repeatable. "
-            "Default 0.99.",
-        ),
-    ] = None,
     transfer: Annotated[
         bool,
         typer.Option(
             "--transfer",
-            help="What moving a context's cache takes, by method, against computing it again.",
+            help="What moving a context's cache takes, by method.",
         ),
     ] = False,
     shape: Annotated[
@@ -90,7 +69,6 @@ def plan(
         typer.Option(
             "--shape",
             metavar="SHAPE|PATH",
-            autocompletion=completion.shapes,
             help="Of --transfer: instead of MODEL, a shape as bench --model takes it; no weights "
             "are needed.",
         ),
@@ -109,15 +87,7 @@ def plan(
         typer.Option(
             "--seq",
             metavar="LIST",
-            help="Of --transfer: contexts in tokens, 4k,32k. Default those of the prefill.",
-        ),
-    ] = None,
-    prefill: Annotated[
-        Path | None,
-        typer.Option(
-            "--prefill",
-            metavar="FILE",
-            help="Of --transfer: a result of bench --jct, which says what computing again takes.",
+            help="Of --transfer: contexts in tokens, 4k,32k.",
         ),
     ] = None,
     plan_files: Annotated[
@@ -166,7 +136,7 @@ def plan(
     kvprof plan --transfer --shape Llama-3.1-8B --rate 50% --link pcie5x16 --link 100Gbit/s
     """
     outputs = Outputs(json=json, out=out, force=force)
-    outputs.check({"--save": save}, read=[model, plan_files, calibrate, compare, rates])
+    outputs.check({"--save": save}, read=[model, plan_files, calibrate, compare])
     files = plan_files or []
     options = method_options(allocation, grid, minimum, option)
     how: dict[str, Any] = {
@@ -187,9 +157,7 @@ def plan(
     }
     _refuse(
         "means nothing without --transfer",
-        {"--shape": shape, "--link": link, "--seq": seq, "--prefill": prefill}
-        if not transfer
-        else {},
+        {"--shape": shape, "--link": link, "--seq": seq} if not transfer else {},
     )
     _refuse("means nothing without --fit", {"--reserve": reserve} if fit is None else {})
     sizes = None if fit is None else _fit_sizes(fit, reserve or "10%")
@@ -197,7 +165,7 @@ def plan(
     if not several:
         _refuse(
             "means nothing without --fit or --transfer",
-            {"--methods": methods, "--rates": rates, "--target": target},
+            {"--methods": methods},
         )
         _check_one(files, save)
         check_choice(plan_file=files[0] if files else None, **given)
@@ -218,14 +186,8 @@ def plan(
         check_rate(rate)
         if named := methods or method:
             check_names(name for _, name, _ in method_entries(named))
-        if rate is not None and target:
-            raise UsageError(
-                f"--target {target[0]} chooses among recorded rates, and --rate gives every method "
-                "one; keep one of the two"
-            )
     if shape is not None and model is not None:
         raise UsageError(f"{model} and --shape {shape} both say what is planned for; keep one")
-    targets = parse_targets(target or ())
     links = parse_links(link or ())
     contexts = read_counts(seq, what="--seq") if seq is not None else None
 
@@ -239,13 +201,9 @@ def plan(
             planned_model,
             planned_shape,
             transfer_data,
-            warnings_of,
         )
         from kvprof.commands.steps import evaluation_context, load_for_command
-        from kvprof.evaluation.tasks.registry import TASKS
 
-    for one in targets:
-        check_metric(one.metric, tuple(TASKS), what="--target")
     if not several:
         one_plan(
             model,
@@ -265,12 +223,6 @@ def plan(
     else:
         planned = planned_model(load_for_command(model, **how))
     memory = None if sizes is None else fit_memory(planned, sizes)
-    known = planned.layout, planned.dtype_name
-    again = (
-        prefill_of(prefill, *known, planned.fingerprint)
-        if prefill is not None
-        else shipped_prefill(planned.spec, *known)
-    )
     own = DEFAULT_SEQ_LEN if planned.context_length is None else planned.context_length
     at = evaluation_context(own) if context is None else parse_count(context, what="--context")
     with graceful_interrupt() as stop:
@@ -279,8 +231,6 @@ def plan(
             methods=method if methods is None else methods,
             rate=rate,
             plan_files=files,
-            record_files=rates or [],
-            targets=targets,
             calibrate=calibrate,
             calibrate_tokens=calibrate_tokens,
             options=options,
@@ -296,10 +246,8 @@ def plan(
                 "reserve": None if fit is None else reserve or "10%",
                 "links": [one.name for one in links] if transfer else None,
                 "seq": contexts,
-                "prefill": prefill,
                 "context": at,
                 "rate": rate,
-                "targets": {one.metric: one.share for one in targets},
                 "calibrate": calibrate,
                 "options": options,
             },
@@ -307,11 +255,9 @@ def plan(
                 "plan": None,
                 "comparison": None,
                 "fit": None if memory is None else fit_data(planned, memory, choices),
-                "transfer": transfer_data(planned, choices, links, contexts, again)
-                if transfer
-                else None,
+                "transfer": transfer_data(planned, choices, links, contexts) if transfer else None,
             },
-            warnings=warnings_of(choices, None if context is None else at),
+            warnings=choices.warnings,
             complete=choices.complete,
         )
 
@@ -336,20 +282,7 @@ def _check_one(files: list[Path], save: Path | None) -> None:
 
 
 def _fit_sizes(memory: str, reserve: str) -> tuple[int, int]:
-    """Read ``--fit`` and ``--reserve``, in bytes.
-
-    Parameters
-    ----------
-    memory : str
-        ``80GB``; a GB is 1,024³ bytes, as GPUs are sold.
-    reserve : str
-        The same, or a share of the memory: ``10%``.
-
-    Raises
-    ------
-    UsageError
-        For what is no size, and a reserve that leaves nothing.
-    """
+    """Read ``--fit`` and ``--reserve``, in bytes."""
     total = parse_bytes(memory, what="--fit")
     if total < 1:
         raise UsageError(f"--fit {memory} holds nothing; give a memory such as 80GB")

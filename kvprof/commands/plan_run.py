@@ -121,25 +121,7 @@ def one_plan(
     save: Path | None,
     servable: bool = False,
 ) -> None:
-    """Make or read a plan, save it, and end the command with what it stores.
-
-    Parameters
-    ----------
-    model : str or None
-        From the command line; a saved plan is told about without it.
-    file : Path or None
-        Of a saved plan.
-    given : dict
-        Otherwise the method, how much of it, its options and its calibration, as `make_plan` takes
-        them.
-    how : dict
-        The model is loaded, as `load_for_command` takes it.
-    outputs : Outputs
-    context, describe, compare, save
-        From the command line.
-    servable : bool
-        Refuse what ``kvprof serve`` cannot serve; a method before anything is calibrated.
-    """
+    """Make or read a plan, save it, and end the command with what it stores."""
     if file is None:
         check_options(given["method"], given["options"])
     lost: list[str] = []
@@ -217,19 +199,7 @@ def one_plan(
 
 
 def refuse_loading(how: Mapping[str, Any], where: str) -> None:
-    """Refuse options that say how a model is loaded where none is.
-
-    Parameters
-    ----------
-    how : mapping
-        As `load_for_command` takes it.
-    where : str
-        Where they mean nothing, and the way out.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse options that say how a model is loaded where none is."""
     given = {
         "--device": how["device"] != "auto",
         "--revision": how["revision"] is not None,

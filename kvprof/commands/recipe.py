@@ -8,7 +8,6 @@ import typer
 from typer.core import TyperGroup
 
 from kvprof import console
-from kvprof.commands.completion import models, starting
 from kvprof.commands.options import Command, Examples
 from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, check_command, run_recipes
@@ -23,9 +22,9 @@ from kvprof.records.files import (
 )
 from kvprof.reproduction.check import InvalidRecipeError, load_recipe
 from kvprof.reproduction.cluster import AUTO
-from kvprof.reproduction.find import ALL, find_recipes, recipe_files, template
+from kvprof.reproduction.find import find_recipes, template
 from kvprof.reproduction.ledger import ledger_data, merge_entries
-from kvprof.reproduction.recipe import PROFILES, Recipe, read_text
+from kvprof.reproduction.recipe import Recipe, read_text
 from kvprof.requirements import extra_command
 
 
@@ -48,21 +47,11 @@ recipe = typer.Typer(
 )
 
 
-def _recipes(incomplete: str) -> list[str]:
-    """Return the recipes that ship, and ``all``."""
-    return starting([ALL, *(path.stem for path in recipe_files())], incomplete)
-
-
-def _profiles(incomplete: str) -> list[str]:
-    return starting(PROFILES, incomplete)
-
-
 NamesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="NAME...",
         help="A recipe, a pattern (fdc-*), all, or a .yaml file of your own.",
-        autocompletion=_recipes,
     ),
 ]
 LEDGER = "ledger"
@@ -74,9 +63,7 @@ _ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 def list_recipes(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="NAME...", help="Only these.", show_default=False, autocompletion=_recipes
-        ),
+        typer.Argument(metavar="NAME...", help="Only these.", show_default=False),
     ] = None,
     long: Annotated[
         bool, typer.Option("--long", help="Their whole claims, on as many lines as they take.")
@@ -118,9 +105,7 @@ def _listed(one: Recipe) -> dict[str, object]:
 
 @recipe.command(cls=Command)
 def show(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A recipe or a file.", autocompletion=_recipes)
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe or a file.")],
 ) -> None:
     """Print a recipe as it is written.
 
@@ -191,7 +176,6 @@ def run(
         typer.Option(
             "--profile",
             help="smoke (CPU, seconds), small (one GPU) or paper.",
-            autocompletion=_profiles,
         ),
     ] = "smoke",
     model: Annotated[
@@ -199,7 +183,6 @@ def run(
         typer.Option(
             "--model",
             help="In place of the model that the cells name.",
-            autocompletion=models,
             show_default=False,
         ),
     ] = None,

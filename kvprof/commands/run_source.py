@@ -3,15 +3,13 @@
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from platformdirs import user_data_path
 from rich.console import RenderableType
 from rich.segment import Segments
 
 from kvprof import console
-from kvprof.commands.completion import folders_here, starting
 from kvprof.commands.output import Report
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.records.events import Event
@@ -23,9 +21,8 @@ from kvprof.views.kinds import report
 
 __all__ = [
     "DEMO",
-    "RunArgument",
+    "RUN_HELP",
     "checked_report",
-    "complete_runs",
     "events_of",
     "kept_runs",
     "load_run",
@@ -38,19 +35,8 @@ DEMO = "demo"
 _WHAT = f"a run's folder (--out), a result .json, an {EVENTS_NAME}, or the word {DEMO}"
 
 
-def complete_runs(incomplete: str) -> list[str]:
-    """Return runs for the shell: the recorded demo, those kept, folders here that hold one."""
-    kept = [path.name for path in kept_runs(runs_folder())]
-    here = [str(path) for path in folders_here(incomplete) if holds_run(path)]
-    return starting([DEMO, *here, *kept], incomplete)
-
-
-RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help=f"{_WHAT[0].upper()}{_WHAT[1:]}.", autocompletion=complete_runs
-    ),
-]
+#: What a run can be named by, for ``--help``.
+RUN_HELP = f"{_WHAT[0].upper()}{_WHAT[1:]}."
 
 
 @dataclass(frozen=True)
@@ -72,11 +58,10 @@ def runs_folder() -> Path:
     return user_data_path("kvprof", appauthor=False) / "runs"
 
 
-def kept_runs(folder: Path) -> list[Path]:
-    """Return the folders inside `folder` that hold a run, the latest first; none without it."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if path.is_dir() and holds_run(path)]
+def kept_runs() -> list[Path]:
+    """Return the folders of `runs_folder` that hold a run, the latest first."""
+    folder = runs_folder()
+    found = [path for path in folder.iterdir() if holds_run(path)] if folder.is_dir() else []
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
 
 
@@ -89,13 +74,6 @@ def run_files(name: str) -> RunFiles:
     """Return the files that a run's name stands for.
 
     The name of a run in `runs_folder` stands for that run where no file is called so.
-
-    Raises
-    ------
-    UsageError
-        When there is no such file, or the folder holds no run.
-    LackingError
-        When the recorded run is asked for and is not installed.
     """
     path = Path(name)
     if name == DEMO:
@@ -115,7 +93,7 @@ def run_files(name: str) -> RunFiles:
         return found
     if not path.exists():
         raise UsageError(
-            f"{name}: there is no such file; name {_WHAT} (kvprof runs lists those that are kept)"
+            f"{name}: there is no such file; name {_WHAT} (kvprof show lists those that are kept)"
         )
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return RunFiles(None, path)
@@ -126,13 +104,6 @@ def load_run(name: str, *, quiet: bool = False) -> dict[str, Any]:
     """Return the result of a run; one that was killed or still runs is folded from its events.
 
     What is damaged is read up to the damage, and a warning on stderr says so unless `quiet`.
-
-    Raises
-    ------
-    UsageError, LackingError
-        As `run_files`.
-    FailedError
-        When a file is damaged, is none of kvprof's, or is of a newer kvprof.
     """
     found = run_files(name)
     if found.result is not None:
@@ -155,20 +126,7 @@ def load_run(name: str, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def checked_report(name: str, make: Report = report) -> Report:
-    """Return what draws the report of a run that was read: all of it, or an error in one line.
-
-    Parameters
-    ----------
-    name : str
-        The run, as the user named it.
-    make : callable
-        Given the result, a width in columns and whether there is colour, returns the report.
-
-    Returns
-    -------
-    callable
-        As `make`. It raises `FailedError` when the parts of the record do not fit together.
-    """
+    """Return what draws the report of a run that was read: all of it, or an error in one line."""
 
     def draw(result: dict[str, Any], width: int, colour: bool) -> RenderableType:
         with what_was_read(name):
@@ -178,15 +136,7 @@ def checked_report(name: str, make: Report = report) -> Report:
 
 
 def events_of(name: str) -> list[Event]:
-    """Return the events of a run.
-
-    Raises
-    ------
-    UsageError
-        When the run recorded none.
-    FailedError
-        As `load_run`.
-    """
+    """Return the events of a run."""
     found = run_files(name)
     if found.events is None:
         raise UsageError(

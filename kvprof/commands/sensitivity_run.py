@@ -73,13 +73,7 @@ class Study:
 
 
 def chosen_layers(text: str | None, number: int) -> tuple[int, ...]:
-    """Return the layers that ``--layers`` names, ascending; all without it.
-
-    Raises
-    ------
-    UsageError
-        For one that the model does not have.
-    """
+    """Return the layers that ``--layers`` names, ascending; all without it."""
     if text is None:
         return tuple(range(number))
     found = set()
@@ -95,15 +89,7 @@ def chosen_layers(text: str | None, number: int) -> tuple[int, ...]:
 
 
 def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
-    """Measure; an interrupt keeps what was measured before it.
-
-    Raises
-    ------
-    UsageError
-        For text or settings that do not fit the model, and a rate that they do not reach.
-    typer.Exit
-        With 130 when the calibration of ranks was interrupted.
-    """
+    """Measure; an interrupt keeps what was measured before it."""
     samples = _samples(loaded, request)
     measuring = Sensitivity(loaded, samples, request.batch_size)
     given = _given(loaded, request, stop)

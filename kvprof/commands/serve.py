@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from kvprof import console
-from kvprof.commands.completion import models, starting
 from kvprof.commands.options import (
     METHOD,
     AllocationOption,
@@ -33,12 +32,7 @@ from kvprof.commands.options import (
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
 from kvprof.requirements import extra_command
-from kvprof.serving.settings import LOOPBACK, SERVED
-
-
-def servable(incomplete: str) -> list[str]:
-    """Return the methods that are served, for the shell."""
-    return starting(SERVED, incomplete)
+from kvprof.serving.settings import LOOPBACK
 
 
 def serve(
@@ -48,7 +42,6 @@ def serve(
             metavar="MODEL",
             help="A hub id, a folder, a .gguf file, smollm2, or reference (embedded; the default); "
             "with --load-format dummy also a shape's name.",
-            autocompletion=models,
             show_default=False,
         ),
     ] = None,
@@ -74,7 +67,6 @@ def serve(
         str | None,
         typer.Option(
             "--method",
-            autocompletion=servable,
             rich_help_panel=METHOD,
             help="fdc, zack, kq, svd-kv or palu; quantised fdc-8bit, kq-4bit … Others are refused.",
         ),

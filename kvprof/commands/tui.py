@@ -18,7 +18,6 @@ from kvprof.commands.output import check_folder
 from kvprof.commands.run_source import (
     DEMO,
     checked_report,
-    complete_runs,
     load_run,
     run_files,
     runs_folder,
@@ -306,7 +305,6 @@ def tui(
         list[str] | None,
         typer.Argument(
             metavar="[RUN | -- bench --jct|--load …]",
-            autocompletion=complete_runs,
             help="A run's folder, its events or its result, also one that is being written; or a "
             "measurement to start and watch.",
             show_default=False,

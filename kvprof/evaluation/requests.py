@@ -39,24 +39,7 @@ def parse_methods(
     common: Mapping[str, Any],
     read_options: Callable[[list[str]], dict[str, Any]],
 ) -> list[MethodRequest]:
-    """Return the rows that a list of methods asks for, and those of `ALWAYS` after them.
-
-    Parameters
-    ----------
-    text : str
-        Methods with commas between them. Options of one method follow it after a colon, also with
-        commas between: ``fdc:paper,kq:allocation=budget,grid=32,palu`` are three methods.
-    common : mapping
-        Options given to every method that has them and does not say otherwise.
-    read_options : callable
-        From ``["allocation=budget", "grid=32"]`` to options, as for ``--option``.
-
-    Raises
-    ------
-    UsageError
-        For an unknown method or option, a row that stands there twice, or a common option that no
-        method has.
-    """
+    """Return the rows that a list of methods asks for, and those of `ALWAYS` after them."""
     requests: list[MethodRequest] = []
     taken: set[str] = set()
     for label, method, written in method_entries(text):
@@ -89,13 +72,7 @@ def parse_methods(
 
 
 def option_names(method: str) -> tuple[str, ...]:
-    """Return the options of a method; for a combination those of the method it is built on.
-
-    Parameters
-    ----------
-    method : str
-        Known to `kvprof.methods.registry`.
-    """
+    """Return the options of a method; for a combination those of the method it is built on."""
     installed = installed_points()
     found = parts_of(method, (*METHODS, *installed))
     assert found is not None  # the registry knows it

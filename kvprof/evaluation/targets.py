@@ -58,25 +58,7 @@ class Target:
 
 
 def parse_targets(texts: Sequence[str], metric: str | None = None) -> tuple[Target, ...]:
-    """Read targets: a share is of the metric, ``needle=0.95`` of the one that it names.
-
-    Parameters
-    ----------
-    texts : sequence of str
-        As the user wrote them; none stands for `DEFAULT_SHARE`.
-    metric : str or None
-        Of ``--metric``; None where none was given, which means the accuracy.
-
-    Returns
-    -------
-    tuple of Target
-        The metric's first, then those named, in the order given.
-
-    Raises
-    ------
-    UsageError
-        For what is no share, a metric that is named twice, and one without a target.
-    """
+    """Read targets: a share is of the metric, ``needle=0.95`` of the one that it names."""
     metric = None if metric is None else _metric(metric)
     own = [text for text in texts if "=" not in text]
     if len(own) > 1:
@@ -116,22 +98,7 @@ METRICS = ("accuracy", "perplexity", "tasks")
 
 
 def check_metric(metric: str, tasks: Sequence[str], *, what: str = "--metric") -> None:
-    """Refuse a metric that is not measured.
-
-    Parameters
-    ----------
-    metric : str
-        One of `METRICS`, or a task's name.
-    tasks : sequence of str
-        Names of the tasks that are evaluated.
-    what : str
-        Named in the error.
-
-    Raises
-    ------
-    UsageError
-        When it is none of these.
-    """
+    """Refuse a metric that is not measured."""
     if metric not in (*METRICS, *tasks):
         known = ", ".join((*(name for name in METRICS if tasks or name != "tasks"), *tasks))
         more = "" if tasks else ", or name tasks with --tasks"
@@ -141,22 +108,7 @@ def check_metric(metric: str, tasks: Sequence[str], *, what: str = "--metric") -
 
 
 def check_baseline(metric: str, baseline: Mapping[str, Any], *, what: str = "--metric") -> None:
-    """Refuse a metric of which the uncompressed model has nothing that could be kept.
-
-    Parameters
-    ----------
-    metric : str
-        As `check_metric` lets through.
-    baseline : mapping
-        The uncompressed model's evaluation.
-    what : str
-        Named in the error.
-
-    Raises
-    ------
-    UsageError
-        When that is so.
-    """
+    """Refuse a metric of which the uncompressed model has nothing that could be kept."""
     if metric == "perplexity":
         return
     judging = judging_tasks(baseline)
@@ -182,13 +134,6 @@ def share_of(evaluation: Mapping[str, Any], metric: str) -> float | None:
 
     For ``perplexity`` it is the baseline's over the evaluation's, for ``tasks`` the mean accuracy
     over the mean of the baseline's, both of the tasks that judge.
-
-    Parameters
-    ----------
-    evaluation : mapping
-        Of `kvprof.evaluation.evaluator`.
-    metric : str
-        As `check_metric` lets through.
     """
     if metric == "accuracy":
         kept: float | None = evaluation["relative_accuracy"]
@@ -209,13 +154,7 @@ def _chosen(evaluation: Mapping[str, Any], metric: str) -> list[Mapping[str, Any
 
 
 def share_interval_of(evaluation: Mapping[str, Any], metric: str) -> list[float | None] | None:
-    """Return the paired 95 % interval of `share_of`; None where the evaluation has none.
-
-    Parameters
-    ----------
-    evaluation, metric
-        As for `share_of`.
-    """
+    """Return the paired 95 % interval of `share_of`; None where the evaluation has none."""
     if metric == "accuracy":
         found: list[float | None] | None = evaluation["relative_accuracy_interval"]
         return found
@@ -243,11 +182,6 @@ def least_loss(evaluation: Mapping[str, Any], metric: str) -> float:
 
     Of n right answers of which none was lost, up to 3 in n may be lost on other data (the rule of
     three). A bootstrap sees no spread there: its interval ends at 1 however small n is.
-
-    Parameters
-    ----------
-    evaluation, metric
-        As for `share_of`; of perplexity, n is the number of scored tokens.
     """
     if metric in ("accuracy", "perplexity"):
         share = evaluation["baseline_accuracy"] if metric == "accuracy" else 1.0
@@ -259,15 +193,7 @@ def least_loss(evaluation: Mapping[str, Any], metric: str) -> float:
 
 
 def max_rate(points: Sequence[Mapping[str, Any]], target: float) -> float | None:
-    """Return the largest tested rate that meets a target with every lower tested rate meeting it.
-
-    Parameters
-    ----------
-    points : sequence of mapping
-        With ``rate`` and ``share``, in any order.
-    target : float
-        Share of the baseline that has to be kept; the point estimate decides.
-    """
+    """Return the largest tested rate that meets a target, as every lower tested rate does."""
     return _last_meeting([(point["rate"], point["share"]) for point in points], target)
 
 
@@ -280,17 +206,6 @@ def max_rate_interval(
     doing so (None: not even the lowest): its interval lies wholly at or above the target, and its
     sample would have shown a loss as large as the target allows (`least_loss`). The upper end is
     the smallest tested rate whose interval lies wholly below it (None: no tested rate does).
-
-    Parameters
-    ----------
-    points : sequence of mapping
-        With ``rate``, ``share``, ``share_interval`` and ``least_loss``.
-    target : float
-
-    Returns
-    -------
-    tuple of float or None
-        None where a point has no interval.
     """
     ends = [(point["rate"], point["share_interval"]) for point in points]
     if not ends or any(end is None or None in end for _, end in ends):
@@ -315,13 +230,7 @@ def _last_meeting(figures: Sequence[tuple[float, float | None]], target: float) 
 
 
 def kept_of(evaluation: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return what an evaluation keeps of a metric: ``share``, ``share_interval``, ``least_loss``.
-
-    Parameters
-    ----------
-    evaluation, metric
-        As for `share_of`.
-    """
+    """Return ``share``, ``share_interval`` and ``least_loss`` of a metric."""
     return {
         "share": share_of(evaluation, metric),
         "share_interval": share_interval_of(evaluation, metric),
@@ -336,14 +245,7 @@ def meets(evaluation: Mapping[str, Any], targets: Sequence[Target]) -> bool:
 
 
 def joint_rate(points: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> float | None:
-    """Return the largest tested rate at which all targets hold, with every lower tested rate.
-
-    Parameters
-    ----------
-    points : sequence of mapping
-        Evaluations, each with its ``rate``.
-    targets : sequence of Target
-    """
+    """Return the largest tested rate at which all targets hold, with every lower tested rate."""
     return _least([max_rate(_of(points, target), target.share) for target in targets])
 
 
@@ -354,16 +256,6 @@ def joint_interval(
 
     Up to the lower end every target surely holds, and at the upper end some one is surely missed;
     see `max_rate_interval`.
-
-    Parameters
-    ----------
-    points, targets
-        As for `joint_rate`.
-
-    Returns
-    -------
-    tuple of float or None
-        None where a point has no interval of some target.
     """
     each = [max_rate_interval(_of(points, target), target.share) for target in targets]
     known = [bounds for bounds in each if bounds is not None]
@@ -374,13 +266,7 @@ def joint_interval(
 
 
 def binding(points: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> list[str]:
-    """Return the metrics of the targets that fail first, at the least tested rate where any does.
-
-    Parameters
-    ----------
-    points, targets
-        As for `joint_rate`.
-    """
+    """Return the metrics that fail first, at the least tested rate where any does."""
     for point in sorted(points, key=lambda point: point["rate"]):
         failing = [target.metric for target in targets if not meets(point, [target])]
         if failing:

@@ -1,26 +1,18 @@
 """``budget``: bits and ranks for single heads or layers, by what they were measured to cost.
 
-``kvprof sensitivity`` measures every part of a cache at every setting; this method hands the
-settings out at any rate, so that the divergences, summed, are least.
+``kvprof sensitivity`` measures every part of a cache at every setting, and hands the settings out
+at a rate so that the divergences, summed, are least.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
 from kvprof.analysis.cheapest import Choice, cheapest
-from kvprof.dtypes import DTYPE_BYTES
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import full_bytes
-from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily
+from kvprof.methods.family import MethodInputs
 from kvprof.methods.full import full_plan
-from kvprof.methods.kq import kq
-from kvprof.methods.low_rank import KNOBS
-from kvprof.methods.named import MEASURED_QUANTISERS
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.methods.settings import (
     FULL,
@@ -29,19 +21,14 @@ from kvprof.methods.settings import (
     Part,
     Setting,
     bytes_per_token,
-    settings_of,
 )
 from kvprof.methods.storage import Levels, SideQuantiser
 from kvprof.models.layout import ModelLayout
-from kvprof.records.files import RESULT_NAME, read_result
-from kvprof.records.schema import refuse_first
 
 __all__ = [
     "Handout",
     "Offer",
     "allocation",
-    "budget",
-    "budget_needs",
     "heads_in",
     "in_one_plan",
     "offer_of",
@@ -49,43 +36,6 @@ __all__ = [
 ]
 
 _METHOD = "budget"
-_LACKING = (
-    "budget hands out what kvprof sensitivity measured: option cells names its result, as in "
-    "cells=result.json"
-)
-# Of kq's bases where a result does not say: what kvprof sensitivity calibrates on.
-_SOURCE = "random:8k"
-_COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
-_DATA = {
-    "type": "object",
-    "required": ["source", "tokens", "seq_len"],
-    "properties": {
-        "source": {"type": "string"},
-        "tokens": _COUNT,
-        "seq_len": _COUNT,
-        "digest": {"type": "string"},
-        "sketch": {"type": "string", "pattern": "^([0-9a-f]{8})*$"},
-    },
-}
-_INPUTS = Draft202012Validator(
-    {
-        "type": "object",
-        "required": ["fingerprint", "by", "layers", "bits", "quantiser", "ranks", "context"],
-        "properties": {
-            "model": {"type": "string"},
-            "fingerprint": {"type": "string"},
-            "dtype": {"enum": [*DTYPE_BYTES]},
-            "by": {"enum": ["layer", "head"]},
-            "layers": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            "bits": {"type": "array", "items": {"enum": ["fp8", "2", "3", "4", "8"]}},
-            "quantiser": {"enum": [*MEASURED_QUANTISERS]},
-            "ranks": {"type": "array", "items": _COUNT},
-            "context": _COUNT,
-            "calibration": {"anyOf": [{"type": "null"}, _DATA]},
-            "measured_on": {"type": "object", "additionalProperties": _DATA},
-        },
-    }
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,26 +92,7 @@ def allocation(
     sizes: Mapping[tuple[Part, str], float],
     size: float,
 ) -> tuple[dict[Part, Setting | None], float] | None:
-    """Choose a setting for each part, by measured divergence per byte saved.
-
-    Parameters
-    ----------
-    cells : mapping
-        Divergence of a part at a setting's name.
-    parts : sequence of Part
-    settings : sequence of Setting
-        One set from `in_one_plan`; those of which a part has no cell are not chosen for it.
-    sizes : mapping
-        Bytes of a part at a setting's name, `FULL` among them.
-    size : float
-        Bytes of all parts, at most.
-
-    Returns
-    -------
-    tuple or None
-        Part to setting (None: as the model stores it), and the summed divergence; None where
-        the parts cannot be made that small.
-    """
+    """Choose a setting for each part, by measured divergence per byte saved."""
     named = {one.spec.name: one for one in settings}
     offered = [
         [
@@ -234,22 +165,7 @@ class Offer:
         )
 
     def at_rate(self, wanted: float, tokens: int, itemsize: int) -> Handout:
-        """Return what is handed out at a rate of the whole cache.
-
-        Parameters
-        ----------
-        wanted : float
-            ``1 - bytes / bytes(full width)``; layers without a part stay as they are.
-        tokens : int
-            Context at which bytes are counted.
-        itemsize : int
-            Bytes of a value in the run's dtype.
-
-        Raises
-        ------
-        UsageError
-            As `check_reach`.
-        """
+        """Return what is handed out at a rate of the whole cache."""
         self.check_reach(wanted, tokens, itemsize)
         sizes = self.sizes(tokens, itemsize)
         found = self.within(sizes, self._size(wanted, sizes, tokens, itemsize))
@@ -258,13 +174,7 @@ class Offer:
         return replace(found, plan=replace(found.plan, made=made))
 
     def check_reach(self, wanted: float, tokens: int, itemsize: int) -> None:
-        """Refuse a rate that the settings do not reach, whatever they cost.
-
-        Raises
-        ------
-        UsageError
-            With the range.
-        """
+        """Refuse a rate that the settings do not reach, whatever they cost."""
         sizes = self.sizes(tokens, itemsize)
         if self.least(sizes) > self._size(wanted, sizes, tokens, itemsize):
             everything = self._everything(tokens, itemsize)
@@ -365,77 +275,13 @@ def _layer(
     return replace(layer, keys=keys, values=values)
 
 
-# --- The method: cells from a result.
-
-
-def budget(inputs: MethodInputs, *, cells: str | None = None) -> PlanFamily:
-    """Return plans whose heads or layers have bits and ranks by what they were measured to cost.
-
-    Parameters
-    ----------
-    inputs : MethodInputs
-        With moments where ranks are among the settings.
-    cells : str or None
-        A result of ``kvprof sensitivity``, or the folder of one.
-
-    Raises
-    ------
-    UsageError
-        Without a result; for one of another model, or that is interrupted.
-    FailedError
-        For a file that is none.
-    """
-    result = _result(cells)
-    asked = result["inputs"]
-    if asked["fingerprint"] != inputs.fingerprint:
-        raise UsageError(
-            f"budget: the cells are those of {asked.get('model', 'another model')} "
-            f"({asked['fingerprint'][:12]}), not of the model given ({inputs.fingerprint[:12]})"
-        )
-    settings = settings_of(
-        inputs, asked["quantiser"], asked["bits"], asked["ranks"], 0, _bases(inputs, asked)
-    )
-    offer = offer_of(inputs, asked, settings, result["data"]["cells"], Path(cells or "").name)
-    for part in offer.parts:
-        for one in offer.settings:
-            if (part, one.spec.name) not in offer.cells:
-                head = "" if part.kv_head is None else f", KV head {part.kv_head}"
-                raise UsageError(
-                    f"budget: the result has no cell of layer {part.layer}'s {part.side}{head} at "
-                    f"{one.spec.name}: it was interrupted; measure again"
-                )
-    return _family(offer, asked["context"], DTYPE_BYTES[asked.get("dtype", "float32")])
-
-
 def offer_of(
     inputs: MethodInputs,
     asked: Mapping[str, Any],
     settings: Sequence[Setting],
     cells: Sequence[Mapping[str, Any]],
-    name: str | None = None,
 ) -> Offer:
-    """Return what a result of ``kvprof sensitivity`` offers.
-
-    Parameters
-    ----------
-    inputs : MethodInputs
-        With moments where ranks are among the settings.
-    asked : mapping
-        The result's inputs.
-    settings : sequence of Setting
-        That were measured.
-    cells : sequence of mapping
-        The result's cells, as far as there are any.
-    name : str or None
-        Of the result's file.
-
-    Raises
-    ------
-    UsageError
-        For layers that the model does not have.
-    """
-    if max(asked["layers"]) >= len(inputs.layout.layers):
-        raise UsageError(f"budget: the model has no layer {max(asked['layers'])}, the cells do")
+    """Return what the cells of ``kvprof sensitivity`` offer."""
     layers = sorted({*asked["layers"]} - inputs.skip)
     held = [one for one in settings if not one.spec.exact_first]
     told = {
@@ -444,6 +290,12 @@ def offer_of(
         "settings": [one.spec.name for one in held],
         "measured_on": asked.get("measured_on", {}),
     }
+    moments = inputs.moments
+    calibration = (
+        {"calibration": {**moments.info, "tokens": moments.tokens}}
+        if asked["ranks"] and moments is not None
+        else {}
+    )
     return Offer(
         inputs,
         tuple(parts_of_layers(inputs.layout, layers, by_head=asked["by"] == "head")),
@@ -455,98 +307,8 @@ def offer_of(
         },
         {
             **inputs.made,
-            **_calibrated(inputs, asked),
-            "options": {} if name is None else {"cells": name},
+            **calibration,
+            "options": {},
             "cells": told,
         },
     )
-
-
-def _family(offer: Offer, tokens: int, itemsize: int) -> PlanFamily:
-    """Return the plans of an offer; the knob is the share of bytes that the parts save.
-
-    Parameters
-    ----------
-    offer : Offer
-    tokens, itemsize : int
-        At which the knob counts bytes.
-    """
-    sizes = offer.sizes(tokens, itemsize)
-    total = sum(sizes[part, FULL] for part in offer.parts)
-
-    def build(value: float) -> Plan:
-        found = offer.within(sizes, (1.0 - value) * total)
-        assert found is not None  # the bounds are what can be saved
-        return found.plan
-
-    most = 1.0 - offer.least(sizes) / total if total else 0.0
-    return PlanFamily(
-        _METHOD,
-        KNOBS["budget"],
-        build,
-        bounds=(0.0, max(0.0, most)),
-        at_rate=lambda wanted, at, each: offer.at_rate(wanted, at, each).plan,
-    )
-
-
-def budget_needs(options: Mapping[str, Any]) -> CalibrationNeeds | None:
-    """Return what ``budget`` has to be calibrated with: nothing, unless ranks were measured."""
-    if options.get("cells") is None:
-        return None  # the method itself says what is lacking
-    asked = _result(options["cells"])["inputs"]
-    if not asked["ranks"]:
-        return None
-    return CalibrationNeeds((asked.get("calibration") or {}).get("source", _SOURCE))
-
-
-def _bases(inputs: MethodInputs, asked: Mapping[str, Any]) -> PlanFamily | None:
-    if not asked["ranks"]:
-        return None
-    facts = inputs.layout.layers
-    width = min(min(layer.qk_head_dim, layer.v_head_dim) for layer in facts)
-    if max(asked["ranks"]) >= width:
-        raise UsageError(f"budget: rank {max(asked['ranks'])} keeps all of heads of {width}")
-    # Layers that are left out have no bases; no part of them is handed anything.
-    return kq(replace(inputs, skip=frozenset()), grid=1, minimum=1)
-
-
-def _calibrated(inputs: MethodInputs, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what plans say of their bases, and where these are not those that were measured."""
-    if not asked["ranks"] or inputs.moments is None:
-        return {}
-    info, tokens = inputs.moments.info, inputs.moments.tokens
-    found: dict[str, Any] = {"calibration": {**info, "tokens": tokens}}
-    keys = ("source", "tokens", "seq_len", "seed")
-    own, other = (
-        {key: one.get(key) for key in keys}
-        for one in (found["calibration"], asked.get("calibration") or {})
-    )
-    if info and any(other.values()) and own != other:
-        told = (
-            f"{one['source']}, {one['tokens']:,} tokens in sequences of {one['seq_len']:,}"
-            for one in (own, other)
-        )
-        note = "budget: bases are of {}; what ranks cost was measured with those of {}"
-        found["notes"] = [*inputs.made.get("notes", []), note.format(*told)]
-    return found
-
-
-def _result(cells: str | None) -> dict[str, Any]:
-    if cells is None:
-        raise UsageError(_LACKING)
-    path = Path(cells)
-    path = path / RESULT_NAME if path.is_dir() else path
-    # A command asks several times; reading says what is wrong where there is none.
-    return _read(path, path.stat().st_mtime_ns if path.is_file() else 0)
-
-
-@lru_cache(maxsize=4)
-def _read(path: Path, _changed: int) -> dict[str, Any]:
-    result: dict[str, Any] = read_result(path)
-    if result["kind"] != "sensitivity":
-        raise UsageError(f"{path.name}: a result of kvprof {result['kind']}; {_LACKING}")
-    try:
-        refuse_first(_INPUTS.iter_errors(result["inputs"]), "inputs")
-    except ValueError as problem:
-        raise UsageError(f"{path.name}: {problem}; {_LACKING}") from None
-    return result

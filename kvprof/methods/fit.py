@@ -54,16 +54,7 @@ class RunningWeights:
 
 
 def running_weights(plan: Plan, layout: ModelLayout, *, itemsize: int) -> RunningWeights:
-    """Return what a plan adds to the weights as the runtime lays them out.
-
-    Parameters
-    ----------
-    plan : Plan
-    layout : ModelLayout
-        Of the plan's model.
-    itemsize : int
-        Bytes of a weight.
-    """
+    """Return what a plan adds to the weights as the runtime lays them out."""
     counted = weight_bytes(plan, layout, itemsize=itemsize)
     hidden = layout.hidden_size
     output = beside = 0
@@ -171,24 +162,7 @@ def fit_plan(
     batches: Sequence[int],
     contexts: Sequence[int],
 ) -> Fit:
-    """Return which context fits at each batch and which batch at each context.
-
-    Parameters
-    ----------
-    plan : Plan
-        For this model.
-    memory : Memory
-    layout : ModelLayout
-    itemsize : int
-        Bytes of a value in the run's dtype.
-    batches, contexts : sequence of int
-        Sequences, and tokens of each, that are asked about.
-
-    Raises
-    ------
-    UsageError
-        For a batch or a context below 1.
-    """
+    """Return which context fits at each batch and which batch at each context."""
     for what, values in (("batch", batches), ("context", contexts)):
         if values and min(values) < 1:
             raise UsageError(f"a {what} of {min(values)} makes no sense")
@@ -203,21 +177,7 @@ def fit_plan(
 
 
 def largest_context(plan: Plan, room: int, *, itemsize: int) -> int | None:
-    """Return the longest sequence whose cache fits, at every length on the way to it.
-
-    Parameters
-    ----------
-    plan : Plan
-    room : int
-        Bytes for one sequence.
-    itemsize : int
-        Bytes of a value in the run's dtype.
-
-    Returns
-    -------
-    int or None
-        Tokens; 0 when not even one fits, None when the cache stops growing before it is full.
-    """
+    """Return the longest sequence whose cache fits, at every length on the way to it."""
 
     def stored(tokens: int) -> int:
         return bytes_at(plan, tokens, itemsize=itemsize).total
@@ -253,31 +213,12 @@ def largest_context(plan: Plan, room: int, *, itemsize: int) -> int | None:
 
 
 def largest_batch(plan: Plan, room: int, context: int, *, itemsize: int) -> int:
-    """Return how many sequences of a context fit, at every length on the way to it.
-
-    Parameters
-    ----------
-    plan : Plan
-    room : int
-        Bytes for all of them; nothing fits into less than none.
-    context : int
-        Tokens of each.
-    itemsize : int
-        Bytes of a value in the run's dtype.
-    """
+    """Return how many sequences of a context fit, at every length on the way to it."""
     return max(0, room) // peak_bytes(plan, context, itemsize=itemsize)
 
 
 def peak_bytes(plan: Plan, tokens: int, *, itemsize: int) -> int:
-    """Return the most bytes that one sequence's cache holds on its way to `tokens` tokens.
-
-    Parameters
-    ----------
-    plan : Plan
-    tokens : int
-    itemsize : int
-        Bytes of a value in the run's dtype.
-    """
+    """Return the most bytes that one sequence's cache holds on its way to `tokens` tokens."""
     most = bytes_at(plan, tokens, itemsize=itemsize).total
     for peak in _peaks(plan, tokens):
         size = bytes_at(plan, peak, itemsize=itemsize).total

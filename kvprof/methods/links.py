@@ -55,19 +55,7 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """Read a link: a standard's name, a speed, or a name with the speed that was measured of it.
-
-    Parameters
-    ----------
-    text : str
-        ``pcie5x16``, ``nvlink4``, ``100Gbit/s`` (``Gbps``, ``Gb/s``), ``25GB/s``, or
-        ``rdma=46.2GB/s``.
-
-    Raises
-    ------
-    UsageError
-        For what is none of these, and speeds of nothing or beyond any link.
-    """
+    """Read a link: a standard's name, a speed, or a name with the speed that was measured of it."""
     name, named, speed = text.strip().rpartition("=")
     if not named:
         key = speed.lower()
@@ -91,13 +79,7 @@ def parse_link(text: str) -> Link:
 
 
 def parse_links(texts: Sequence[str]) -> list[Link]:
-    """Read several links, `COMMON_LINKS` where none is named.
-
-    Raises
-    ------
-    UsageError
-        As `parse_link`, and where two have one name.
-    """
+    """Read several links, `COMMON_LINKS` where none is named."""
     links = [parse_link(text) for text in texts or COMMON_LINKS]
     names = [link.name for link in links]
     if twice := sorted({name for name in names if names.count(name) > 1}):

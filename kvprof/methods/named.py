@@ -62,7 +62,7 @@ MODIFIERS = (
     "snapkv",
 )
 
-#: Quantisers whose bits ``sensitivity`` measures and ``budget`` hands out. What HQQ makes of a
+#: Quantisers whose bits ``sensitivity`` measures and hands out. What HQQ makes of a
 #: token depends on the tokens that are quantised with it, so one pass is not decoding.
 MEASURED_QUANTISERS = ("per-token", "kivi", "kvquant", "quanto")
 
@@ -83,7 +83,6 @@ METHOD_NAMES = (
     "oscar",
     "kvtc",
     "xkv",
-    "budget",
     *MODIFIERS,
     *PAPERS,
 )

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 from kvprof.analysis.linalg import few_threads
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import dim_rate, rate
-from kvprof.methods.budget import budget, budget_needs
 from kvprof.methods.evictors import EVICTORS, evicted, evictor_family, snapkv
 from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.fdc import fdc
@@ -87,7 +86,6 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     "oscar": oscar,
     "kvtc": kvtc,
     "xkv": xkv,
-    "budget": budget,
     **{name: partial(quantiser_family, name) for name in QUANTISERS},
     **{name: partial(evictor_family, name) for name in EVICTORS},
     "snapkv": snapkv,  # which has options of its own
@@ -226,8 +224,6 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     if name not in METHODS:
         base, modifiers = _parts(name)
         return calibration_needs(base, **_own(options, base, modifiers))
-    if name == "budget":
-        return budget_needs(options)
     if name not in _NEEDS:
         return None
     needs = _NEEDS[name]

@@ -349,7 +349,6 @@ def _plan(data: Row) -> Iterator[Figure]:
         for found in row["at"]:
             of = (("label", row["label"]), ("context", found["context"]))
             yield from _given(found, "bytes", of, "lower", headline=True, exact=True)
-            yield from _given(found, "least_bytes_per_s", of, "lower")
 
 
 def _generate(data: Row) -> Iterator[Figure]:

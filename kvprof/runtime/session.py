@@ -131,15 +131,13 @@ class Compression:
         """Whether keys are rebuilt before RoPE somewhere."""
         return any(layer.rebuilds for layer in self._layers)
 
-    def compile_ahead(self, batch: int = 1, progress: Progress = silent) -> int:
+    def compile_ahead(self, progress: Progress = silent) -> int:
         """Compile what the plan's layers run on the kernels, on all cores at once.
 
         The first prompt does it by itself; a process that comes later finds it on disk.
 
         Parameters
         ----------
-        batch : int
-            Sequences.
         progress : Progress, optional
             Shows how far it is; nothing by default.
 
@@ -148,7 +146,7 @@ class Compression:
         int
             Kernels that were compiled or found; 0 without a GPU.
         """
-        return self.route.compile_ahead(batch, progress)
+        return self.route.compile_ahead(1, progress)
 
     def new_kernel_state(self) -> KernelState | None:
         """Return what a new cache's layers share; None where no layer runs on the kernels."""

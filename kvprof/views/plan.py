@@ -300,12 +300,8 @@ def _short(value: Any) -> str:
 # --- What fits into a memory.
 
 _OVER = "*"
-_BORROWED = "~"
 #: By so much a plan's rate may be beside the one asked for without a word: ranks are steps.
 _BESIDE = 0.02
-_SOURCES = {"itself": "", "given": "--rate", "plan": "--plan"}
-# Of earlier results, which do not name it.
-_ONE_TARGET: Sequence[Mapping[str, Any]] = ({"metric": "accuracy", "target": 0.99},)
 
 
 def _fit_parts(result: Mapping[str, Any]) -> list[RenderableType]:
@@ -366,35 +362,12 @@ def _table(fit: Mapping[str, Any], titles: Sequence[str], cells: Any) -> Rendera
     columns = [
         Column("method", words=True),
         Column(f"rate of {fit['dtype']}"),
-        Column("from", words=True),
         *(Column(title) for title in titles),
     ]
     return DataTable(
         columns,
-        [
-            (row["label"], f"{row['rate']:.3f}", _source(row, fit), *cells(row))
-            for row in fit["rows"]
-        ],
+        [(row["label"], f"{row['rate']:.3f}", *cells(row)) for row in fit["rows"]],
     )
-
-
-def _source(row: Mapping[str, Any], part: Mapping[str, Any]) -> str:
-    words = _SOURCES.get(row["rate_from"], _kept(part)[0])
-    return f"{words} {_marks(row)}".rstrip()
-
-
-def _marks(row: Mapping[str, Any]) -> str:
-    """Return the signs that the legend explains."""
-    signs = [_BORROWED] if row["rate_from"] == "borrowed" else []
-    return " ".join(signs + ["?"] * (row.get("rate_sure") is False))
-
-
-def _kept(part: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what recorded rates keep, for a column and in words."""
-    targets: Sequence[Mapping[str, Any]] = part.get("targets") or _ONE_TARGET
-    words = [f"{100 * one['target']:g} % of the {one['metric']}" for one in targets]
-    short = f"{100 * targets[0]['target']:g} %" if len(targets) == 1 else "targets"
-    return short, " and ".join(words)
 
 
 def _tokens(entry: Mapping[str, Any]) -> str:
@@ -415,55 +388,17 @@ def _context(length: int, own: int | None) -> str:
     return f"at {format_count(length)}{' (own)' if length == own else ''}"
 
 
-def _rates_said(part: Mapping[str, Any]) -> list[str]:
-    """Say what rates are, and where those of a fit's or a transfer's rows come from."""
-    rows, (short, kept) = part["rows"], _kept(part)
-    found = {row["rate_from"] for row in rows}
-    text = [f"Rates are bytes saved of full width in {part['dtype']}."]
-    if "recorded" in found:
-        records = sorted({row["rate_record"] for row in rows if row["rate_from"] == "recorded"})
-        text.append(
-            f"{short}: the largest rate that a frontier of this model measured to keep {kept} "
-            f"({', '.join(records)})."
-        )
-    if "borrowed" in found:
-        taken = part["shipped"]
-        text.append(
-            f"{_BORROWED}: the rate at which {taken['model']} kept {kept}, borrowed because "
-            f"{taken['why']} (shipped record of {taken['model']}); nobody measured it "
-            "on this model."
-        )
-    shipped = part.get("shipped")
-    if shipped is not None and shipped["model"] is None and part["missing"]:
-        text.append(f"No record was taken: {shipped['why']}. --rates NAME borrows one of them.")
-    # Records of before do not tell.
-    if shipped is not None and shipped["model"] is not None and shipped.get("others"):
-        others = shipped["others"]
-        own = (
-            ""
-            if "borrowed" in found
-            else f"Of the records that ship that of {shipped['model']} is taken, because "
-            f"{shipped['why']}. "
-        )
-        text.append(
-            f"{own}Rates of {' and '.join(others)} ship too: --rates {others[0]} borrows them."
-        )
-    if any(row.get("rate_sure") is False for row in rows):
-        text.append(
-            "?: by its point estimate; the interval of the sample does not keep it that far."
-        )
-    if "given" in found:
-        contexts = {row["rate_context"] for row in rows if row["rate_from"] == "given"}
-        text.append(
-            "--rate: the least that a method has of at least the rate given, at "
-            f"{min(contexts):,} tokens; what accuracy it keeps is not known."
-        )
-    return text
+def _rates_said(part: Mapping[str, Any]) -> str:
+    contexts = sorted({row["rate_context"] for row in part["rows"]})
+    at = " and ".join(f"{tokens:,}" for tokens in contexts)
+    return (
+        f"Rates are bytes saved of full width in {part['dtype']}; --rate is counted at {at} tokens."
+    )
 
 
 def _legend(fit: Mapping[str, Any]) -> str:
     rows = fit["rows"]
-    text = _rates_said(fit)
+    text = [_rates_said(fit)]
     if any(
         entry["over_model_context"]
         for row in rows
@@ -473,9 +408,8 @@ def _legend(fit: Mapping[str, Any]) -> str:
     return " ".join(text)
 
 
-# --- What moving a cache takes, against computing its context again.
+# --- What moving a cache takes.
 
-_SLOWER = "!"
 _LINKS_AT_ONCE = 4  # columns
 
 
@@ -483,13 +417,10 @@ def _transfer_parts(result: Mapping[str, Any]) -> list[RenderableType]:
     """Return what the report says about moving caches."""
     moved = result["data"]["transfer"]
     parts: list[RenderableType] = []
-    if said := _pays(moved):
-        parts.append(paragraph(said))
     for index, at in enumerate(moved["contexts"]):
         over = _OVER if at["over_model_context"] else ""
         parts += [
             heading(f"Moving the cache of {at['context']:,} tokens{over}"),
-            paragraph(f"Computing it again: {_again(moved, at)}", "dim"),
             _moving(moved, index),
         ]
     parts += [
@@ -497,69 +428,22 @@ def _transfer_parts(result: Mapping[str, Any]) -> list[RenderableType]:
         key_values({one["link"]: _speed_said(one) for one in moved["links"]}),
         paragraph(" ".join(_moving_legend(moved)), "dim"),
     ]
-    if moved["measure"] is not None:
-        parts += [
-            heading("Not measured"),
-            paragraph(
-                "What computing these contexts again takes has to be measured on the machine that "
-                "would do it; --prefill prefill.json then takes it:"
-            ),
-            paragraph(moved["measure"]),
-        ]
     return parts + _not_planned(moved)
-
-
-def _pays(moved: Mapping[str, Any]) -> str:
-    """Say at the longest context that was measured from which speed on moving pays."""
-    known = [i for i, at in enumerate(moved["contexts"]) if at["recompute_seconds"] is not None]
-    if not known or not moved["rows"]:
-        return ""
-    at = moved["contexts"][known[-1]]
-    least = [(row["at"][known[-1]]["least_bytes_per_s"], row["label"]) for row in moved["rows"]]
-    most, fewest = max(least), min(least)
-    text = (
-        f"Computing {at['context']:,} tokens again takes {duration(at['recompute_seconds'])}; "
-        f"moving their cache takes less from {_speed(most[0])} on with {most[1]}"
-    )
-    return f"{text}, from {_speed(fewest[0])} on with {fewest[1]}."
-
-
-def _again(moved: Mapping[str, Any], at: Mapping[str, Any]) -> str:
-    prefill, seconds = moved["prefill"], at["recompute_seconds"]
-    if seconds is None:
-        if prefill is None:
-            return f"{MISSING} (no prefill of this model is at hand)"
-        return f"{MISSING} ({prefill['source']} has no prefill of this length)"
-    return f"{duration(seconds)} at full width"
 
 
 def _moving(moved: Mapping[str, Any], index: int) -> SplitTable:
     names = [one["link"] for one in moved["links"]]
-    heads = columns("method", figures=("rate", "bytes", "pays from", *names))
-    again = moved["contexts"][index]["recompute_seconds"]
+    heads = columns("method", figures=("rate", "bytes", *names))
     rows = []
     for row in moved["rows"]:
         at = row["at"][index]
-        times = [
-            f"{duration(seconds)}{_SLOWER if again is not None and seconds > again else ''}"
-            for seconds in at["seconds"]
-        ]
-        rows.append(
-            [
-                row["label"],
-                f"{rate_in_bytes(at['rate'])}{' ' + mark if (mark := _marks(row)) else ''}",
-                format_bytes(at["bytes"]),
-                _speed(at["least_bytes_per_s"]),
-                *times,
-            ]
-        )
+        times = [duration(seconds) for seconds in at["seconds"]]
+        rows.append([row["label"], rate_in_bytes(at["rate"]), format_bytes(at["bytes"]), *times])
     few = [min(_LINKS_AT_ONCE, len(names) - at) for at in range(0, len(names), _LINKS_AT_ONCE)]
-    return SplitTable(heads, rows, (3, *few))
+    return SplitTable(heads, rows, (2, *few))
 
 
-def _speed(per_s: float | None) -> str:
-    if per_s is None:
-        return MISSING
+def _speed(per_s: float) -> str:
     factor, unit = next(
         ((f, u) for f, u in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")) if per_s >= f),
         (1e3, "kB/s"),
@@ -574,28 +458,10 @@ def _speed_said(link: Mapping[str, Any]) -> str:
 
 def _moving_legend(moved: Mapping[str, Any]) -> list[str]:
     text = [
-        *_rates_said(moved),
+        _rates_said(moved),
         "Seconds: bytes over the speed of one direction; latency, packing and a busy host come on "
         "top. A GB is 10⁹ bytes. Nominal: what the standard says of the wires.",
     ]
-    prefill = moved["prefill"]
-    if prefill is not None:
-        several = f" on {prefill['devices']} of" if prefill["devices"] > 1 else " on"
-        where = "shipped with kvprof" if prefill["origin"] == "shipped" else "--prefill"
-        text.append(
-            f"Computing again: prefill of one sequence of {prefill['model']} at full width in "
-            f"{prefill['dtype']}{several} {prefill['device']}, {prefill['mode']}, as "
-            f"{prefill['source']} has it ({where}, {prefill['created'][:10]})."
-        )
-        text.append("Pays from: over a faster link moving takes less time than that.")
-    if any(
-        seconds > again["recompute_seconds"]
-        for row in moved["rows"]
-        for at, again in zip(row["at"], moved["contexts"], strict=True)
-        if again["recompute_seconds"] is not None
-        for seconds in at["seconds"]
-    ):
-        text.append(f"{_SLOWER} longer than computing it again.")
     if any(at["over_model_context"] for at in moved["contexts"]):
         text.append(f"{_OVER} longer than the model's own context.")
     return text

@@ -319,8 +319,7 @@ def _budgets(data: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield DataTable([*heads, *columns(figures=("measured", "accuracy kept"))], rows)
     yield Text()
     yield paragraph(
-        "A mixture is a plan: the method budget makes it of this result's cells, at any rate."
-        f"{_not_mixed(data)}",
+        f"A mixture is a plan: --rate and --save keep it.{_not_mixed(data)}",
         "dim",
     )
     for one in data["budgets"]:

@@ -87,10 +87,6 @@ def test_a_frontier_is_measured_reported_and_resumed(
     assert full["kernel"] == {"layers": 3, "of": 3, "reason": None}
     odd = [p["kernel"]["reason"] for p in by_label["kq"]["points"]]
     assert any("multiples of 16" in (reason or "") for reason in odd)
-    # Nothing was timed in float32.
-    assert [method["speeds"] for method in first["data"]["methods"]] == [[]] * 5
-    assert "measured in bfloat16 alone" in by_label["fp8"]["speed_reason"]
-    assert "no kernel runs it here" in by_label["kq"]["speed_reason"]
     base = first["data"]["baseline"]["perplexity"]
     for method in first["data"]["methods"]:
         for point in method["points"]:
@@ -120,18 +116,6 @@ def test_a_frontier_is_measured_reported_and_resumed(
     again = frontier_json(tmp_path, tiny_folder, *methods)
     assert again["data"] == first["data"]
     assert again["inputs"]["evaluations_measured"] == 0
-    from kvprof.evaluation.recorded_rates import load_recorded_rates
-    from kvprof.evaluation.targets import Target
-
-    found = load_recorded_rates(
-        first["inputs"]["fingerprint"], targets=[Target("perplexity", 0.97)]
-    )
-    options = by_label["kq"]["options"]
-    kq = next(e for e in found.values() if e.method == "kq" and e.options == options)
-    assert kq.max_rate == by_label["kq"]["max_rate"]
-    # By its options too: those of the whole command make it another method.
-    assert kq.label == "kq:" + ",".join(f"{k}={v}" for k, v in sorted(kq.options.items()))
-    assert kq.calibration == first["inputs"]["calibration"]["kq"]
 
 
 def test_a_single_pass_ranks_only_what_it_shows(tiny_folder: Path, tmp_path: Path) -> None:
@@ -197,20 +181,6 @@ def test_targets_hold_together(
         assert row["binding"] == ([] if name == "one" else ["accuracy"])
     met = [p["rate"] for p in two["data"]["methods"][0]["points"] if p["relative_accuracy"] == 1]
     assert rates["two"] == max(met) < rates["one"]
-    # A plan that asks for both takes the rate of both, and no other one.
-    asked = ("plan", tiny_folder, "--fit", "2MB", "--methods", "per-token")
-    path = tmp_path / "fit.json"
-    both = ("--target", "accuracy=0.9", "--target", "perplexity=0.01")
-    for targets, rate in ((both, rates["two"]), (both[2:], rates["one"]), (both[:2], None)):
-        done = kvprof(*asked, *targets, "--json", path, "--force")
-        assert done.code == 0, done.stderr
-        fit = json.loads(path.read_text())["data"]["fit"]
-        found = {row["label"]: row["rate"] for row in fit["rows"] if row["rate_record"]}
-        assert found.get("per-token") == rate
-        missing = [entry["reason"] for entry in fit["missing"]]
-        assert [("90 % of the accuracy" in reason) for reason in missing] == [True] * (not rate)
-    clash = kvprof(*asked, "--rate", 0.2, "--target", "0.9")
-    assert (clash.code, "keep one of the two" in clash.error) == (2, True)
 
 
 def test_without_a_cache_nothing_is_kept(tiny_folder: Path, tmp_path: Path, cache: Path) -> None:

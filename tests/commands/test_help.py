@@ -8,7 +8,6 @@ import pytest
 import typer
 
 from kvprof.cli import COMMANDS, app
-from kvprof.commands import completion, export, recipe, run_source
 from kvprof.commands.options import Command
 from tests.commands.running import kvprof
 
@@ -99,70 +98,12 @@ def test_help_reads_as_text_without_markup() -> None:
         assert "``" not in kvprof(*words.split(), "--help").stdout
 
 
-def test_completion_offers_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvprof.commands.run_source.runs_folder", lambda: tmp_path / "kept")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    (tmp_path / "hub" / "models--org--small").mkdir(parents=True)
-    for folder, file in (
-        ("mine", "config.json"),
-        ("before", "result.json"),
-        ("kept/jct-1", "result.json"),
-    ):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / file).write_text("{}")
-    monkeypatch.setenv("KVPROF_SMOLLM2", str(tmp_path / "none"))
-    assert completion.models("") == ["reference", "org/small", "mine"]
-    assert completion.models("o") == ["org/small"]
-    assert run_source.complete_runs("") == ["demo", "before", "jct-1"]
-    assert run_source.complete_runs("j") == ["jct-1"]
-    assert "fdc-fig-1" in recipe._recipes("fdc-f")
-    assert export._formats("h") == ["html"]
-    assert recipe._profiles("") == ["smoke", "small", "paper"]
-    assert completion.methods("full,kq") == ["full,kq", "full,kq-wf", "full,kq-4bit"]
-    assert "Qwen3-8B" in completion.shapes("Qwen3")
-
-
-def test_completion_offers_gguf_files_where_a_model_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    (tmp_path / "files").mkdir()
-    for name in ("alone.gguf", "files/a.gguf", "files/b.gguf", "notes.txt"):
-        (tmp_path / name).write_bytes(b"GGUF")
-    monkeypatch.setenv("KVPROF_SMOLLM2", "alone.gguf")
-    assert completion.models("") == ["reference", "smollm2", "alone.gguf", "files"]
-    assert completion.models("./fi") == ["./files"]
-    assert completion.models("files/") == ["files/a.gguf", "files/b.gguf"]
-    assert completion.models("sm") == completion.shapes("sm") == ["smollm2"]
-    assert completion.shapes("al") == ["alone.gguf"]
-    for words, expected in (
-        ("kvprof spectrum sm", "smollm2"),
-        ("kvprof eval files --gguf b", "b.gguf"),
-        ("kvprof bench --model files --gguf b", "b.gguf"),
-    ):
-        monkeypatch.setenv("_KVPROF_COMPLETE", "complete_bash")
-        monkeypatch.setenv("COMP_WORDS", words)
-        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
-        assert kvprof().stdout.strip() == expected
-
-
-def test_the_shell_is_answered_by_a_commands_own_options(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("_KVPROF_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "kvprof export demo --to ht")
-    monkeypatch.setenv("COMP_CWORD", "4")
-    assert kvprof().stdout.split() == ["html"]
-
-
-def test_runs_lists_those_that_are_kept_and_says_what_is_wrong_with_one(
+def test_show_lists_the_runs_that_are_kept_and_says_what_is_wrong_with_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvprof.commands.run_source.runs_folder", lambda: tmp_path / "kept")
-    monkeypatch.setattr("kvprof.commands.runs.runs_folder", lambda: tmp_path / "kept")
-    none = kvprof("runs")
+    monkeypatch.setattr("kvprof.commands.show.runs_folder", lambda: tmp_path / "kept")
+    none = kvprof("show")
     assert none.code == 0
     assert "holds no runs" in none.stderr
     good, bad = tmp_path / "kept" / "jct-1", tmp_path / "kept" / "jct-2"
@@ -172,7 +113,7 @@ def test_runs_lists_those_that_are_kept_and_says_what_is_wrong_with_one(
     (bad / "result.json").write_text('{"schema": "kvprof/1"')
     (tmp_path / "kept" / "no-run").mkdir()
     monkeypatch.setenv("COLUMNS", "250")
-    listed = kvprof("runs")
+    listed = kvprof("show")
     assert listed.code == 0
     assert "jct Llama-3.1-8B composed" in listed.stdout
     assert "complete" in listed.stdout
@@ -180,4 +121,4 @@ def test_runs_lists_those_that_are_kept_and_says_what_is_wrong_with_one(
     assert "no-run" not in listed.stdout
     # Its name is enough, from any folder.
     assert kvprof("show", "jct-1").stdout == kvprof("show", "demo").stdout
-    assert kvprof("runs", tmp_path / "nowhere").code == 2
+    assert kvprof("show", "--json", "-").code == 2

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvprof.errors import FailedError
-from kvprof.evaluation.recorded_rates import RecordedRate
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
@@ -240,80 +239,7 @@ def test_fit_counts_weights_reserve_and_cache(tiny_folder: Path, tmp_path: Path)
     assert lengths == [128, 4096, 16384, 65536]
     assert full["largest_batch"][0]["batch"] == full["room_bytes"] // (128 * 768)
     assert rows["fp8"]["room_bytes"] == full["room_bytes"]
-    assert {row["rate_from"] for row in fit["rows"]} == {"itself", "given"}
     assert all(row["rate"] >= 0.3 for row in fit["rows"][2:])
-
-
-def test_fit_takes_the_recorded_rates(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def entry(label: str, rate: float | None, **options: Any) -> RecordedRate:
-        method = label.partition(":")[0]
-        calibration = {"source": "random", "tokens": 256, "seq_len": 64}
-        return RecordedRate(
-            label,
-            method,
-            options,
-            0.99,
-            "accuracy",
-            rate,
-            100,
-            "float32",
-            calibration,
-            1000,
-            "2026-01-01T00:00:00Z",
-            "measured here",
-        )
-
-    entries = (
-        entry("fdc:grid=1,minimum=1", 0.25, grid=1, minimum=1),
-        entry("palu", None),
-        entry("kq:grid=2,minimum=2", 0.5, grid=2, minimum=2),
-    )
-    known = {one.label: one for one in entries}
-    monkeypatch.setattr(
-        "kvprof.commands.plan_several_run.load_recorded_rates", lambda *a, **k: known
-    )
-    arguments = (
-        tiny_folder,
-        "--fit",
-        "2MB",
-        "--methods",
-        "fdc:grid=1,minimum=1,palu,zack,kq:minimum=2,grid=2",
-    )
-    fit = fit_json(tmp_path, *arguments)
-    rows = {row["label"]: row for row in fit["rows"]}
-    fdc, kq = "fdc:grid=1,minimum=1", "kq:minimum=2,grid=2"
-    assert list(rows) == ["full", "fp8", fdc, kq]
-    assert 0.25 <= rows[fdc]["rate"] < 0.28
-    assert rows[fdc]["rate_from"] == "recorded"
-    assert rows[fdc]["rate_context"] == 100
-    assert rows[kq]["rate"] >= 0.5
-    reasons = {entry["label"]: entry["reason"] for entry in fit["missing"]}
-    assert "no tested rate" in reasons["palu"]
-    assert "kvprof frontier" in reasons["zack"]
-    assert rows[fdc]["rate_sure"] is False  # nobody knows up to where its interval held
-    assert rows["full"]["rate_sure"] is None
-    # None of the models whose records ship, and it says why; a name borrows one all the same.
-    assert fit["shipped"]["model"] is None
-    assert "this model is of no such shape: it has 3 layers" in fit["shipped"]["why"]
-    monkeypatch.undo()
-    borrowed = fit_json(
-        tmp_path, tiny_folder, "--fit", "2MB", "--methods", "per-token", "--rates", "reference"
-    )
-    row = borrowed["rows"][-1]
-    assert (row["rate_from"], row["rate_record"]) == ("borrowed", "shipped record of reference")
-    assert borrowed["shipped"]["why"] == "--rates names it"
-    assert borrowed["shipped"]["others"] == ["smollm2"]
-    # A rate that is given is every method's, recorded or not.
-    given = fit_json(tmp_path, *arguments, "--rate", 0.1, *FINE)
-    assert given["shipped"] is None
-    assert {row["rate_from"] for row in given["rows"]} == {"itself", "given"}
-    assert all(
-        0.1 <= row["rate"] < 0.14
-        for row in given["rows"]
-        if row["method"] != "fp8" and row["method"] not in ("full", "palu")
-    )
 
 
 def test_fit_calibrates_nothing(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,11 +256,19 @@ def test_fit_calibrates_nothing(tiny_folder: Path, monkeypatch: pytest.MonkeyPat
     for arguments, says in (
         ((*fit, "--calibrate", "random:128"), "calibrates nothing"),
         ((*fit, "--methods", "full"), "nothing has a rate to turn"),
-        ((*fit, "--rates", "x.json"), "keep one of the two"),
     ):
         done = kvprof(*arguments)
         assert done.code == 2
         assert says in done.error
+
+
+def test_without_a_rate_methods_of_one_setting_are_told(tiny_folder: Path, tmp_path: Path) -> None:
+    fit = fit_json(tmp_path, tiny_folder, "--fit", "2MB", "--methods", "hadamard-int4,kq")
+    assert [row["label"] for row in fit["rows"]] == ["full", "fp8", "hadamard-int4"]
+    assert [entry["label"] for entry in fit["missing"]] == ["kq"]
+    assert "--rate" in fit["missing"][0]["reason"]
+    alone = fit_json(tmp_path, tiny_folder, "--fit", "2MB", "--force")
+    assert ([row["label"] for row in alone["rows"]], alone["missing"]) == (["full", "fp8"], [])
 
 
 def test_fit_takes_saved_plans(tiny_folder: Path, tmp_path: Path) -> None:
@@ -452,15 +386,15 @@ def test_ctrl_c_keeps_the_rows_that_were_made(
 ) -> None:
     from kvprof.commands import plan_several_run
 
-    original = plan_several_run._chosen
+    original = plan_several_run._planned
 
     def pressed_after_two(*arguments: Any) -> Any:
-        chosen = original(*arguments)
-        if chosen.label == "fp8":
+        plan = original(*arguments)
+        if plan.method == "fp8":
             os.kill(os.getpid(), signal.SIGINT)
-        return chosen
+        return plan
 
-    monkeypatch.setattr(plan_several_run, "_chosen", pressed_after_two)
+    monkeypatch.setattr(plan_several_run, "_planned", pressed_after_two)
     path = tmp_path / "cut.json"
     done = kvprof("plan", tiny_folder, "--fit", "1MB", "--rate", 0.2, "--json", path)
     assert done.code == 130
@@ -508,7 +442,6 @@ TEXT = ("--seq-len", 64, "--tasks", "none")  # reading questions takes longer th
         ("plan", ("--method", "fdc-4bit", "--rate", 0.999), "reaches rates from"),
         ("eval", ("--method", "svd-kv", "--rate", 0.999, *TEXT), "svd-kv reaches rates from"),
         ("plan", ("--method", "palu", "--removal", 0.1), "palu has none here; give --rate"),
-        ("plan", ("--fit", "1GB", "--target", "foo=0.9"), "--target: 'foo' is not measured here"),
         ("eval", ("--method", "xkv", "--rate", 0.1, *TEXT), "xkv reaches rates from"),
         (
             "eval",
@@ -552,15 +485,6 @@ def test_a_saved_plan_alone_is_loaded_by_nothing(tmp_path: Path, tiny_folder: Pa
         assert f"{option[0]} means nothing beside --plan a.plan alone" in done.error
 
 
-def test_what_a_model_has_no_positions_for_is_not_to_be_measured_on_it() -> None:
-    arguments = ("--transfer", "--methods", "full", "--json", "-")
-    for seqs, lengths in (((), "2046"), (("--seq", "1k,2k,32k"), "1024")):
-        done = kvprof("plan", *arguments, *seqs)
-        assert done.code == 0, done.stderr
-        said = json.loads(done.stdout)["data"]["transfer"]["measure"]
-        assert f"--input-len {lengths} --output-len 2" in said
-
-
 def test_a_rate_of_0_is_a_method_s_least_compression() -> None:
     def planned(method: str) -> dict[str, Any]:
         arguments = ("--method", method, "--rate", 0, "--context", "16k", "--json", "-")
@@ -571,23 +495,3 @@ def test_a_rate_of_0_is_a_method_s_least_compression() -> None:
     for method in ("xkv", "h2o", "keyformer"):
         assert planned(method)["dim_rate"] == 0
         assert planned(method)["rate"] < 0
-
-
-def test_a_fit_says_which_shipped_rates_it_took_and_which_there_are_besides() -> None:
-    done = kvprof("plan", "reference", "--fit", "2GB", "--methods", "kq")
-    assert done.code == 0, done.stderr
-    told = " ".join(done.stdout.split())
-    assert "that of reference is taken, because the weights are the same." in told
-    assert "Rates of smollm2 ship too: --rates smollm2 borrows them." in told
-
-
-def test_a_context_says_where_recorded_rates_are_counted_all_the_same() -> None:
-    words = ("plan", "reference", "--fit", "2GB", "--methods", "kq")
-    recorded = kvprof(*words, "--context", 64)
-    assert recorded.code == 0, recorded.stderr
-    told = " ".join(recorded.stdout.split())
-    assert "--context 64: recorded rates (kq) are counted at the 768 tokens of their" in told
-    for unlike in ((64, "--rate", 0.1), (768,)):
-        given = kvprof(*words, "--context", *unlike)
-        assert given.code == 0, given.stderr
-        assert "recorded rates" not in given.stdout

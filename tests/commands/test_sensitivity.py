@@ -123,9 +123,8 @@ def handed_out(tiny_folder: Path, text: Path, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-@pytest.mark.parametrize("form", ["plan", "method"])
 def test_eval_of_what_was_handed_out_is_what_was_measured(
-    form: str, handed_out: Path, tiny_folder: Path, text: Path, tmp_path: Path
+    handed_out: Path, tiny_folder: Path, text: Path, tmp_path: Path
 ) -> None:
     measured = json.loads((handed_out / "run" / "result.json").read_text())
     validate_result(measured)
@@ -134,11 +133,7 @@ def test_eval_of_what_was_handed_out_is_what_was_measured(
     given = {one["setting"] for one in asked["choices"]}
     assert len(given) > 1
     assert "fp8" not in given
-    how: tuple[Any, ...] = ("--plan", handed_out / "mixed.plan")
-    if form == "method":
-        cells = f"cells={handed_out / 'run'}"
-        how = ("--method", "budget", "--option", cells, "--rate", "0.85")
-        how += ("--calibrate-seq-len", measured["inputs"]["calibration"]["seq_len"])
+    how = ("--plan", handed_out / "mixed.plan")
     done = kvprof(
         *("eval", tiny_folder, *how, "--text", text, "--sequences", 3, "--seq-len", 32),
         *("--tasks", "none", "--json", tmp_path / "e.json"),
@@ -152,45 +147,8 @@ def test_eval_of_what_was_handed_out_is_what_was_measured(
     assert found["rate"] >= 0.85 - 1e-9
     assert found["measured_bytes"] == found["accounted_bytes"]
     assert any("figures flatter the plan" in one for one in result["warnings"])
-    assert not any("what ranks cost was measured" in one for one in found["plan"]["made"])
     sketch = found["plan"]["made"]["cells"]["measured_on"]["notes.txt"]
     assert "sketch" not in sketch  # long, and of no use to a reader
-
-
-def test_a_frontier_and_a_plan_take_it_at_any_rate(
-    handed_out: Path, tiny_folder: Path, text: Path, tmp_path: Path
-) -> None:
-    row = f"budget:cells={handed_out / 'run'}"
-    done = kvprof(
-        *(
-            "frontier",
-            tiny_folder,
-            "--methods",
-            row,
-            "--points",
-            2,
-            "--metric",
-            "perplexity",
-            "--text",
-            text,
-        ),
-        *("--sequences", 3, "--seq-len", 32, "--tasks", "none", "--cache", tmp_path / "cache"),
-        *("--json", tmp_path / "f.json"),
-    )
-    assert done.code == 0, done.stderr
-    rows = json.loads((tmp_path / "f.json").read_text())["data"]
-    assert "budget" in json.dumps(rows)
-    assert "figures flatter the plan" in done.stderr
-    done = kvprof(
-        *("plan", tiny_folder, "--method", "budget", "--option", f"cells={handed_out / 'run'}"),
-        *("--rate", "0.85", "--context", 24, "--compare", handed_out / "mixed.plan", "--describe"),
-    )
-    assert done.code == 0, done.stderr
-    assert "by head (affine, per token)" in " ".join(done.stdout.split())
-    assert "equal" in done.stdout or "same" in done.stdout
-    done = kvprof("plan", tiny_folder, "--method", "budget", "--rate", "0.5")
-    assert done.code == 2
-    assert "what kvprof sensitivity measured: option cells" in done.error
 
 
 def test_an_interrupt_keeps_the_plan_and_the_wholes_that_were_measured(
@@ -215,12 +173,6 @@ def test_an_interrupt_keeps_the_plan_and_the_wholes_that_were_measured(
     assert not kept["complete"]
     assert [one["rate_asked"] for one in kept["data"]["budgets"]][:1] == [0.6]
     assert (tmp_path / "p").is_file()
-    # Its cells are complete, so plans can still be made of them.
-    again = kvprof(
-        *("plan", tiny_folder, "--method", "budget", "--option", f"cells={tmp_path / 'j'}"),
-        *("--rate", "0.6"),
-    )
-    assert again.code == 0, again.stderr
 
 
 def test_an_interrupt_keeps_the_cells_that_were_measured(

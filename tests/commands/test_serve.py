@@ -95,7 +95,7 @@ def test_what_is_wrong_with_a_plan_is_told_before_what_is_lacking(
     assert "cut.plan: damaged file of plans" in done.error
 
 
-@pytest.mark.parametrize("command", ["serve", "eval", "generate", "warm"])
+@pytest.mark.parametrize("command", ["serve", "eval", "generate"])
 def test_of_several_plans_none_is_passed_over(command: str) -> None:
     more = ("--prompt", "a") if command == "generate" else ()
     done = kvprof(command, "reference", "--plan", "a.plan", "--plan", "b.plan", *more)

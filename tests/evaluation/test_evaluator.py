@@ -17,7 +17,7 @@ from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.models.load import wrap_model
 from kvprof.runtime.compressed import compressed
 from tests.evaluation.sample import evaluator, plan, questions, text
-from tests.methods.models import FINE, OF_A_RESULT, inputs, model
+from tests.methods.models import FINE, inputs, model
 from tests.models.tiny import tiny
 
 TIMES = ("seconds",)
@@ -109,9 +109,7 @@ def test_full_width_changes_nothing(teacher_forced: bool) -> None:
     assert not found["warnings"]
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in method_names() if n not in ("hqq", "quanto", *OF_A_RESULT)]
-)
+@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto")])
 def test_a_single_pass_gives_what_decoding_gives_or_nothing(name: str) -> None:
     """Whatever the method is called: its plan decides."""
     options = {key: value for key, value in FINE.items() if key in option_names(name)}

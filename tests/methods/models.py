@@ -42,8 +42,5 @@ def with_weights(
     return replace(inputs(arch, layers=layers), **weights)
 
 
-#: Methods that hand out what was measured before, and have nothing to plan without it.
-OF_A_RESULT = ("budget",)
-
 #: Ranks of any size, for heads of 16.
 FINE = {"grid": 1, "minimum": 1}

@@ -22,7 +22,7 @@ from kvprof.methods.registry import METHODS, calibration_needs, plan_family
 from kvprof.methods.soundness import check_fits
 from kvprof.methods.storage import LIBRARIES, SideQuantiser
 from tests.methods.documented import example
-from tests.methods.models import FINE, OF_A_RESULT, inputs, model
+from tests.methods.models import FINE, inputs, model
 
 CONTEXT = 4096
 
@@ -49,7 +49,7 @@ def fine(name):
 
 
 @pytest.mark.parametrize("arch", ["Llama", "Qwen3", "OPT", "Gemma2", "GptOss"])
-@pytest.mark.parametrize("name", [n for n in (*METHODS, *COMBINATIONS) if n not in OF_A_RESULT])
+@pytest.mark.parametrize("name", [*METHODS, *COMBINATIONS])
 def test_every_listed_name_plans_and_fits(name, arch):
     skip_without_library(name)
     options = fine(name)

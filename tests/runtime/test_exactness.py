@@ -76,7 +76,6 @@ _LOSSY = (
     "h2o",
     "keyformer",
     "snapkv",
-    "budget",
 )
 _TOKENS = 3  # of the prompt, of a step, and of one behind it
 

@@ -57,7 +57,6 @@ LOW_RANK: dict[str, tuple[str, dict[str, Any]]] = {
 ELSEWHERE = {"tale", "tale+kivi", "strawman", "fp8", "per-token", "kivi", "kvquant"} | {
     "kq-wf", "hqq", "quanto", "sink-recent", "h2o", "keyformer", "snapkv",
     "hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar", "kvtc", "xkv",
-    "budget",
 }  # fmt: skip
 
 

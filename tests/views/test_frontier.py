@@ -3,7 +3,6 @@
 import csv
 import io
 import re
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -190,73 +189,45 @@ def test_several_targets_in_csv_and_figure() -> None:
     ]
 
 
-def with_speeds() -> dict[str, Any]:
-    """Return the frontier with what running takes, and speeds of kq and FP8."""
+def with_facts() -> dict[str, Any]:
+    """Return the frontier with what running takes."""
     result = frontier_result()
-    data = result["data"]
-    data["dtype"], kept = "bfloat16", {"full": [], "palu": ["folded", "rebuilt"]}
-    speed = {
-        "context": 102_400, "dtype": "bfloat16", "seconds": 1e-4, "speedup_interval": None,
-        "baseline": "sdpa-cudnn", "shape": "Llama-3.1-8B", "device": "NVIDIA H200",
-        "source": "speeds.json", "origin": "given", "created": "2026-11-22T10:27:14Z",
-        "warnings": ["the GPU was busy"],
-    }  # fmt: skip
-    for method in data["methods"]:
-        label = method["label"]
-        refused = None if label != "fdc" else "tokens are evicted"
+    kept = {"full": [], "palu": ["folded", "rebuilt"]}
+    for method in result["data"]["methods"]:
+        refused = None if method["label"] != "fdc" else "tokens are evicted"
         for one in method["points"]:
-            one["needs"] = kept.get(label, ["online", "folded"])
+            one["needs"] = kept.get(method["label"], ["online", "folded"])
             one["kernel"] = {"layers": 0 if refused else 6, "of": 6, "reason": refused}
-            stored = 24_576 * (1 - one["rate"])
             one["long_context"] = {
                 "context": 102_400,
                 "rate": one["rate"],
-                "bytes_per_token": stored,
+                "bytes_per_token": 24_576 * (1 - one["rate"]),
             }
-        gains = {"kq": ((1, 1.31), (8, 1.72)), "fp8": ((8, 1.88),)}.get(label, ())
-        method["speeds"] = [
-            {**speed, "method": label, "batch": b, "rate": method["max_rate"], "speedup": s}
-            for b, s in gains
-        ]
-        method["speed_reason"] = None if gains else "no record has a speed of it"
     return result
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_what_running_takes_stands_beside_measured_speeds(width: int) -> None:
-    result = with_speeds()
+def test_what_running_takes_is_told(width: int) -> None:
+    result = with_facts()
     validate_result(result)
     text = render_text(report(result), width)
     assert max(map(len, text.splitlines())) <= width
-    rows = {line.split()[0]: line.split() for line in text.splitlines() if "×" in line}
     part = text[text.index("What running it takes") :]
     lines = {line.split()[0]: " ".join(line.split()) for line in part.splitlines() if line.split()}
     if width == 120:
-        assert lines["kq"].endswith("online, folded yes 0.410 14,500 0.9930 1.31× 1.72×")
-        assert lines["fp8"].endswith("yes 0.500 12,288 0.9995 – 1.88×")
-        assert lines["fdc"].endswith("no 0.340 16,220 0.9920 – –")
-        assert rows["kq"]
-    flat = " ".join(text.split())
-    # A plot per batch has what was measured at it, bytes and the share kept beside.
-    first, second = (flat.index(f"Speed against bytes at 100k tokens, batch {b}") for b in (1, 8))
-    assert "fp8 keeps 0.9995" not in flat[first:second]
-    assert "kq keeps 0.9930" in flat[first:second]
-    assert "fp8 keeps 0.9995" in flat[second:]
-    assert "Llama-3.1-8B's shape in bfloat16 on NVIDIA H200, against sdpa-cudnn" in flat
-    assert "speeds.json, --speeds, 2026-11-22" in flat
-    assert flat.count("speeds.json warned: the GPU was busy.") == 1
-    # A method without a rate has nothing to run; the others without a speed say why.
-    assert "No speed of kq:allocation=budget, fdc, full: no record has a speed of it." in flat
+        assert lines["kq"].endswith("online, folded yes 0.410 14,500 0.9930")
+        assert lines["fp8"].endswith("yes 0.500 12,288 0.9995")
+        assert lines["fdc"].endswith("no 0.340 16,220 0.9920")
 
 
 def test_a_share_of_another_rate_is_said_to_be_one() -> None:
-    result = with_speeds()
+    result = with_facts()
     for method in result["data"]["methods"]:
         for one in method["points"]:
             one["long_context"]["rate"] += 0.4 if method["label"] == "fdc" else 0.04
     flat = " ".join(render_text(report(result), 100).split())
     assert "save another rate than over the long context: fdc (0.340 and 0.740). What" in flat
-    assert "another rate" not in render_text(report(with_speeds()), 100)
+    assert "another rate" not in render_text(report(with_facts()), 100)
 
 
 def test_a_record_of_earlier_says_nothing_of_running() -> None:
@@ -264,34 +235,15 @@ def test_a_record_of_earlier_says_nothing_of_running() -> None:
     assert running_table(frontier_result()) is None
 
 
-def test_speeds_are_in_csv_and_have_a_panel() -> None:
-    result = with_speeds()
-    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
-    kq = [row for row in rows if row["label"] == "kq"]
-    # The speed is of the largest rate, and of no other point.
-    assert [row["speedup_batch_8"] for row in kq] == ["", "1.72", "", ""]
-    assert {row["needs"] for row in kq} == {"online;folded"}
+def test_what_running_takes_is_in_csv() -> None:
+    rows = list(csv.DictReader(io.StringIO(to_csv(with_facts()))))
+    assert {row["needs"] for row in rows if row["label"] == "kq"} == {"online;folded"}
     assert {row["kernel"] for row in rows if row["label"] == "fdc"} == {"False"}
-    pytest.importorskip("matplotlib", reason="figures need the extra plot")
-    drawn = figure(result)
-    panel = drawn.axes[1]
-    points = sorted(tuple(at) for one in panel.collections for at in one.get_offsets())
-    expected = [(1 / (1 - 0.41), 1.31), (1 / (1 - 0.41), 1.72), (2.0, 1.88)]
-    assert [at for at in points if at[1] > 1] == [pytest.approx(at) for at in expected]
-    # What nobody timed stands at its bytes, under every speed and in a field that says so.
-    others = [at for at in points if at[1] <= 1]
-    assert [x for x, _ in others] == pytest.approx([1.0, 1 / (1 - 0.34), 1 / (1 - 0.48)])
-    assert len({y for _, y in others}) == 1
-    assert min(tick for tick in panel.get_yticks()) > others[0][1]
-    named = {text.get_text() for text in panel.texts}
-    assert named >= {"kq", "fp8", "full width ", "full", "fdc", "speed not measured"}
-    assert "kq:\nallocation=budget" in named
-    assert figure_bytes(drawn, "svg") == figure_bytes(figure(result), "svg")
 
 
 def test_names_that_would_hide_the_curves_stand_under_them() -> None:
     pytest.importorskip("matplotlib", reason="figures need the extra plot")
-    result = with_speeds()
+    result = with_facts()
     assert figure(result).axes[0].get_legend() is not None
     first = result["data"]["methods"][0]
     more = [{**first, "label": f"fdc:grid={grid}"} for grid in range(1, 20)]
@@ -300,12 +252,6 @@ def test_names_that_would_hide_the_curves_stand_under_them() -> None:
     assert drawn.axes[0].get_legend() is None
     (legend,) = drawn.legends
     assert {text.get_text() for text in legend.get_texts()} >= {one["label"] for one in more}
-    drawn.draw_without_rendering()
-    # Names of rows without a speed do not lie on each other, though all have the same bytes.
-    at = sorted(
-        text.get_position()[0] for text in drawn.axes[1].texts if "grid=" in text.get_text()
-    )
-    assert min(b - a for a, b in pairwise(at)) > 0
 
 
 def test_a_rate_alone_is_drawn_among_all_that_there_are() -> None:
