@@ -24,8 +24,7 @@ from typing import Any
 from recording import add_only, keep, measure_parts
 
 from kvprof.records.files import read_result, write_result
-from kvprof.reproduction.cells import CellStore, cell_digest, code_version
-from kvprof.reproduction.machine import this_machine
+from kvprof.reproduction.cells import CellStore, cell_key, code_version
 
 METHODS = "full,palu,fdc,kq"
 LONG = "128,1k,4k,16k,32k,64k,100k"
@@ -110,10 +109,9 @@ def reference_shape(records: Path) -> Path:
 
 
 def of_recipe(line: str, cells: Path) -> dict[str, Any] | None:
-    """Return what a recipe measured with the same command, code and machine."""
+    """Return what a recipe measured with the same command and commit."""
     words = ("bench", "--jct", *shlex.split(line))
-    digest = cell_digest(words, this_machine().device(words), code_version())
-    return CellStore(cells / "cells").get(digest)
+    return CellStore(cells / "cells").get(cell_key(words, code_version()))
 
 
 def whole(path: Path) -> bool:

@@ -79,26 +79,6 @@ def test_findings_agree_with_the_frontiers_they_name() -> None:
         assert written.items() <= measured.items()
 
 
-def test_every_verdict_on_the_pretrained_model_stands_beside_the_reference_models(
-    tables: ModuleType,
-) -> None:
-    rows = tables.TABLES["verdicts"]().splitlines()[2:]
-    for path in (DOCS / "reproduction").glob("*.json"):
-        for entry in json.loads(path.read_text(encoding="utf-8"))["data"]["entries"]:
-            if entry["settings"].get("model") != "smollm2":
-                continue
-            item = f"{entry['paper']} {entry['item']}"
-            (row,) = [
-                one for one in rows if item in one.split(" | ")[0].removeprefix("| ").split(", ")
-            ]
-            *_, smoke, small, own_smoke, own_small = row.removesuffix(" |").split(" | ")
-            found = {"smoke": own_smoke, "small": own_small}[entry["profile"]]
-            assert found.startswith(entry["verdict"]), item
-            # Each of these recipes has a verdict of the reference model, at smoke or at small.
-            judged = re.compile(r"reproduced|not reproduced|cannot be judged")
-            assert judged.match(smoke) or judged.match(small), item
-
-
 def test_a_spectrum_is_rounded_and_says_so() -> None:
     found = load_tool("trim_record").trimmed(
         {

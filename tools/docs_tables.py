@@ -30,7 +30,6 @@ from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs
 from kvprof.records.files import read_result, write_text_atomic
 from kvprof.views.numbers import MISSING, number
-from kvprof.views.recipe import check_words, model_words, verdict_words
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -356,73 +355,10 @@ def _kernels_inputs() -> str:
     )
 
 
-# --- one claim, two models ------------------------------------------------------------------------
+# --- two models -----------------------------------------------------------------------------------
 
 _PRETRAINED = "smollm2"
 _BOTH = ("reference", _PRETRAINED)
-
-
-def _entries(model: str, profile: str) -> dict[str, dict[str, Any]]:
-    """Return the ledger's entries that rest on one model alone, by recipe."""
-    records = (_record(f"reproduction/{path.name}") for path in _ledger_records())
-    entries = (entry for record in records for entry in record["data"]["entries"])
-    return {
-        entry["recipe"]: entry
-        for entry in entries
-        if entry["profile"] == profile and model_words(entry) == model
-    }
-
-
-def _ledger_records() -> list[Path]:
-    return sorted((DOCS / "reproduction").glob("*.json"))
-
-
-def _judged(entry: dict[str, Any] | None, measures: Iterable[str]) -> str:
-    """Return a verdict with what was measured; ✗ fails, ? is open, – is no measure of its own."""
-    if entry is None:
-        return MISSING
-    # The first line of a measure is the claim, a later one the weaker claim on the same number.
-    lines = {line["measure"]: line for line in reversed(entry["lines"])}
-    marks = {True: "", False: " ✗", None: " ?"}
-    found = (
-        f"{number(lines[name]['measured'])}{marks[lines[name]['holds']]}"
-        if name in lines
-        else MISSING
-        for name in measures
-    )
-    return f"{verdict_words(entry)}: {', '.join(found)}"
-
-
-def _verdicts() -> str:
-    """Return every recipe that was judged on the pretrained model, beside the reference model."""
-    profiles = ("smoke", "small")
-    columns = [_entries(model, profile) for model in _BOTH for profile in profiles]
-    pretrained = columns[len(profiles) :]
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted({name for column in pretrained for name in column}):
-        # What is asked of the larger sample comes first; the smaller one asks the same of it.
-        entry = next(column[name] for column in reversed(pretrained) if name in column)
-        asked = "; ".join(
-            f"{line['measure']} {check_words(line)}{' (weaker)' if line['direction'] else ''}"
-            for line in entry["lines"]
-        )
-        measures = dict.fromkeys(line["measure"] for line in entry["lines"])
-        key = (entry["claim"], asked, *(_judged(one.get(name), measures) for one in columns))
-        rows.setdefault(key, []).append(f"{entry['paper']} {entry['item']}")
-    ends = [f"{model}, {profile}" for model in _BOTH for profile in profiles]
-    head = ("recipe", "claim", "asked of smollm2", *ends)
-    return _rows(head, ((", ".join(items), *key) for key, items in rows.items()))
-
-
-def _cell_commands() -> str:
-    """Return the commands behind the pretrained model's verdicts, each with its recipes."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for profile in ("smoke", "small"):
-        for name, entry in sorted(_entries(_PRETRAINED, profile).items()):
-            for cell in entry["cells"]:
-                found.setdefault((profile, cell["command"]), []).append(name)
-    rows = ((profile, ", ".join(of), f"`{words}`") for (profile, words), of in found.items())
-    return _rows(("profile", "recipes", "command"), rows)
 
 
 def _model_record(model: str, name: str) -> dict[str, Any] | None:
@@ -619,7 +555,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "quantisers": _quantisers, "variants": _variants, "shapes": _shapes, "literal": _literal,
     "rates": _rates, "frontier-inputs": _frontier_inputs, "claims": _claims,
     "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
-    "verdicts": _verdicts, "cell-commands": _cell_commands, "one-pass": _one_pass,
+    "one-pass": _one_pass,
     "widths": _widths, "rotations": _rotations, "running": _running, "decoded": _decoded,
     "answers": _answers, "uncompressed": _uncompressed,
 }  # fmt: skip
