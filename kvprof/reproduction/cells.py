@@ -45,12 +45,7 @@ def cell_key(words: Sequence[str], version: str) -> str:
 
 
 class CellStore:
-    """Results of cells in a folder; what cannot be written is kept for this run.
-
-    Parameters
-    ----------
-    folder : Path
-    """
+    """Results of cells in a folder; what cannot be written is kept for this run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -174,12 +169,6 @@ def run_child(words: Sequence[str], should_stop: Callable[[], bool]) -> Outcome:
     """Run ``kvprof WORDS --json -`` and return its result.
 
     The result comes through a pipe, so that no full disk can lose it.
-
-    Parameters
-    ----------
-    words : sequence of str
-    should_stop : callable
-        Asked a few times a second; when it says yes, the process is ended and its work dropped.
     """
     command = [*module_command("kvprof"), *words, "--json", "-"]
     leash = Leash()

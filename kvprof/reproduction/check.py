@@ -55,12 +55,6 @@ def recipe_schema() -> dict[str, Any]:
 def load_recipe(path: Path, check_command: CommandCheck | None = None) -> Recipe:
     """Read and check a recipe.
 
-    Parameters
-    ----------
-    path : Path
-    check_command : callable, optional
-        Looks into the words of the cells; without it only their first one is checked.
-
     Raises
     ------
     InvalidRecipeError

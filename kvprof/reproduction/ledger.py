@@ -166,17 +166,7 @@ def entry_of(
     machine: "Machine",
     settings: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return a recipe's entry.
-
-    Parameters
-    ----------
-    planned : Planned
-    cells : sequence of (Cell, CellRun)
-        Empty where nothing was run.
-    machine : Machine
-    settings : mapping
-        What the user set.
-    """
+    """Return a recipe's entry."""
     recipe, profile = planned.recipe, planned.profile
     results = {cell.id: run.outcome.result for cell, run in cells if run.outcome.result is not None}
     failures = {

@@ -70,14 +70,7 @@ class Planned:
 
 
 def expand(profile: Profile, settings: Mapping[str, str]) -> list[Cell]:
-    """Return a cell for every combination of the matrix that its text names.
-
-    Parameters
-    ----------
-    profile : Profile
-    settings : mapping
-        What the user set; a key of the matrix set to one value leaves only that one.
-    """
+    """Return a cell for every combination of the matrix that its text names."""
     defaults = {key: value for key, value in profile.set.items() if value is not None}
     matrix = {
         key: (settings[key],) if key in settings else values
@@ -136,15 +129,6 @@ def resolve_cells(
     recipe: Recipe, profile: Profile, settings: Mapping[str, str], model: str | None
 ) -> list[Cell]:
     """Return the cells of a profile with everything that the user set.
-
-    Parameters
-    ----------
-    recipe : Recipe
-    profile : Profile
-    settings : mapping
-        ``--set``.
-    model : str or None
-        ``--model``: fills ``{model}``, or else takes the place of the one model that cells name.
 
     Raises
     ------

@@ -53,20 +53,6 @@ def prepare(
 ) -> list[Planned]:
     """Return what a run will do, without doing it.
 
-    Parameters
-    ----------
-    recipes : sequence of Recipe
-    profile : str
-    settings : mapping
-        ``--set``.
-    model : str or None
-        ``--model``.
-    machine : Machine
-    version : str
-        From `kvprof.reproduction.cells.code_version`.
-    trusted : bool
-        Whether cells may run code that a model's repository brings.
-
     Raises
     ------
     UsageError
@@ -133,24 +119,7 @@ def run_planned(
     progress: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
-    """Run every cell that has no result yet, and judge every recipe.
-
-    Parameters
-    ----------
-    planned : sequence of Planned
-    store : CellStore
-    pool : callable
-        Runs cells, as `kvprof.reproduction.cells.one_by_one` makes it.
-    machine : Machine
-    settings : mapping
-        What the user set, for the ledger.
-    fresh : bool
-        Measure also what has a result.
-    progress : callable
-        Told in words what has been done.
-    should_stop : callable
-        When it says yes, the cell in hand is dropped and no other one started.
-    """
+    """Run every cell that has no result yet, and judge every recipe."""
     finished = Finished()
     todo = {key: cell for one in planned for cell, key in one.cells}
     stopped = CellRun(Outcome(None, int(ExitCode.INTERRUPTED), "interrupted"))

@@ -39,13 +39,7 @@ _INTRODUCTION = (
 
 
 def ledger(result: Mapping[str, Any]) -> RenderableType:
-    """Return the whole ledger as a report.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``recipe``.
-    """
+    """Return the whole ledger as a report."""
     entries: Sequence[Entry] = result["data"]["entries"]
     parts: list[RenderableType] = [
         paragraph(answer(result["data"]), "bold"),
@@ -74,11 +68,6 @@ def table(result: Mapping[str, Any]) -> RenderableType:
 
     Of a recipe stand the models that could test it, each with its larger sample; one row says of a
     recipe that none could.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``recipe``.
     """
     entries: Sequence[Entry] = result["data"]["entries"]
     rows: dict[tuple[Any, ...], Entry] = {}

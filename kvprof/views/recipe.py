@@ -315,26 +315,13 @@ _NARROW = 100
 
 
 def listing(recipes: Sequence[Mapping[str, Any]]) -> DataTable:
-    """Return a table of recipes: name, item, profiles, claim.
-
-    Parameters
-    ----------
-    recipes : sequence of mapping
-        With ``name, paper, item, claim, judged, profiles``.
-    """
+    """Return a table of recipes: name, item, profiles, claim."""
     columns = [Column(name, words=True) for name in _TITLES]
     return DataTable(columns, [_row(one) for one in recipes])
 
 
 def lines(recipes: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
-    """Return a line per recipe, of at most so many columns: what does not fit ends in ``…``.
-
-    Parameters
-    ----------
-    recipes : sequence of mapping
-        As `listing` takes them.
-    width : int
-    """
+    """Return a line per recipe, of at most so many columns: what does not fit ends in ``…``."""
     rows = [_TITLES, *(_row(one) for one in recipes)]
     if width < _NARROW:  # what a claim is about says more than at what sizes it can be looked at
         rows = [(*row[:2], "", row[3]) for row in rows]
@@ -374,17 +361,7 @@ _READ = (
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``recipe``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     entries = result["data"]["entries"]
 
     def names(found: Sequence[Mapping[str, Any]], key: str) -> RenderableType:
