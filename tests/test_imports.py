@@ -25,7 +25,6 @@ EARLY = {
     "kvprof.__main__",
     "kvprof.cli",
     "kvprof.interrupt",
-    "kvprof.reproduction.cluster_task",
 }
 
 

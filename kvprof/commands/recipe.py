@@ -1,6 +1,5 @@
 """``kvprof recipe``: papers' tables and figures as files, run, judged and reported."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +10,8 @@ from kvprof import console
 from kvprof.commands.options import Command, Examples
 from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, check_command, run_recipes
-from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
-from kvprof.methods.papers import papers_named
+from kvprof.errors import KvprofError, UsageError
+from kvprof.methods.papers import SOURCES, papers_named
 from kvprof.records.files import (
     RESULT_NAME,
     ensure_writable,
@@ -21,11 +20,9 @@ from kvprof.records.files import (
     write_text_atomic,
 )
 from kvprof.reproduction.check import InvalidRecipeError, load_recipe
-from kvprof.reproduction.cluster import AUTO
 from kvprof.reproduction.find import find_recipes, template
 from kvprof.reproduction.ledger import ledger_data, merge_entries
 from kvprof.reproduction.recipe import Recipe, read_text
-from kvprof.requirements import extra_command
 
 
 class _Recipes(Examples, TyperGroup):
@@ -43,7 +40,10 @@ recipe = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     help="Run a paper's table or figure, and see whether its claim holds here.\n\n"
-    "A recipe is a file: the claim, the published numbers, what to run, and when the claim holds.",
+    "A recipe is a file: the claim, the published numbers, what to run, and when the claim holds."
+    "\n\n"
+    "Three papers have recipes for all their tables and figures, one of them in two versions:\n\n"
+    + "\n\n".join(SOURCES.values()),
 )
 
 
@@ -54,9 +54,6 @@ NamesArgument = Annotated[
         help="A recipe, a pattern (fdc-*), all, or a .yaml file of your own.",
     ),
 ]
-LEDGER = "ledger"
-# What can stand behind --ray; no recipe is called so.
-_ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d+")
 
 
 @recipe.command("list", cls=Command)
@@ -89,6 +86,9 @@ def list_recipes(
     terminal.print(listing(rows) if long else lines(rows, terminal.width))
     if not long and rows:
         console.note("kvprof recipe list --long NAME tells a whole claim")
+    for paper in dict.fromkeys(one.paper for one in found):
+        if paper in SOURCES:
+            console.note(f"{paper}: {SOURCES[paper]}")
 
 
 def _listed(one: Recipe) -> dict[str, object]:
@@ -119,8 +119,11 @@ def show(
     text = read_text(paths[0])
     console.note(str(paths[0]))
     console.report_console().out(text, end="" if text.endswith("\n") else "\n", highlight=False)
-    for paper, differs in papers_named([text]).items():
-        console.note(f"{paper}: {' '.join(differs)}")
+    paper = load_recipe(paths[0]).paper
+    if paper in SOURCES:
+        console.note(SOURCES[paper])
+    for setting, differs in papers_named([text]).items():
+        console.note(f"{setting}: {' '.join(differs)}")
 
 
 @recipe.command(cls=Command)
@@ -152,23 +155,7 @@ def validate(names: NamesArgument) -> None:
     terminal.print(f"{len(paths)} {'recipe is' if len(paths) == 1 else 'recipes are'} valid.")
 
 
-class _RunCommand(Command):
-    """Gives ``--ray`` its address where none follows: names of recipes may."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line."""
-        ended = args.index("--") if "--" in args else len(args)
-        alone = [
-            place
-            for place, word in enumerate(args[:ended])
-            if word == "--ray" and not _ADDRESS.fullmatch("".join(args[place + 1 : place + 2]))
-        ]
-        return super().parse_args(
-            ctx, [f"--ray={AUTO}" if place in alone else word for place, word in enumerate(args)]
-        )
-
-
-@recipe.command(cls=_RunCommand)
+@recipe.command(cls=Command)
 def run(
     names: NamesArgument,
     profile: Annotated[
@@ -210,9 +197,9 @@ def run(
         str | None,
         typer.Option(
             "--ray",
-            metavar="[ADDRESS]",
-            help="Run the cells on a Ray cluster: HOST:PORT, ray://HOST:PORT, or without an "
-            "address the cluster that Ray finds, else this machine alone. Needs the extra ray.",
+            metavar="ADDRESS",
+            help="Run the cells as tasks of Ray: HOST:PORT or ray://HOST:PORT of a cluster, auto "
+            "for the one that Ray finds, local for this machine. Needs the extra ray.",
             show_default=False,
         ),
     ] = None,
@@ -279,57 +266,43 @@ def report(
     ],
     markdown: Annotated[
         Path | None,
-        typer.Option("--md", metavar="FILE", help="Default DIR/ledger.md.", show_default=False),
+        typer.Option("--md", metavar="FILE", help="A table of the claims.", show_default=False),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Default DIR/ledger.html.", show_default=False),
+        typer.Option(
+            "--html", metavar="FILE", help="The whole ledger, with plots.", show_default=False
+        ),
     ] = None,
     force: ForceOption = False,
 ) -> None:
-    """Write the ledger of a run for readers.
-
-    As Markdown and as one HTML page, with plots beside the published numbers.
+    """Write the ledger of runs: a table, or all of it as one page.
 
     Examples
     --------
-    kvprof recipe report ledger-run --md ledger.md
+    kvprof recipe report ledger-run
+    kvprof recipe report ledger-run --html ledger.html
     """
+    from kvprof.views.export import page_html, page_markdown
+    from kvprof.views.ledger import ledger, table
+
+    for path in filter(None, (markdown, html)):
+        ensure_writable(path, force)
+    title = "Reproduction ledger"
     with what_was_read(" or ".join(map(str, folders))):
         result = _joined([_read_ledger(path) for path in folders])
-    first = folders[0] if folders[0].is_dir() else folders[0].parent
-    files = {
-        markdown or first / f"{LEDGER}.md": "md",
-        html or first / f"{LEDGER}.html": "html",
-    }
-    if len({path.resolve() for path in files}) < 2:
-        raise UsageError(f"--md and --html both go to {next(iter(files))}; give each its own")
-    for path in files:
-        ensure_writable(path, force)
-    from kvprof.views.export import page_html, page_markdown
-    from kvprof.views.ledger import ledger
-
-    title = "Reproduction ledger"
-    written = f"{result['created']}, kvprof {result['kvprof_version']}"
-    failures: list[str] = []
-    for path, form in files.items():
-        try:
-            with what_was_read(" or ".join(map(str, folders))):
-                text = (
-                    page_markdown(title, ledger(result))
-                    if form == "md"
-                    else page_html(title, title, ledger(result), written)
-                )
-            write_text_atomic(path, text, force)
-            console.note(f"wrote {path}")
-        except LackingError:
-            if html is not None:
-                raise
-            console.warn(f"no HTML: its plots need matplotlib: {extra_command('plot')}")
-        except FailedError as problem:
-            failures.append(str(problem))
-    if failures:
-        raise FailedError("; ".join(dict.fromkeys(failures)))
+        pages: dict[Path, str] = {}
+        if markdown:
+            sources = "".join(f"- {paper}: {said}\n" for paper, said in SOURCES.items())
+            pages[markdown] = f"{page_markdown(title, table(result))}\n{sources}"
+        if html:
+            written = f"{result['created']}, kvprof {result['kvprof_version']}"
+            pages[html] = page_html(title, title, ledger(result), written)
+    for path, text in pages.items():
+        write_text_atomic(path, text, force)
+        console.note(f"wrote {path}")
+    if not pages:
+        console.report_console().print(table(result))
 
 
 def _read_ledger(path: Path) -> dict[str, object]:

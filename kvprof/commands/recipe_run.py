@@ -1,12 +1,9 @@
 """What ``kvprof recipe run`` does: resolve, save, run, judge, keep, show."""
 
-import contextlib
-import hashlib
-import json as json_text
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -35,19 +32,17 @@ from kvprof.records.files import (
     render_result,
     what_was_read,
     write_beside,
-    write_bytes_atomic,
     write_result,
 )
 from kvprof.reproduction.allowed import REMOTE_CODE
-from kvprof.reproduction.cells import CellStore, Pool, Runner, code_version, run_child
+from kvprof.reproduction.cells import CellStore, Runner, code_version, one_by_one, run_child
 from kvprof.reproduction.check import load_recipe
-from kvprof.reproduction.cluster import Cluster
 from kvprof.reproduction.find import find_recipes
-from kvprof.reproduction.ledger import NOT_JUDGED, NOT_REPRODUCED, ledger_data, merge_entries
+from kvprof.reproduction.ledger import NOT_REPRODUCED, NOT_TESTABLE, ledger_data, merge_entries
 from kvprof.reproduction.machine import Machine, this_machine
-from kvprof.reproduction.recipe import Recipe
+from kvprof.reproduction.on_ray import ray_pool
 from kvprof.reproduction.resolve import Planned
-from kvprof.reproduction.run import prepare, resolved_configuration, run_planned
+from kvprof.reproduction.run import prepare, run_planned
 from kvprof.scratch import alone_in
 
 __all__ = ["RunRequest", "check_command", "run_recipes"]
@@ -136,9 +131,6 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
         calibration_needs(method)
 
 
-RESOLVED_NAME = "resolved.json"
-
-
 @dataclass(frozen=True)
 class RunRequest:
     """The options of ``kvprof recipe run``."""
@@ -184,61 +176,25 @@ def run_recipes(
     folder = request.out if request.out is not None else _default_folder()
     _older(folder)  # before the work: a folder of something else is refused
     recipes = [load_recipe(path, check_command) for path in find_recipes(list(request.names))]
-    machine = machine or this_machine()
-    if request.ray is None:
-        _run(request, outputs, folder, recipes, runner, machine)
-        return
-    # What is wrong with the options is said before a cluster is started for them.
-    prepare(
-        recipes,
-        request.profile,
-        request.settings,
-        request.model,
-        machine,
-        code_version(),
-        trusted=request.trust_remote_code,
-    )
-    profiles = [one.profile(request.profile, request.model) for one in recipes]
-    with Cluster(request.ray) as cluster:
-        with console.status("connecting to Ray"):
-            found = cluster.machine(code_version(), [one.needs for one in profiles if one])
-        console.note(f"cells run on {', '.join(cluster.hosts)}")
-        _run(request, outputs, folder, recipes, cluster, found)
-
-
-def _run(
-    request: RunRequest,
-    outputs: Outputs,
-    folder: Path,
-    recipes: list[Recipe],
-    runner: Runner | Pool,
-    machine: Machine,
-) -> None:
+    machine, pool = machine or this_machine(), one_by_one(runner)
+    if request.ray is not None:
+        pool, gpus = ray_pool(request.ray)
+        machine = replace(machine, gpus=("a GPU of the cluster",) * gpus)
     settings = dict(request.settings)
-    version = code_version()
     planned = prepare(
         recipes,
         request.profile,
         settings,
         request.model,
         machine,
-        version,
+        code_version(),
         trusted=request.trust_remote_code,
     )
     if request.trust_remote_code:
         _tell_whom_it_trusts(planned)
     # The model counts as a setting from here on: results of two models are two entries.
     known = {**settings, **({"model": request.model} if request.model else {})}
-    configuration = resolved_configuration(
-        planned,
-        profile=request.profile,
-        settings=settings,
-        model=request.model,
-        machine=machine,
-        version=version,
-    )
-    _keep_configuration(folder, configuration, request.force)
-    total = len({digest for one in planned for _, digest in one.cells})
+    total = len({key for one in planned for _, key in one.cells})
     with graceful_interrupt() as stop, console.track("recipes", total) as tracker:
 
         def say(words: str) -> None:
@@ -251,7 +207,7 @@ def _run(
         finished = run_planned(
             planned,
             CellStore(folder / "cells"),
-            runner,
+            pool,
             machine=machine,
             settings=known,
             fresh=request.fresh,
@@ -316,22 +272,6 @@ def _older(folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _keep_configuration(folder: Path, configuration: dict[str, Any], force: bool) -> None:
-    """Write what is run; beside that of an earlier run into the folder, where that is another."""
-    content = (json_text.dumps(configuration, indent=1, ensure_ascii=False) + "\n").encode()
-    path = folder / RESOLVED_NAME
-    if path.exists() and not force:
-        own = hashlib.sha256(content).hexdigest()[:8]
-        with contextlib.suppress(OSError):
-            if path.read_bytes() == content:
-                return
-        path = path.with_name(f"{path.stem}-{own}{path.suffix}")
-        if path.exists():
-            return
-        console.note(f"{folder / RESOLVED_NAME} is an earlier run's; what is run now is in {path}")
-    write_bytes_atomic(path, content, force=True)
-
-
 def _keep(result: dict[str, Any], folder: Path) -> list[str]:
     """Add the entries to the folder's ledger; return what could not be kept."""
     path = folder / RESULT_NAME
@@ -356,8 +296,8 @@ def _failing(entries: list[dict[str, Any]]) -> KvprofError | None:
         return ClaimNotMetError(f"not reproduced: {', '.join(fallen)}")
     if broken := [entry["recipe"] for entry in entries if entry["failed"]]:
         return FailedError(f"a cell failed, see the reasons above: {', '.join(broken)}")
-    if all(entry["verdict"] == NOT_JUDGED and entry["lacking"] for entry in entries):
+    if all(entry["verdict"] == NOT_TESTABLE and entry["lacking"] for entry in entries):
         return LackingError(
-            f"nothing could be judged here: {entries[0]['recipe']}: {entries[0]['reasons'][0]}"
+            f"nothing is testable here: {entries[0]['recipe']}: {entries[0]['reasons'][0]}"
         )
     return None

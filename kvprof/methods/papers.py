@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NOTES", "PAPERS", "PaperSetting", "papers_named"]
+__all__ = ["PAPERS", "SOURCES", "PaperSetting", "papers_named"]
 
 # SVD-LLM's calibration, whose decomposition Palu (§4.1) and TALE (§3) take: 256 sequences of 2,048.
 _SVD_LLM = 256 * 2048
@@ -123,23 +123,25 @@ PAPERS: dict[str, PaperSetting] = {
     ),
 }
 
-_ONE_PREPRINT = (
-    "FDC and ZACK are versions 3 and 2 of one preprint (arXiv 2408.04107): what holds or fails of "
-    "both is no second witness."
-)
-#: What others found about a paper's claims, which its verdicts do not show.
-NOTES: dict[str, tuple[str, ...]] = {
+#: The papers whose tables and figures recipes repeat: authors, title, link.
+SOURCES: dict[str, str] = {
     "FDC": (
-        _ONE_PREPRINT,
-        "KQ-SVD (AISTATS 2026, arXiv 2512.05916) proves embedding queries and keys jointly, as FDC "
-        "and ZACK do, suboptimal; its closed-form optimum is the method kq.",
-        "SALS reports that RoPE raises the rank of keys: where keys are stored turned, as FDC and "
-        "ZACK store them, fewer dimensions can go than before it.",
+        "Zeyu Zhang, Haiying Shen. FDC: Fast KV Dimensionality Compression for Efficient LLM "
+        "Inference. Version 3 of https://arxiv.org/abs/2408.04107, whose version 2 is ZACK."
     ),
-    "ZACK": (_ONE_PREPRINT, "What KQ-SVD and SALS found about FDC is about ZACK too."),
+    "ZACK": (
+        "Zeyu Zhang, Haiying Shen. ZACK: Zero-Overhead LLM Inference Acceleration via "
+        "Dimensionality Compression of the Key-Value Cache. Version 2 of "
+        "https://arxiv.org/abs/2408.04107, whose version 3 is FDC."
+    ),
     "Palu": (
-        "A review of Palu names the full product that rebuilding takes: keys are stored before "
-        "RoPE, and each step multiplies the latents of the whole context by their basis again.",
+        "Chi-Chih Chang, Wei-Cheng Lin, Chien-Yu Lin, Chong-Yan Chen, Yu-Fang Hu, Pei-Shuo Wang, "
+        "Ning-Chi Huang, Luis Ceze, Mohamed S. Abdelfattah, Kai-Chiang Wu. Palu: KV-Cache "
+        "Compression with Low-Rank Projection. https://arxiv.org/abs/2407.21118"
+    ),
+    "TALE": (
+        "Jaeseong Lee, Seung-won Hwang, Aurick Qiao, Daniel Campos, Zhewei Yao, Yuxiong He. TALE: "
+        "Token-Adaptive Low-Rank KVCache Approximation with Reconstruction Elimination. https://aclanthology.org/2025.tacl-1.59/"
     ),
 }
 

@@ -132,19 +132,7 @@ _EMBEDDED = frozenset(("reference", "prose", "code", "tasks", "calibration"))
 def forbidden(
     words: Sequence[str], folder: Path, given: Collection[str] = (), *, trusted: bool = True
 ) -> str | None:
-    """Return what a cell's words ask for that no recipe may, or None.
-
-    Parameters
-    ----------
-    words : sequence of str
-        As they are run: a command's name, and what follows it.
-    folder : Path
-        The recipe's own, whose files it may read.
-    given : collection of str
-        What the user set by hand: files that it names may be read wherever they are.
-    trusted : bool
-        Whether code that a model brings may be run.
-    """
+    """Return what a cell's words ask for that no recipe may, or None."""
     if words[0] not in CELL_COMMANDS:
         return f"no command {words[0]!r} to measure with: there are {', '.join(CELL_COMMANDS)}"
     for word in words[1:]:

@@ -3,7 +3,6 @@
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -18,126 +17,21 @@ from kvprof.reproduction.allowed import forbidden
 from kvprof.reproduction.measures import matching, parse_path
 from kvprof.reproduction.recipe import (
     CHECKS,
-    Document,
-    KeyPath,
+    Line,
+    Measure,
     Profile,
     Recipe,
     build_recipe,
     placeholders,
     read_yaml,
-    value_at,
 )
-from kvprof.reproduction.resolve import expand, filled_measures, refused_size
+from kvprof.reproduction.resolve import expand, filled_measures
 from kvprof.requirements import extra_names
 
-__all__ = [
-    "CommandCheck",
-    "InvalidRecipeError",
-    "Problem",
-    "load_recipe",
-    "profile_problems",
-    "recipe_schema",
-    "there_are",
-]
-
-# --- What is wrong with the profiles of a recipe: their cells, and what refers to them.
-
+__all__ = ["CommandCheck", "InvalidRecipeError", "load_recipe", "recipe_schema"]
 
 #: Takes a cell's words and returns what is wrong with them, or None.
 CommandCheck = Callable[[Sequence[str]], str | None]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong, and where."""
-
-    key_path: KeyPath
-    message: str
-
-
-def there_are(known: Sequence[str]) -> str:
-    """Return the end of a complaint about a name: which ones there are."""
-    return f": there are {', '.join(known)}" if known else ": there is none"
-
-
-def profile_problems(recipe: Recipe, check_command: CommandCheck | None) -> Iterator[Problem]:
-    """Yield what is wrong with the profiles of a recipe whose parts are right by themselves."""
-    for key_path, profile in _all_profiles(recipe):
-        name = " on ".join(map(str, key_path[1::2]))
-        if profile.excluded is not None:
-            continue
-        own_words = value_at(recipe.document.data, key_path)
-        if profile.name != "paper" and "stand_in" not in own_words:
-            yield Problem(key_path, f"{name}: say in stand_in what differs from the claim")
-        if recipe.judged is None and not profile.cells:
-            yield Problem(key_path, f"{name}: there is no cell, so nothing could be judged")
-        if recipe.judged is None and not profile.verdict:
-            yield Problem(key_path, f"{name}: no verdict says when the claim holds")
-        known = {*profile.set, *profile.matrix, "model", "data"}
-        for cell in profile.cells:
-            for used in placeholders(" ".join((cell.id, *cell.words))):
-                if used not in known:
-                    yield Problem(
-                        (*cell.key_path, "run"),
-                        f"{{{used}}} is no placeholder: give it a default under set, or a matrix",
-                    )
-        if {*profile.set} & {*profile.matrix}:
-            both = sorted({*profile.set} & {*profile.matrix})[0]
-            yield Problem(
-                (*key_path, "matrix", both), f"{both!r} stands under set and under matrix"
-            )
-        if (too_much := refused_size(profile)) is not None:
-            yield Problem(key_path, f"{name}: {too_much}")
-            continue
-        cells = expand(profile, {})
-        ids: dict[str, KeyPath] = {}
-        for one in cells:
-            if one.id in ids:
-                yield Problem(
-                    (*one.key_path, "id"),
-                    f"two cells have the id {one.id!r}; put the matrix's {{names}} into the id",
-                )
-            ids[one.id] = one.key_path
-            if one.lacking:
-                continue
-            wrong = forbidden(one.words, recipe.path.parent)
-            if wrong is None and check_command:
-                wrong = check_command(one.words)
-            if wrong is not None:
-                yield Problem((*one.key_path, "run"), f"{one.id}: {wrong}")
-        for index, measure in enumerate(filled_measures(profile, {})):
-            if measure.cell is None or matching(measure.cell, ids):
-                continue
-            at = _measures_at(recipe.document, key_path)
-            yield Problem(
-                (*at, index, "cell"),
-                f"{measure.id}: profile {name} makes no cell {measure.cell!r}"
-                f"{there_are(list(ids))}",
-            )
-        # A model's own measures or lines may leave the profile's other half behind.
-        measures = [measure.id for measure in profile.measures]
-        for line in profile.verdict:
-            if len(key_path) > 2 and line.measure not in measures:
-                yield Problem(
-                    key_path,
-                    f"{name}: no measure {line.measure!r} for its verdict{there_are(measures)}",
-                )
-
-
-def _all_profiles(recipe: Recipe) -> Iterator[tuple[KeyPath, Profile]]:
-    """Yield every profile, and behind it what it is on other models, with where they stand."""
-    for name, profile in recipe.profiles.items():
-        yield ("profiles", name), profile
-        for model, own in profile.models.items():
-            yield ("profiles", name, "models", model), own
-
-
-def _measures_at(document: Document, key_path: KeyPath) -> KeyPath:
-    """Return where the measures of a profile, or of it on another model, stand."""
-    for near in (key_path, key_path[:2]):
-        if (*near, "measures") in document.lines:
-            return (*near, "measures")
-    return ("measures",)
 
 
 class InvalidRecipeError(UsageError):
@@ -161,226 +55,180 @@ def recipe_schema() -> dict[str, Any]:
 def load_recipe(path: Path, check_command: CommandCheck | None = None) -> Recipe:
     """Read and check a recipe.
 
-    Parameters
-    ----------
-    path : Path
-    check_command : callable, optional
-        Looks into the words of the cells; without it only their first one is checked.
-
     Raises
     ------
     InvalidRecipeError
-        With ``file:line`` of everything that is wrong.
+        With everything that is wrong, each behind the file and the key.
     UsageError
         When the file cannot be read, or is no YAML.
     """
-    document = read_yaml(path)
-    if not (found := _problems_of_parts(document, path)):
-        recipe = build_recipe(document, path)
-        if not (found := list(profile_problems(recipe, check_command))):
+    data = read_yaml(path)
+    found = [*_schema_problems(data)] or [*_file_problems(data, path)]
+    if not found:
+        recipe = build_recipe(data, path)
+        for at, profile in _all_profiles(recipe):
+            if profile.excluded is None:
+                found += _profile_problems(at, profile, recipe, check_command)
+        if not found:
             return recipe
-    ordered = sorted(found, key=lambda one: document.line(one.key_path))
-    raise InvalidRecipeError([f"{document.at(one.key_path)}: {one.message}" for one in ordered])
+    raise InvalidRecipeError([f"{path}: {one}" for one in dict.fromkeys(found)])
 
 
-def _problems_of_parts(document: Document, path: Path) -> list[Problem]:
-    """Return what is wrong with the parts of a file by themselves."""
-    errors = sorted(Draft202012Validator(recipe_schema()).iter_errors(document.data), key=str)
-    if errors:
-        # Keys that are lacking are an error each, and told in one line.
-        return list(dict.fromkeys(problem for error in errors for problem in _problems_of(error)))
-    found = [*_names(document, path), *_published(document), *_commands(document)]
-    found += _extras(document)
-    for key_path in _sections(document, "measures"):
-        found += _measures(document, key_path)
-    for key_path in _sections(document, "verdict"):
-        found += _lines(document, key_path)
-    return found
-
-
-def _problems_of(error: ValidationError) -> Iterator[Problem]:
-    key_path = tuple(error.absolute_path)
-    if error.validator == "additionalProperties":
+def _schema_problems(data: Any) -> Iterator[str]:
+    for error in sorted(Draft202012Validator(recipe_schema()).iter_errors(data), key=str):
+        steps = (f"[{one}]" if isinstance(one, int) else f".{one}" for one in error.absolute_path)
+        at = "".join(steps).lstrip(".") or "the file"
+        if error.validator != "additionalProperties":
+            yield f"{at}: {_schema_words(error)}"
+            continue
         known = list(error.schema.get("properties", {}))
         for key in [key for key in error.instance if key not in known]:
             near = get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            yield Problem((*key_path, key), f"unknown key {key!r}: {hint}")
-        return
-    yield Problem(key_path, f"{_name(key_path)}: {_schema_words(error)}")
-
-
-def _name(key_path: KeyPath) -> str:
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in key_path)
-    return "".join(steps).lstrip(".") or "the file"
+            yield f"{at}: unknown key {key!r}: {hint}"
 
 
 def _schema_words(error: ValidationError) -> str:
-    value, shown = error.validator_value, json.dumps(error.instance, ensure_ascii=False)[:60]
-    match error.validator:
-        case "required":
-            lacking = [key for key in value if key not in error.instance]
-            return f"lacks {', '.join(lacking)}"
-        case "oneOf":
-            return "is true, or a sentence that says why it cannot be judged"
-        case "enum":
-            return f"{shown} is none of {', '.join(map(str, value))}"
-        case "const":
-            return f"is {shown}, and this kvprof knows {value} only"
-        case "type":
-            wanted = value if isinstance(value, str) else " or ".join(value)
-            return f"{shown} is no {wanted}"
-        case "minimum" | "exclusiveMaximum" if "tolerance" in str(error.absolute_path):
-            why = (
-                "below 0 nothing passes" if error.validator == "minimum" else "from 1 on, 0 passes"
-            )
-            return f"{shown} is an impossible tolerance: {why}"
-        case "minLength":
-            return f"{shown} is too short to tell anything"
-        case "minItems" | "minProperties":
-            return f"has {len(error.instance)} entries, and {value} are needed"
-        case "maxItems":
-            return f"has {len(error.instance)} entries, and {value} are all it takes"
+    if error.validator == "required":
+        lacking = [key for key in error.validator_value if key not in error.instance]
+        return f"lacks {', '.join(lacking)}"
     return " ".join(error.message.split())[:160]
 
 
-def _names(document: Document, path: Path) -> Iterator[Problem]:
-    if document.data["name"] != path.stem:
-        yield Problem(("name",), f"name is {document.data['name']!r}, but the file is {path.name}")
-
-
-def _published(document: Document) -> Iterator[Problem]:
-    entries = document.data.get("published", [])
-    yield from _twice([one["id"] for one in entries], ("published",))
-    for index, one in enumerate(entries):
-        key_path: KeyPath = ("published", index)
-        single, ends = "value" in one, [key for key in ("low", "high") if key in one]
-        if single == bool(ends) or len(ends) == 1:
-            yield Problem(key_path, f"{one['id']}: give a value, or low and high")
+def _file_problems(data: Mapping[str, Any], path: Path) -> Iterator[str]:
+    if data["name"] != path.stem:
+        yield f"name is {data['name']!r}, but the file is {path.name}"
+    ids = [one["id"] for one in data.get("published", [])]
+    yield from (f"published: the id {one!r} is given twice" for one in _twice(ids))
+    for one in data.get("published", []):
+        ends = [key for key in ("low", "high") if key in one]
+        if ("value" in one) == bool(ends) or len(ends) == 1:
+            yield f"published {one['id']}: give a value, or low and high"
         elif ends and one["low"] > one["high"]:
-            yield Problem(key_path, f"{one['id']}: low {one['low']} is above high {one['high']}")
-
-
-def _twice(ids: Sequence[str], key_path: KeyPath) -> Iterator[Problem]:
-    for index, one in enumerate(ids):
-        if one in ids[:index]:
-            yield Problem((*key_path, index, "id"), f"the id {one!r} is given twice")
-
-
-def _sections(document: Document, key: str) -> Iterator[KeyPath]:
-    """Yield where a key stands: for all profiles, in one, or in one for a model."""
-    if key in document.data:
-        yield (key,)
-    for name, profile in document.data["profiles"].items():
-        if key in profile:
-            yield ("profiles", name, key)
-        for model, own in profile.get("models", {}).items():
-            if key in own:
-                yield ("profiles", name, "models", model, key)
-
-
-def _extras(document: Document) -> Iterator[Problem]:
-    known = extra_names()
-    for needs in _sections(document, "needs"):
-        for index, name in enumerate(value_at(document.data, needs).get("extras", ())):
-            if name not in known:
-                key_path: KeyPath = (*needs, "extras", index)
-                yield Problem(key_path, f"kvprof has no extra {name!r}{there_are(known)}")
-
-
-def _commands(document: Document) -> Iterator[Problem]:
-    for cells in _sections(document, "cells"):
-        for index, cell in enumerate(value_at(document.data, cells)):
-            key_path: KeyPath = (*cells, index, "run")
+            yield f"published {one['id']}: low {one['low']} is above high {one['high']}"
+    for part in _parts(data):
+        for cell in part.get("cells", ()):
             try:
                 words = shlex.split(cell["run"])
             except ValueError as problem:
-                yield Problem(key_path, f"{cell['run']!r}: {str(problem).lower()}")
+                yield f"cell {cell['id']}: {cell['run']!r}: {str(problem).lower()}"
                 continue
-            if wrong := _first_words(words):
-                yield Problem(key_path, wrong)
+            if not words or words[0] == "kvprof":
+                yield f"cell {cell['id']}: run begins with a command, without the word kvprof"
+        for line in part.get("verdict", ()):
+            if sum(key in line for key in CHECKS) != 1:
+                yield f"verdict {line['measure']}: give one of {', '.join(CHECKS)}"
 
 
-def _first_words(words: Sequence[str]) -> str | None:
-    if not words:
-        return "run is empty: write a command such as eval reference --method fdc --rate 0.3"
-    if words[0] == "kvprof":
-        return "leave out the word kvprof: run begins with the command"
-    return None
+def _parts(data: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield data
+    for profile in data["profiles"].values():
+        yield profile
+        yield from profile.get("models", {}).values()
 
 
-def _measures(document: Document, key_path: KeyPath) -> Iterator[Problem]:
-    entries = value_at(document.data, key_path)
-    yield from _twice([one["id"] for one in entries], key_path)
-    known: list[str] = []
-    for index, one in enumerate(entries):
-        here = (*key_path, index)
-        kinds = [key for key in ("figure", "data", "divide", "subtract") if key in one]
-        if len(kinds) != 1:
-            said = " and ".join(kinds) or "none"
-            yield Problem(here, f"{one['id']}: give one of figure, data, divide, subtract ({said})")
-        elif kinds[0] in ("divide", "subtract"):
-            if not any(isinstance(other, str) for other in one[kinds[0]]):
-                yield Problem(
-                    (*here, kinds[0]), f"{one['id']}: two numbers are no measure; name one"
+def _twice(ids: Sequence[str]) -> list[str]:
+    return [one for index, one in enumerate(ids) if one in ids[:index]]
+
+
+def _all_profiles(recipe: Recipe) -> Iterator[tuple[str, Profile]]:
+    for name, profile in recipe.profiles.items():
+        yield name, profile
+        for model, own in profile.models.items():
+            yield f"{name} on {model}", own
+
+
+def _profile_problems(
+    at: str, profile: Profile, recipe: Recipe, check_command: CommandCheck | None
+) -> Iterator[str]:
+    if profile.name != "paper" and profile.stand_in is None:
+        yield f"{at}: say in stand_in what differs from the claim"
+    if recipe.judged is None and not (profile.cells and profile.verdict):
+        yield f"{at}: without a cell and a verdict nothing could be judged"
+    for name in profile.needs.extras:
+        if name not in extra_names():
+            yield f"{at}: kvprof has no extra {name!r}{_there_are(extra_names())}"
+    if both := {*profile.set} & {*profile.matrix}:
+        yield f"{at}: {min(both)!r} stands under set and under matrix"
+    known = {*profile.set, *profile.matrix, "model", "data"}
+    for written in profile.cells:
+        for used in placeholders(" ".join((written.id, *written.words))):
+            if used not in known:
+                yield (
+                    f"{at}, cell {written.id}: {{{used}}} is no placeholder: give it a default "
+                    "under set, or a matrix"
                 )
-            if kinds[0] == "divide" and one["divide"][-1] == 0:
-                yield Problem((*here, "divide"), f"{one['id']}: nothing can be divided by 0")
-            for other in one[kinds[0]]:
-                if isinstance(other, str) and other not in known:
-                    yield Problem(
-                        (*here, kinds[0]), f"{one['id']}: no measure {other!r} stands above it"
-                    )
-            if extra := [key for key in ("cell", "where", "over") if key in one]:
-                yield Problem((*here, extra[0]), f"{one['id']}: {kinds[0]} takes no {extra[0]}")
-        else:
-            if "cell" not in one:
-                yield Problem(here, f"{one['id']}: name the cell whose result has it")
-            if kinds[0] == "data":
-                if "where" in one:
-                    yield Problem(
-                        (*here, "where"), f"{one['id']}: where belongs to figure; write [key=value]"
-                    )
-                try:
-                    parse_path(one["data"])
-                except ValueError as problem:
-                    yield Problem((*here, "data"), f"{one['id']}: {problem}")
-        known.append(one["id"])
-
-
-def _lines(document: Document, key_path: KeyPath) -> Iterator[Problem]:
-    at = _measures_at(document, key_path[:-1])
-    measures = [one["id"] for one in (value_at(document.data, at) if at in document.lines else ())]
-    published = [one["id"] for one in document.data.get("published", [])]
-    for index, one in enumerate(value_at(document.data, key_path)):
-        here = (*key_path, index)
-        if one["measure"] not in measures:
-            yield Problem((*here, "measure"), f"no measure {one['measure']!r}{there_are(measures)}")
-        if "published" in one and one["published"] not in published:
-            yield Problem(
-                (*here, "published"),
-                f"no published number {one['published']!r}{there_are(published)}",
-            )
-        checks = [key for key in CHECKS if key in one]
-        if len(checks) != 1:
-            yield Problem(here, f"{one['measure']}: give one of {', '.join(CHECKS)}")
+    cells = expand(profile, {})
+    ids = [one.id for one in cells]
+    for one in dict.fromkeys(_twice(ids)):
+        yield f"{at}: two cells have the id {one!r}; put the matrix's {{names}} into the id"
+    for cell in cells:
+        if cell.lacking:
             continue
-        yield from _tolerance(one, checks[0], here)
+        wrong = forbidden(cell.words, recipe.path.parent)
+        if wrong is None and check_command:
+            wrong = check_command(cell.words)
+        if wrong is not None:
+            yield f"{at}, cell {cell.id}: {wrong}"
+    measures: list[str] = []
+    for measure in filled_measures(profile, {}):
+        yield from (f"{at}, {measure.id}: {one}" for one in _of_measure(measure, measures, ids))
+        measures.append(measure.id)
+    yield from (f"{at}: the id {one!r} is given twice" for one in _twice(measures))
+    for line in profile.verdict:
+        found = _of_line(line, measures, recipe)
+        yield from (f"{at}, verdict {line.measure}: {one}" for one in found)
 
 
-def _tolerance(one: Mapping[str, Any], check: str, here: KeyPath) -> Iterator[Problem]:
-    given = [key for key in ("tolerance", "tolerance_share") if key in one]
+def _of_measure(one: Measure, above: Sequence[str], cells: Sequence[str]) -> Iterator[str]:
+    pair = one.divide or one.subtract
+    kinds = [key for key in ("figure", "data", "divide", "subtract") if getattr(one, key)]
+    if len(kinds) != 1:
+        yield f"give one of figure, data, divide, subtract ({' and '.join(kinds) or 'none'})"
+    elif pair is not None:
+        named = [other for other in pair if isinstance(other, str)]
+        if not named or (one.divide and pair[1] == 0):
+            yield "two numbers are no measure, and nothing can be divided by 0"
+        if unknown := [other for other in named if other not in above]:
+            yield f"no measure {unknown[0]!r} stands above it"
+        if one.cell or one.where or one.over:
+            yield f"{kinds[0]} takes no cell, where or over"
+    elif one.cell is None:
+        yield "name the cell whose result has it"
+    else:
+        if not matching(one.cell, cells):
+            yield f"there is no cell {one.cell!r}{_there_are(cells)}"
+        if one.data is not None:
+            if one.where:
+                yield "where belongs to figure; write [key=value]"
+            try:
+                parse_path(one.data)
+            except ValueError as problem:
+                yield str(problem)
+
+
+def _of_line(line: Line, measures: Sequence[str], recipe: Recipe) -> Iterator[str]:
+    if line.measure not in measures:
+        yield f"no such measure{_there_are(measures)}"
+    if line.published is not None and line.published not in recipe.published:
+        yield f"no published number {line.published!r}{_there_are(list(recipe.published))}"
+    given = [one for one in (line.tolerance, line.tolerance_share) if one is not None]
+    # A limit that nobody published decides nothing; a direction's is where there is no effect.
+    if line.direction:
+        if recipe.direction is None:
+            yield "write what direction the paper states under direction"
+        if given or line.check in ("about", "between") or line.limit[0] not in (0, 1):
+            yield "a direction is above or below 0 or 1, without a tolerance"
+    elif line.published is None:
+        yield "name the published number that it is about, or mark it as a direction"
     if len(given) == 2:
-        yield Problem((*here, given[1]), "give tolerance or tolerance_share, not both")
-    if check == "about" and not given:
-        yield Problem(here, "about needs a tolerance or a tolerance_share: no two runs are equal")
-    if check == "about" and given and one[given[0]] == 0:
-        yield Problem(
-            (*here, given[0]), "0 is an impossible tolerance of about: no two runs are equal"
-        )
-    if check == "between" and one["between"][0] > one["between"][1]:
-        yield Problem(
-            (*here, "between"), "nothing lies between: the first number is the larger one"
-        )
-    if "tolerance_share" in one and 0 in (one[check] if check == "between" else [one[check]]):
-        yield Problem((*here, "tolerance_share"), "a share of 0 is nothing: give a tolerance")
+        yield "give tolerance or tolerance_share, not both"
+    if line.check == "about" and given in ([], [0]):
+        yield "about needs a tolerance: no two runs are equal"
+    if line.check == "between" and line.limit[0] > line.limit[1]:
+        yield "nothing lies between: the first number is the larger one"
+
+
+def _there_are(known: Sequence[str]) -> str:
+    """Return the end of a complaint about a name: which ones there are."""
+    return f": there are {', '.join(known)}" if known else ": there is none"

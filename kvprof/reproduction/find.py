@@ -42,11 +42,6 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
 def find_recipes(names: list[str]) -> list[Path]:
     """Return the files that names mean, each once and in the order in which they were named.
 
-    Parameters
-    ----------
-    names : list of str
-        ``all`` (examples left out), a recipe's name, a pattern with ``*``, or a file.
-
     Raises
     ------
     UsageError
@@ -81,10 +76,6 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 def template(name: str) -> str:
     """Return the example's text with a name of the user's own.
-
-    Parameters
-    ----------
-    name : str
 
     Raises
     ------

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from kvprof.errors import ExitCode
-from kvprof.methods.papers import papers_named
+from kvprof.reproduction.machine import on_cpu
 from kvprof.reproduction.measures import Measured, measure_all
-from kvprof.reproduction.recipe import Line
+from kvprof.reproduction.recipe import Line, Recipe
 from kvprof.reproduction.resolve import filled_measures
 from kvprof.version import __version__
 
@@ -18,28 +18,33 @@ if TYPE_CHECKING:
     from kvprof.reproduction.resolve import Cell, Planned
 
 __all__ = [
-    "DIRECTION",
-    "NOT_JUDGED",
     "NOT_REPRODUCED",
+    "NOT_TESTABLE",
     "REPRODUCED",
+    "TREND",
     "VERDICTS",
     "JudgedLine",
     "entry_of",
     "judge_line",
     "ledger_data",
     "merge_entries",
+    "model_of",
     "open_because",
     "verdict_of",
+    "why_untestable",
 ]
 
 # --- Whether a claim holds of what was measured.
 
 
 REPRODUCED = "reproduced"
-DIRECTION = "reproduced in direction"
+TREND = "trend only"
 NOT_REPRODUCED = "not reproduced"
-NOT_JUDGED = "cannot be judged here"
-VERDICTS = (REPRODUCED, DIRECTION, NOT_REPRODUCED, NOT_JUDGED)
+NOT_TESTABLE = "not testable here"
+VERDICTS = (REPRODUCED, TREND, NOT_REPRODUCED, NOT_TESTABLE)
+
+#: The model that ships: 20M parameters, trained for kvprof, and no witness of large models.
+_REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -120,50 +125,53 @@ def _holds(line: Line, value: float) -> bool:
 
 
 def verdict_of(lines: Sequence[JudgedLine]) -> str:
-    """Return the verdict: all hold, only the weaker ones do, or neither.
+    """Return the verdict: all lines hold, only the paper's direction does, or neither.
 
-    Where one fails that must hold, nothing saves the whole: a weaker one, or any where there are
-    none. Else one that could not be measured leaves it open. One that is open for another reason
-    does so only where it matters: where the weaker ones hold it takes nothing from them. Weaker
-    ones alone show no more than a direction.
+    A line of the direction that fails decides against the claim, as any line does where no
+    direction is stated. What was not measured leaves it open, and so does a line that is open where
+    the direction does not hold without it.
     """
-    weaker = [line for line in lines if line.line.direction]
-    if any(line.holds is False for line in weaker or lines):
+    direction = [line for line in lines if line.line.direction]
+    if any(line.holds is False for line in direction or lines):
         return NOT_REPRODUCED
     if not lines or any(line.measured.value is None for line in lines):
-        return NOT_JUDGED
-    if all(line.holds for line in lines) and len(weaker) < len(lines):
+        return NOT_TESTABLE
+    if all(line.holds for line in lines) and len(direction) < len(lines):
         return REPRODUCED
-    if weaker and all(line.holds for line in weaker):
-        return DIRECTION
-    return NOT_JUDGED
+    if direction and all(line.holds for line in direction):
+        return TREND
+    return NOT_TESTABLE
+
+
+def model_of(commands: Sequence[Sequence[str]]) -> str | None:
+    """Return which model a verdict rests on, as its commands name it: ``smollm2``, ``reference``.
+
+    A command that times a layer's shape with random data needs no weights: ``shape of reference``.
+    """
+    found: dict[str, None] = {}
+    for command, *words in commands:
+        # Every other command that a cell may run takes its model first.
+        if command != "bench" and words and not words[0].startswith("-"):
+            found[words[0]] = None
+        elif "--model" in words[:-1] or "--real" in words:
+            named = words[words.index("--model") + 1] if "--model" in words else _REFERENCE
+            found[named if "--real" in words else f"shape of {named}"] = None
+    return ", ".join(found) or None
 
 
 def entry_of(
     planned: "Planned",
-    cells: Sequence[tuple["Cell", str, "CellRun"]],
+    cells: Sequence[tuple["Cell", "CellRun"]],
     *,
     machine: "Machine",
     settings: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return a recipe's entry.
-
-    Parameters
-    ----------
-    planned : Planned
-    cells : sequence of (Cell, digest, CellRun)
-        Empty where nothing was run.
-    machine : Machine
-    settings : mapping
-        What the user set.
-    """
+    """Return a recipe's entry."""
     recipe, profile = planned.recipe, planned.profile
-    results = {
-        cell.id: run.outcome.result for cell, _, run in cells if run.outcome.result is not None
-    }
+    results = {cell.id: run.outcome.result for cell, run in cells if run.outcome.result is not None}
     failures = {
         cell.id: f"{cell.id}: {run.outcome.message}"
-        for cell, _, run in cells
+        for cell, run in cells
         if run.outcome.result is None
     }
     # Without a run there is nothing to measure: the entry says why, and that is all.
@@ -176,8 +184,10 @@ def entry_of(
         if ran and profile
         else []
     )
-    verdict = NOT_JUDGED if not ran or recipe.judged is not None else verdict_of(judged)
-    reasons = [one for one in (planned.open, recipe.judged) if one]
+    model = model_of([cell.words for cell, _ in cells])
+    untestable = recipe.judged or why_untestable(recipe, model)
+    verdict = NOT_TESTABLE if not ran or untestable else verdict_of(judged)
+    reasons = list(dict.fromkeys(one for one in (planned.open, untestable) if one))
     reasons += failures.values()
     reasons += [
         one.measured.missing
@@ -190,53 +200,73 @@ def entry_of(
         for cell, result in results.items()
         if not result["complete"]
     ]
+    about = {one.line.published for one in judged}
+    gpu, cpu = _machine(machine, cells)
     return {
         "recipe": recipe.name,
         "paper": recipe.paper,
         "item": recipe.item,
         "claim": recipe.claim,
+        "direction": recipe.direction,
         "profile": profile.name if profile is not None else None,
         "stand_in": profile.stand_in if profile is not None else None,
-        "papers": [
-            {"name": name, "differs": differs}
-            for name, differs in papers_named(
-                word for template in (profile.cells if profile else ()) for word in template.words
-            ).items()
-        ],
         "verdict": verdict,
+        "model": model,
+        "gpu": gpu,
         "reasons": list(dict.fromkeys(reasons)),
-        "lacking": planned.lacking or any(run.outcome.lacking for _, _, run in cells),
+        "lacking": planned.lacking or any(run.outcome.lacking for _, run in cells),
         "failed": any(
             run.outcome.result is None
             and run.outcome.code not in (ExitCode.LACKING, ExitCode.INTERRUPTED)
-            for _, _, run in cells
+            for _, run in cells
         ),
         "lines": [_line(one, units) for one in judged],
         "measures": [
             {"id": name, "value": one.value, "interval": one.interval, "missing": one.missing}
             for name, one in measured.items()
         ],
-        "published": [asdict(one) for one in recipe.published.values()],
+        "published": [asdict(one) for one in recipe.published.values() if one.id in about],
         "cells": [
             {
                 "id": cell.id,
                 "command": " ".join(["kvprof", *cell.words]),
-                "digest": digest,
                 "seconds": run.seconds,
                 "known": run.outcome.result is not None and run.seconds is None,
                 "message": run.outcome.message or None,
             }
-            for cell, digest, run in cells
+            for cell, run in cells
         ],
         "settings": dict(settings),
-        "machine": _machine(machine, [cell for cell, _, _ in cells]),
+        "machine": cpu,
         "created": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         "kvprof_version": __version__,
     }
 
 
-def _machine(machine: "Machine", cells: Sequence["Cell"]) -> str:
-    return "; ".join(dict.fromkeys(machine.device(cell.words) for cell in cells)) or machine.cpu
+def why_untestable(recipe: Recipe, model: str | None) -> str | None:
+    """Return why a model cannot test a recipe's claim, whatever was measured; None where it can."""
+    named = (model or "").split(", ")
+    if recipe.accuracy and (
+        _REFERENCE in named or any(one.startswith("shape of") for one in named)
+    ):
+        return (
+            "a claim about the accuracy of large models is not testable on a model of 20M "
+            "parameters or on random weights"
+        )
+    return None
+
+
+def _machine(
+    machine: "Machine", cells: Sequence[tuple["Cell", "CellRun"]]
+) -> tuple[str | None, str]:
+    """Return the GPU and the CPU that the cells' results name; this machine's without a result."""
+    results = [(cell, run.outcome.result) for cell, run in cells]
+    known = [(cell, result["environment"]) for cell, result in results if result is not None]
+    cpus = [f"{one['cpu']['model']}, {one['cpu']['threads']} threads" for _, one in known]
+    gpus = [one["gpus"][0]["name"] for cell, one in known if one["gpus"] and not on_cpu(cell.words)]
+    if not known:
+        gpus = [machine.gpus[0] for cell, _ in cells if machine.gpus and not on_cpu(cell.words)]
+    return " or ".join(dict.fromkeys(gpus)) or None, " or ".join(dict.fromkeys(cpus)) or machine.cpu
 
 
 def _line(one: JudgedLine, units: Mapping[str, str | None]) -> dict[str, Any]:
@@ -250,7 +280,6 @@ def _line(one: JudgedLine, units: Mapping[str, str | None]) -> dict[str, Any]:
         "tolerance": line.tolerance,
         "tolerance_share": line.tolerance_share,
         "direction": line.direction,
-        "by_construction": line.by_construction,
         "note": line.note,
         "measured": one.measured.value,
         "interval": one.measured.interval,
@@ -272,19 +301,21 @@ def merge_entries(
 
     def key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
         settings = tuple(sorted(entry["settings"].items()))
-        return (entry["recipe"], entry["profile"], settings, entry["machine"])
+        return (entry["recipe"], entry["profile"], settings, entry["gpu"], entry["machine"])
 
     found = {key(entry): dict(entry) for entry in older}
     for entry in newer:
         known = found.get(key(entry))
-        if known is None or not _knows_less(entry) or known["verdict"] == NOT_JUDGED:
+        if known is None or not _knows_less(entry) or known["verdict"] == NOT_TESTABLE:
             found[key(entry)] = dict(entry)
     return list(found.values())
 
 
 def _knows_less(entry: Mapping[str, Any]) -> bool:
     stopped = any(cell["message"] for cell in entry["cells"])
-    return entry["verdict"] == NOT_JUDGED and not entry["failed"] and (entry["lacking"] or stopped)
+    return (
+        entry["verdict"] == NOT_TESTABLE and not entry["failed"] and (entry["lacking"] or stopped)
+    )
 
 
 def ledger_data(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the machine has, as far as it decides whether and under which name a cell is run."""
+"""What the machine has, as far as it decides whether a cell is run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvprof.gpus import read_gpus
 from kvprof.reproduction.recipe import Profile
 from kvprof.requirements import extra_command, package_states
 
-__all__ = ["Machine", "has_extra", "has_weights", "this_machine"]
+__all__ = ["Machine", "has_extra", "has_weights", "on_cpu", "this_machine"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,6 @@ class Machine:
     has_extra: Callable[[str], bool]
     has_weights: Callable[[str], bool]
 
-    def device(self, words: Sequence[str]) -> str:
-        """Return what a command runs on: the results of another device are others."""
-        on_cpu = any(pair == ("--device", "cpu") for pair in pairwise(words)) or any(
-            word == "--device=cpu" for word in words
-        )
-        return self.cpu if on_cpu or not self.gpus else f"{self.gpus[0]}; {self.cpu}"
-
     def lacks(self, profile: Profile, *, model_given: bool) -> str | None:
         """Return why a profile cannot be run here, with the way out; None where it can."""
         needs = profile.needs
@@ -58,6 +51,11 @@ class Machine:
                         "--model FOLDER"
                     )
         return None
+
+
+def on_cpu(words: Sequence[str]) -> bool:
+    """Return whether a command says that it runs on the CPU."""
+    return ("--device", "cpu") in pairwise(words) or "--device=cpu" in words
 
 
 def this_machine() -> Machine:

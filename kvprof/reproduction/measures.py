@@ -98,15 +98,7 @@ def _bracket(inside: str, text: str) -> Step:
 
 
 def find(data: Any, text: str) -> list[Found]:
-    """Return every value that a path leads to; empty where there is none.
-
-    Parameters
-    ----------
-    data : object
-        Of a result.
-    text : str
-        See `parse_path`. A name that ends a path brings ``<name>_interval`` along.
-    """
+    """Return every value that a path leads to; empty where there is none."""
     found = [Found(data)]
     for kind, what in parse_path(text):
         found = [inner for outer in found for inner in _step(outer.value, kind, what)]
@@ -191,14 +183,6 @@ def implied_value(value: Any, row: Row | None, name: str | None) -> Any:
 def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[float, float] | None:
     """Return the 95 % interval of a number that has none beside it, from what its row says.
 
-    Parameters
-    ----------
-    result : mapping
-    row : mapping or None
-        That the number stands in.
-    name : str or None
-        Of the number.
-
     Returns
     -------
     tuple of float or None
@@ -257,12 +241,6 @@ def _of_median(samples: Sequence[float]) -> tuple[float, float] | None:
 
 def why_unsure(result: Row, row: Row | None) -> str | None:
     """Return why a number decides nothing, or None where it may.
-
-    Parameters
-    ----------
-    result : mapping
-    row : mapping or None
-        That the number stands in.
 
     Returns
     -------
@@ -348,17 +326,7 @@ def measure_all(
     results: Mapping[str, Mapping[str, Any]],
     failures: Mapping[str, str],
 ) -> dict[str, Measured]:
-    """Return every measure of a recipe.
-
-    Parameters
-    ----------
-    measures : sequence of Measure
-        Those that others refer to stand above them.
-    results : mapping
-        By the cell's id.
-    failures : mapping
-        Why a cell has no result, by its id.
-    """
+    """Return every measure of a recipe."""
     found: dict[str, Measured] = {}
     for one in measures:
         if one.divide is not None:

@@ -1,14 +1,13 @@
 """From a recipe and what the user set to the very commands that are run."""
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvprof.errors import UsageError
 from kvprof.reproduction.allowed import CELL_COMMANDS
-from kvprof.reproduction.recipe import CellTemplate, KeyPath, Measure, Profile, Recipe, placeholders
+from kvprof.reproduction.recipe import CellTemplate, Measure, Profile, Recipe, placeholders
 
 __all__ = [
     "Cell",
@@ -16,16 +15,12 @@ __all__ = [
     "check_settings",
     "expand",
     "filled_measures",
-    "refused_size",
     "resolve_cells",
 ]
 
 _NAME = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 # Whose first word that is no option names a model.
 _MODEL_FIRST = frozenset(CELL_COMMANDS) - {"bench"}
-# Of a profile, all combinations of its matrix: far above what anybody waits for.
-_MOST_CELLS = 1_000
-_MOST_LETTERS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -38,8 +33,6 @@ class Cell:
         In its recipe.
     words : tuple of str
         Without ``kvprof`` and ``--json``.
-    key_path : KeyPath
-        Where the file says so.
     lacking : tuple of str
         Placeholders that nobody gave a value; the command cannot be run.
     gpus : int
@@ -48,7 +41,6 @@ class Cell:
 
     id: str
     words: tuple[str, ...]
-    key_path: KeyPath
     lacking: tuple[str, ...] = ()
     gpus: int = 0
 
@@ -63,7 +55,7 @@ class Planned:
     profile : Profile or None
         None where it has no such profile.
     cells : tuple of (Cell, str)
-        Each with its digest; empty where nothing is run.
+        Each with its key; empty where nothing is run.
     open : str or None
         Why nothing is run.
     lacking : bool
@@ -77,43 +69,8 @@ class Planned:
     lacking: bool = False
 
 
-def refused_size(profile: Profile) -> str | None:
-    """Return why a profile is more than anybody runs once its placeholders are filled, or None.
-
-    It is counted and not made: a file of some hundred letters can stand for 10⁹ cells.
-    """
-    longest = {key: len(value or "") for key, value in profile.set.items()}
-    longest |= {key: max(map(len, values), default=0) for key, values in profile.matrix.items()}
-
-    def filled(text: str) -> int:
-        return len(text) + sum(longest.get(name, 0) for name in placeholders(text))
-
-    cells = letters = 0
-    for cell in profile.cells:
-        text = " ".join((cell.id, *cell.words))
-        used = dict.fromkeys(placeholders(text))
-        many = math.prod(len(values) for key, values in profile.matrix.items() if key in used)
-        cells += many
-        letters += many * filled(text)
-    for one in profile.measures:
-        given = (one.cell, one.data, *one.where.values())
-        letters += sum(filled(text) for text in given if isinstance(text, str))
-    if cells > _MOST_CELLS:
-        return f"its matrix makes {cells:,} cells; at most {_MOST_CELLS:,}"
-    if letters > _MOST_LETTERS:
-        return f"its placeholders fill in {letters:,} letters; at most {_MOST_LETTERS:,}"
-    return None
-
-
 def expand(profile: Profile, settings: Mapping[str, str]) -> list[Cell]:
-    """Return a cell for every combination of the matrix that its text names.
-
-    Parameters
-    ----------
-    profile : Profile
-    settings : mapping
-        What the user set; a key of the matrix set to one value leaves only that one.
-    """
+    """Return a cell for every combination of the matrix that its text names."""
     defaults = {key: value for key, value in profile.set.items() if value is not None}
     matrix = {
         key: (settings[key],) if key in settings else values
@@ -165,22 +122,13 @@ def _filled(cell: CellTemplate, values: Mapping[str, str], gpus: int) -> Cell:
         return values[match[1]]
 
     words = tuple(fill(word) for word in cell.words)
-    return Cell(fill(cell.id), words, cell.key_path, tuple(lacking), gpus)
+    return Cell(fill(cell.id), words, tuple(lacking), gpus)
 
 
 def resolve_cells(
     recipe: Recipe, profile: Profile, settings: Mapping[str, str], model: str | None
 ) -> list[Cell]:
     """Return the cells of a profile with everything that the user set.
-
-    Parameters
-    ----------
-    recipe : Recipe
-    profile : Profile
-    settings : mapping
-        ``--set``.
-    model : str or None
-        ``--model``: fills ``{model}``, or else takes the place of the one model that cells name.
 
     Raises
     ------

@@ -6,24 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvprof.errors import FailedError, UsageError
+from kvprof.errors import ExitCode, FailedError, UsageError
 from kvprof.reproduction.allowed import forbidden
-from kvprof.reproduction.cells import (
-    CellCommand,
-    CellRun,
-    CellStore,
-    OneByOne,
-    Outcome,
-    Pool,
-    Runner,
-    cell_digest,
-)
+from kvprof.reproduction.cells import CellRun, CellStore, Outcome, Pool, cell_key
 from kvprof.reproduction.ledger import entry_of
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.recipe import PROFILES, Recipe
 from kvprof.reproduction.resolve import Planned, check_settings, resolve_cells
 
-__all__ = ["Finished", "prepare", "resolved_configuration", "run_planned"]
+__all__ = ["Finished", "prepare", "run_planned"]
 
 # Cells that a warning names; sixty may have the same.
 _NAMED = 3
@@ -62,20 +53,6 @@ def prepare(
 ) -> list[Planned]:
     """Return what a run will do, without doing it.
 
-    Parameters
-    ----------
-    recipes : sequence of Recipe
-    profile : str
-    settings : mapping
-        ``--set``.
-    model : str or None
-        ``--model``.
-    machine : Machine
-    version : str
-        From `kvprof.reproduction.cells.code_version`.
-    trusted : bool
-        Whether cells may run code that a model's repository brings.
-
     Raises
     ------
     UsageError
@@ -99,8 +76,7 @@ def prepare(
         for cell, _ in one.cells:
             wrong = forbidden(cell.words, one.recipe.path.parent, given, trusted=trusted)
             if wrong is not None:
-                line = one.recipe.document.at((*cell.key_path, "run"))
-                raise UsageError(f"{line}: {one.recipe.name}, {cell.id}: {wrong}")
+                raise UsageError(f"{one.recipe.path}: {cell.id}: {wrong}")
     return planned
 
 
@@ -128,52 +104,14 @@ def _planned(
         bring = f": {'; '.join(profile.needs.data)}" if profile.needs.data else ""
         give = ", ".join("--model" if one == "model" else f"--set {one}=…" for one in wanting)
         return Planned(recipe, profile, open=f"give {give}{bring}", lacking=True)
-    digests = [cell_digest(cell.words, machine.device(cell.words), version) for cell in cells]
-    return Planned(recipe, profile, tuple(zip(cells, digests, strict=True)))
-
-
-def resolved_configuration(
-    planned: Sequence[Planned],
-    *,
-    profile: str,
-    settings: Mapping[str, str],
-    model: str | None,
-    machine: Machine,
-    version: str,
-) -> dict[str, Any]:
-    """Return what a run will do as plain data, which is written before it starts."""
-    return {
-        "format": "kvprof-recipe-run/1",
-        "profile": profile,
-        "set": dict(settings),
-        "model": model,
-        "cpu": machine.cpu,
-        "gpus": list(machine.gpus),
-        "version": version,
-        "recipes": [
-            {
-                "name": one.recipe.name,
-                "file": str(one.recipe.path),
-                "not_run": one.open,
-                "cells": [
-                    {
-                        "id": cell.id,
-                        "command": list(cell.words),
-                        "digest": digest,
-                        "gpus": cell.gpus,
-                    }
-                    for cell, digest in one.cells
-                ],
-            }
-            for one in planned
-        ],
-    }
+    keyed = tuple((cell, cell_key(cell.words, version)) for cell in cells)
+    return Planned(recipe, profile, keyed)
 
 
 def run_planned(
     planned: Sequence[Planned],
     store: CellStore,
-    runner: Runner | Pool,
+    pool: Pool,
     *,
     machine: Machine,
     settings: Mapping[str, str],
@@ -181,53 +119,36 @@ def run_planned(
     progress: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
-    """Run every cell that has no result yet, and judge every recipe.
-
-    Parameters
-    ----------
-    planned : sequence of Planned
-    store : CellStore
-    runner : callable or Pool
-        Runs a cell, as `kvprof.reproduction.cells.run_child` does, or all of them.
-    machine : Machine
-    settings : mapping
-        What the user set, for the ledger.
-    fresh : bool
-        Measure also what has a result.
-    progress : callable
-        Told in words what is being done.
-    should_stop : callable
-        When it says yes, the cell in hand is dropped and no other one started.
-    """
+    """Run every cell that has no result yet, and judge every recipe."""
     finished = Finished()
-    runs: dict[str, CellRun] = {}
-    todo = {digest: cell for one in planned for cell, digest in one.cells}
+    todo = {key: cell for one in planned for cell, key in one.cells}
+    stopped = CellRun(Outcome(None, int(ExitCode.INTERRUPTED), "interrupted"))
+    runs = dict.fromkeys(todo, stopped)
     place = itertools.count(1)
 
-    def tell(digest: str, words: str) -> None:
-        progress(f"{next(place)}/{len(todo)} {words}{' '.join(todo[digest].words)}")
+    def tell(key: str, words: str) -> None:
+        progress(f"{next(place)}/{len(todo)} {words}: {' '.join(todo[key].words)}")
 
-    waiting: dict[str, CellCommand] = {}
-    for digest, cell in todo.items():
-        known = None if fresh else store.get(digest)
-        if known is None:
-            waiting[digest] = cell
-        else:
-            tell(digest, "known: ")
-            runs[digest] = CellRun(Outcome(known, 0))
-    pool = runner if isinstance(runner, Pool) else OneByOne(runner)
-    for ended in pool.run_all(waiting, tell, should_stop):
-        runs[ended.digest] = CellRun(ended.outcome, ended.seconds)
-        if ended.outcome.result is None:
-            finished.interrupted = finished.interrupted or should_stop()
+    known = {} if fresh else {key: found for key in todo if (found := store.get(key)) is not None}
+    for key, result in known.items():
+        tell(key, "known")
+        runs[key] = CellRun(Outcome(result, 0))
+    waiting = {key: cell for key, cell in todo.items() if key not in known}
+    for key, done in pool(waiting, should_stop):
+        runs[key] = done
+        tell(key, "failed" if done.outcome.result is None else "done")
+        if done.outcome.result is None:
             continue
         try:
-            store.put(ended.digest, ended.outcome.result)
+            store.put(key, done.outcome.result)
         except FailedError as problem:
             # It still counts; only the next run will not find it.
             finished.unkept.append(f"{problem}; the result was used and is not kept")
+    finished.interrupted = should_stop() and any(
+        one.outcome.code == ExitCode.INTERRUPTED for one in runs.values()
+    )
     for one in planned:
-        own = [(cell, digest, runs[digest]) for cell, digest in one.cells]
+        own = [(cell, runs[key]) for cell, key in one.cells]
         finished.entries.append(entry_of(one, own, machine=machine, settings=settings))
     finished.warnings = _warned(planned, runs)
     return finished
@@ -237,8 +158,8 @@ def _warned(planned: Sequence[Planned], runs: Mapping[str, CellRun]) -> list[str
     """Return the doubts that cells' results have about their figures, each with whose they are."""
     whose: dict[str, list[str]] = {}
     for one in planned:
-        for cell, digest in one.cells:
-            result = runs[digest].outcome.result
+        for cell, key in one.cells:
+            result = runs[key].outcome.result
             for text in result["warnings"] if result is not None else ():
                 whose.setdefault(text, []).append(f"{one.recipe.name} {cell.id}")
     return [

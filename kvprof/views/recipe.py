@@ -1,7 +1,6 @@
 """The report of ``kvprof recipe run``: claimed, measured, interval and verdict in one table."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from kvprof.methods.papers import papers_named
 from kvprof.views.figure import new_figure
 from kvprof.views.numbers import MISSING, axis_number, interval, number
 from kvprof.views.page import bullets, framed, heading
@@ -33,13 +33,11 @@ __all__ = [
     "published_words",
     "ratios_of",
     "report",
-    "verdict_words",
 ]
 
 # --- A ledger's entries in words: what was claimed, what was measured, which side of it.
 
 
-_HELD = ("reproduced", "reproduced in direction")
 _SIGNS = {"at_least": "≥", "at_most": "≤", "above": ">", "below": "<"}
 
 
@@ -99,32 +97,12 @@ def line_words(line: Mapping[str, Any]) -> str:
         said = "open: limit inside the interval" if line["uncertain"] else "open: doubtful"
     else:
         said = "holds" if line["holds"] else "fails"
-        said += " by construction" if line["by_construction"] and line["holds"] else ""
-    return f"{said} (weaker claim)" if line["direction"] else said
-
-
-def verdict_words(entry: Mapping[str, Any]) -> str:
-    """Write the verdict, and whether nothing that could have been otherwise led to it."""
-    held = [line for line in entry["lines"] if line["holds"]]
-    made = entry["verdict"] in _HELD and all(line["by_construction"] for line in held)
-    return f"{entry['verdict']}, by construction" if made else str(entry["verdict"])
+    return f"{said} (direction)" if line["direction"] else said
 
 
 def model_words(entry: Mapping[str, Any]) -> str:
-    """Write which model a verdict rests on, as its commands name it: ``smollm2``, ``reference``.
-
-    A command that times a layer's shape with random data needs no weights: ``shape of reference``.
-    """
-    found: dict[str, None] = {}
-    for cell in entry["cells"]:
-        command, *words = cell["command"].split()[1:]
-        # Every other command that a cell may run takes its model first.
-        if command != "bench" and words and not words[0].startswith("-"):
-            found[words[0]] = None
-        elif "--model" in words[:-1] or "--real" in words:
-            named = words[words.index("--model") + 1] if "--model" in words else "reference"
-            found[named if "--real" in words else f"shape of {named}"] = None
-    return ", ".join(found) or MISSING
+    """Write which model a verdict rests on, and on which GPU: ``smollm2, NVIDIA H200``."""
+    return f"{entry['model'] or MISSING}, {entry['gpu'] or 'CPU'}"
 
 
 # --- What was measured beside what was published: a ratio per line of a verdict, all on one
@@ -337,26 +315,13 @@ _NARROW = 100
 
 
 def listing(recipes: Sequence[Mapping[str, Any]]) -> DataTable:
-    """Return a table of recipes: name, item, profiles, claim.
-
-    Parameters
-    ----------
-    recipes : sequence of mapping
-        With ``name, paper, item, claim, judged, profiles``.
-    """
+    """Return a table of recipes: name, item, profiles, claim."""
     columns = [Column(name, words=True) for name in _TITLES]
     return DataTable(columns, [_row(one) for one in recipes])
 
 
 def lines(recipes: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
-    """Return a line per recipe, of at most so many columns: what does not fit ends in ``…``.
-
-    Parameters
-    ----------
-    recipes : sequence of mapping
-        As `listing` takes them.
-    width : int
-    """
+    """Return a line per recipe, of at most so many columns: what does not fit ends in ``…``."""
     rows = [_TITLES, *(_row(one) for one in recipes)]
     if width < _NARROW:  # what a claim is about says more than at what sizes it can be looked at
         rows = [(*row[:2], "", row[3]) for row in rows]
@@ -385,49 +350,35 @@ def _row(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 #: From what holds to what is open.
-VERDICT_ORDER = ("reproduced", "reproduced in direction", "not reproduced", "cannot be judged here")
+VERDICT_ORDER = ("reproduced", "trend only", "not reproduced", "not testable here")
 _READ = (
-    "Claimed: the paper's number, then what must hold here, the recipe's tolerance included. "
+    "Claimed: the paper's number, then what must hold here, the recipe's tolerance included.",
     "A limit inside the 95 % interval is neither met nor missed: the line is open.",
-    "Reproduced in direction: the weaker claim holds, the number does not or is open.",
-    "By construction: arithmetic, or what the method is by definition, and no finding.",
+    "Trend only: the direction that the paper states holds, its number does not or is open.",
 )
 
 
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``recipe``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     entries = result["data"]["entries"]
-    several = Counter(entry["recipe"] for entry in entries)
 
-    def name(entry: Mapping[str, Any]) -> str:
-        one = several[entry["recipe"]] == 1
-        return f"{entry['recipe']}" if one else f"{entry['recipe']} on {model_words(entry)}"
+    def names(found: Sequence[Mapping[str, Any]], key: str) -> RenderableType:
+        return bullets([f"{e['recipe']} ({model_words(e)}): {e[key]}" for e in found])
 
     parts: list[RenderableType] = [Text(), _table(entries)]
-    for title, verdict in (
-        ("Not reproduced", VERDICT_ORDER[2]),
-        ("In direction only", VERDICT_ORDER[1]),
+    for title, verdict, key in (
+        ("Not reproduced", VERDICT_ORDER[2], "claim"),
+        ("Trend only", VERDICT_ORDER[1], "direction"),
     ):
         if found := [entry for entry in entries if entry["verdict"] == verdict]:
-            parts += [heading(title), bullets([f"{name(e)}: {e['claim']}" for e in found])]
+            parts += [heading(title), names(found, key)]
     if found := [entry for entry in entries if entry["reasons"]]:
-        lines = [f"{name(entry)}: {'; '.join(entry['reasons'])}" for entry in found]
-        parts += [heading("Why not judged, or not in full"), bullets(lines)]
+        why = [f"{entry['recipe']}: {'; '.join(entry['reasons'])}" for entry in found]
+        parts += [heading("Why not testable, or not in full"), bullets(why)]
     if found := [entry for entry in entries if entry["stand_in"] and entry["lines"]]:
-        parts += [heading("Stand-ins: these verdicts are of them, not of the paper's own setting")]
-        parts.append(bullets([f"{name(entry)}: {entry['stand_in']}" for entry in found]))
+        parts += [heading("Stand-ins for the paper's own setting"), names(found, "stand_in")]
     if found := list(paper_notes(entries)):
         parts += [heading("Papers' own settings, and what of them is not the paper's")]
         parts.append(bullets(found))
@@ -444,31 +395,20 @@ def report(
 
 def paper_notes(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what differs from each paper's own setting that these entries ran, each once."""
-    differing = {
-        paper["name"]: paper["differs"]
-        for entry in entries
-        if entry["lines"]
-        for paper in entry.get("papers", ())
-    }
-    for name, differs in differing.items():
+    commands = [cell["command"] for e in entries if e["lines"] for cell in e["cells"]]
+    for name, differs in papers_named(commands).items():
         yield f"{name}: {' '.join(differs) or 'nothing is known to differ.'}"
 
 
 def answer(data: Mapping[str, Any]) -> str:
     """Return the counts in a sentence."""
-    entries = data["entries"]
-    said = [_counted(entries, one) for one in VERDICT_ORDER if data["counts"].get(one)]
+    entries, counts = data["entries"], data["counts"]
+    said = [f"{counts[one]} {one}" for one in VERDICT_ORDER if counts.get(one)]
     names = {entry["recipe"] for entry in entries}
     of = f"{len(names)} {'recipe' if len(names) == 1 else 'recipes'}"
     if len(names) < len(entries):  # under several profiles, or on several machines
         of += f", {len(entries)} verdicts"
     return f"{of}: {', '.join(said) or 'nothing was run'}."
-
-
-def _counted(entries: Sequence[Mapping[str, Any]], verdict: str) -> str:
-    own = [verdict_words(entry) for entry in entries if entry["verdict"] == verdict]
-    made = sum(words != verdict for words in own)
-    return f"{len(own)} {verdict}{f' ({made} by construction)' if made else ''}"
 
 
 def _table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
@@ -488,10 +428,8 @@ def _table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
 
 
 def _rows(entry: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    of = f"{entry['item']} of {entry['paper']}"
-    if (model := model_words(entry)) != MISSING:
-        of += f", on {model}"
-    yield (entry["recipe"], of, "", "", verdict_words(entry).upper())
+    of = f"{entry['item']} of {entry['paper']}, {model_words(entry)}"
+    yield (entry["recipe"], of, "", "", entry["verdict"].upper())
     for line in entry["lines"]:
         yield (
             f"· {line['measure']}",

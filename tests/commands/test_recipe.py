@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import signal
@@ -38,16 +37,22 @@ def run(path: Path, out: Path, rates: dict[str, Any], **more: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("judged:", "jugded:"), "small-claim.yaml:8: unknown key 'jugded': did you mean judged?"),
-        (("--method {method}", "--method fcd"), "small-claim.yaml:15: plan-fdc: .*fcd"),
-        (("--rate {rate}", "--rrate {rate}"), "small-claim.yaml:15: plan-fdc: .*No such option"),
+        (
+            ("judged:", "jugded:"),
+            "small-claim.yaml: the file: unknown key 'jugded': did you mean judged?",
+        ),
+        (("--method {method}", "--method fcd"), "small-claim.yaml: smoke, cell plan-fdc: .*fcd"),
+        (
+            ("--rate {rate}", "--rrate {rate}"),
+            "small-claim.yaml: smoke, cell plan-fdc: .*No such option",
+        ),
         (
             ("--rate {rate}", "--rate much"),
-            "small-claim.yaml:15: plan-fdc: --rate much is no share",
+            "small-claim.yaml: smoke, cell plan-fdc: --rate much is no share",
         ),
     ],
 )
-def test_validate_names_file_line_and_way_out(
+def test_validate_names_file_place_and_way_out(
     tmp_path: Path, change: tuple[str, str], said: str
 ) -> None:
     done = kvprof("recipe", "validate", write(tmp_path, TEXT.replace(*change)))
@@ -93,7 +98,7 @@ def test_a_wrong_recipe_is_refused_before_anything_is_run_or_written(tmp_path: P
     path = write(tmp_path, TEXT.replace("--method {method}", "--method fcd"))
     done = kvprof("recipe", "run", path, "--out", tmp_path / "out")
     assert done.code == ExitCode.USAGE
-    assert "small-claim.yaml:15" in done.error
+    assert "smoke, cell plan-fdc" in done.error
     assert not (tmp_path / "out").exists()
 
 
@@ -124,7 +129,10 @@ def test_a_folder_that_is_something_elses_is_refused(tmp_path: Path) -> None:
 def test_a_falsified_claim_ends_in_4_with_the_table_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = TEXT.replace("at_least: 0.95", "at_least: 1.2").replace(", direction: true", "")
+    text = TEXT.replace("at_least: 0.95", "at_least: 1.2").replace(
+        "measure: ratio, at_least: 1, direction: true",
+        "measure: ratio, published: kept, at_least: 1",
+    )
     with pytest.raises(ClaimNotMetError, match="not reproduced: small-claim") as caught:
         run(write(tmp_path, text), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
     assert caught.value.exit_code == 4
@@ -141,61 +149,23 @@ def test_a_failed_cell_ends_in_1_and_lacking_everything_in_3(tmp_path: Path) -> 
         run(write(tmp_path, text), tmp_path / "b", {})
 
 
-def test_what_will_be_run_is_saved_before_it_is_run(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    def look(words: Any, should_stop: Any) -> Any:
-        saved = json.loads((out / "resolved.json").read_text())
-        assert [cell["id"] for cell in saved["recipes"][0]["cells"]] == ["plan-fdc", "plan-kq"]
-        assert saved["recipes"][0]["cells"][0]["command"][-1] == "0.4"
-        return FakeRunner({"fdc": 0.96, "kq": 0.95})(words, should_stop)
-
-    request = RunRequest((str(write(tmp_path)),), out=out, settings={"rate": "0.4"})
-    run_recipes(request, runner=look, machine=CPU)
-    entry = read_result(out / "result.json")["data"]["entries"][0]
-    assert entry["settings"] == {"rate": "0.4"}
-
-
 def test_a_folder_gathers_runs_and_the_report_shows_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    out = tmp_path / "out"
+    out, page, whole = tmp_path / "out", tmp_path / "a.md", tmp_path / "a.html"
     rates = {"fdc": 0.96, "kq": 0.95}
     run(write(tmp_path), out, rates)
     run(write(tmp_path, TEXT.replace("small-claim", "other"), "other"), out, rates)
-    assert kvprof("recipe", "report", out).code == 0
-    text = (out / "ledger.md").read_text()
-    assert "**2 recipes: 2 reproduced.**" in text
-    assert "Table 7, row FDC" in text
+    assert kvprof("recipe", "report", out, "--md", page, "--html", whole).code == 0
+    assert "2 recipes: 2 reproduced." in page.read_text()
+    assert "https://arxiv.org/abs/2408.04107" in page.read_text()
+    text = whole.read_text()
+    assert text.count("<svg") == 2
     assert "kvprof plan reference --method fdc --rate 0.30" in text
-    page = (out / "ledger.html").read_text()
-    assert page.count("<svg") == 2
-    assert "Measured over claimed" in page
     # Nothing is overwritten unasked.
-    again = kvprof("recipe", "report", out)
-    assert again.code == ExitCode.USAGE
-    assert kvprof("recipe", "report", out, "--force").code == 0
-    one = tmp_path / "one"
-    alike = kvprof("recipe", "report", out, "--md", one, "--html", tmp_path / "out/../one")
-    assert alike.code == ExitCode.USAGE
-    assert "--md and --html both go to" in alike.error
-    assert not one.exists()
+    assert kvprof("recipe", "report", out, "--md", page).code == ExitCode.USAGE
+    assert kvprof("recipe", "report", out, "--md", page, "--force").code == 0
+    assert "2 recipes: 2 reproduced." in kvprof("recipe", "report", out).stdout
     assert kvprof("show", out).stdout.startswith("2 recipes: 2 reproduced.")
-
-
-@pytest.mark.parametrize(
-    ("by", "limit", "said"),
-    [("1e-307", "below: 1e308", "9.6e+306"), ("1", "between: [1.0e-300, 1]", "1e-300 to 1")],
-)
-def test_a_number_that_is_too_far_off_for_a_plot_is_in_the_ledger_all_the_same(
-    tmp_path: Path, by: str, limit: str, said: str
-) -> None:
-    text = TEXT.replace("divide: [rate_fdc, worst]", f"divide: [rate_fdc, {by}]").replace(
-        "above: 0.5", limit
-    )
-    run(write(tmp_path, text), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
-    done = kvprof("recipe", "report", tmp_path / "out", "--html", tmp_path / "a.html")
-    assert done.code == 0, done.error
-    assert said in (tmp_path / "out/ledger.md").read_text()
 
 
 def test_report_of_what_is_no_ledger(tmp_path: Path) -> None:
@@ -215,12 +185,12 @@ def test_new_writes_a_recipe_that_is_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "validate"])
-def test_a_recipe_that_is_no_text_is_told_with_its_line(tmp_path: Path, command: str) -> None:
+def test_a_recipe_that_is_no_text_is_told(tmp_path: Path, command: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(b"recipe: a\nclaim: \xff\xfe\n")
     done = kvprof("recipe", command, path)
     assert done.code == ExitCode.USAGE
-    assert "a.yaml:2: not UTF-8" in " ".join((done.stdout + done.error).split())
+    assert "a.yaml: not UTF-8" in " ".join((done.stdout + done.error).split())
 
 
 def test_list_and_show(tmp_path: Path) -> None:
@@ -265,10 +235,7 @@ def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while not (out / "resolved.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1)
+    time.sleep(8)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED, stderr
@@ -291,15 +258,6 @@ def test_two_runs_into_one_folder_lose_neither(tmp_path: Path) -> None:
     run_recipes(RunRequest((str(write(tmp_path)),), out=out), runner=look, machine=CPU)
     names = {entry["recipe"] for entry in read_result(out / "result.json")["data"]["entries"]}
     assert names == {"small-claim", "other"}
-    resolved = [json.loads(path.read_text()) for path in out.glob("resolved*.json")]
-    assert {one["recipes"][0]["name"] for one in resolved} == names  # what was run, of both
-
-
-def test_the_same_run_again_keeps_one_configuration(tmp_path: Path) -> None:
-    out, rates = tmp_path / "out", {"fdc": 0.96, "kq": 0.95}
-    for _ in range(2):
-        run(write(tmp_path), out, rates)
-    assert [path.name for path in out.glob("resolved*.json")] == ["resolved.json"]
 
 
 def test_a_ledger_that_cannot_be_written_is_shown_and_told(

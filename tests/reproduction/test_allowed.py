@@ -149,7 +149,7 @@ def test_code_of_a_model_needs_whoever_runs_it(tmp_path: Path) -> None:
     assert kvprof("recipe", "validate", path).code == 0
     done = kvprof("recipe", "run", path, "--out", tmp_path / "out")
     assert done.code == 2
-    assert "small-claim, plan-fdc: wants to run code that a model's repository" in done.error
+    assert "small-claim.yaml: plan-fdc: wants to run code that a model's repository" in done.error
     assert not (tmp_path / "out").exists()
     trusted = prepare([load_recipe(path)], "smoke", {}, None, CPU, "v", trusted=True)
     assert len(trusted[0].cells) == 2

@@ -4,10 +4,10 @@ import pytest
 
 from kvprof.records.fold import result_of
 from kvprof.reproduction.ledger import (
-    DIRECTION,
-    NOT_JUDGED,
     NOT_REPRODUCED,
+    NOT_TESTABLE,
     REPRODUCED,
+    TREND,
     judge_line,
     open_because,
     verdict_of,
@@ -191,11 +191,11 @@ def test_a_doubtful_number_decides_nothing_either_way() -> None:
 @pytest.mark.parametrize(
     ("strong", "other", "weak", "verdict"),
     [
-        (True, None, True, DIRECTION),
-        (None, None, True, DIRECTION),
-        (False, None, True, DIRECTION),
-        (True, True, None, NOT_JUDGED),
-        (False, True, None, NOT_JUDGED),
+        (True, None, True, TREND),
+        (None, None, True, TREND),
+        (False, None, True, TREND),
+        (True, True, None, NOT_TESTABLE),
+        (False, True, None, NOT_TESTABLE),
         (None, True, False, NOT_REPRODUCED),
     ],
 )
@@ -211,7 +211,11 @@ def test_open_lines_count_where_the_verdict_hangs_on_them(
     # Without a weaker claim one that fails is enough, and one that is open holds the rest back.
     alone = verdict_of(lines[:2])
     assert alone == (
-        NOT_REPRODUCED if strong is False else NOT_JUDGED if None in (strong, other) else REPRODUCED
+        NOT_REPRODUCED
+        if strong is False
+        else NOT_TESTABLE
+        if None in (strong, other)
+        else REPRODUCED
     )
 
 
@@ -219,10 +223,10 @@ def test_open_lines_count_where_the_verdict_hangs_on_them(
     ("strong", "weak", "verdict"),
     [
         (2.0, 2.0, REPRODUCED),
-        (0.5, 2.0, DIRECTION),
+        (0.5, 2.0, TREND),
         (0.5, 0.5, NOT_REPRODUCED),
         (2.0, 0.5, NOT_REPRODUCED),
-        (None, 2.0, NOT_JUDGED),
+        (None, 2.0, NOT_TESTABLE),
         (None, 0.5, NOT_REPRODUCED),
     ],
 )
@@ -234,7 +238,7 @@ def test_verdicts(strong: float | None, weak: float, verdict: str) -> None:
 
 def test_weaker_claims_alone_show_no_more_than_a_direction() -> None:
     line = Line("a", "above", (1.0,), direction=True)
-    assert verdict_of([judge_line(line, Measured(2.0))]) == DIRECTION
+    assert verdict_of([judge_line(line, Measured(2.0))]) == TREND
     assert verdict_of([judge_line(line, Measured(0.5))]) == NOT_REPRODUCED
 
 
@@ -243,10 +247,10 @@ def test_without_a_weaker_claim_nothing_is_reproduced_in_direction() -> None:
     assert verdict_of(
         [judge_line(lines[0], Measured(2.0)), judge_line(lines[1], Measured(0.5))]
     ) == (NOT_REPRODUCED)
-    assert verdict_of([]) == NOT_JUDGED
+    assert verdict_of([]) == NOT_TESTABLE
 
 
-@pytest.mark.parametrize(("first", "verdict"), [(0.5, NOT_REPRODUCED), (2.0, NOT_JUDGED)])
+@pytest.mark.parametrize(("first", "verdict"), [(0.5, NOT_REPRODUCED), (2.0, NOT_TESTABLE)])
 def test_what_was_not_measured_saves_no_claim_that_fails(first: float, verdict: str) -> None:
     line = Line("a", "above", (1.0,))
     values = Measured(first), Measured(None, missing="why")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.reproduction.cells import CellStore, Outcome, cell_digest, code_version
+from kvprof.reproduction.cells import CellStore, Outcome, cell_key, code_version, one_by_one
 from kvprof.reproduction.check import load_recipe
-from kvprof.reproduction.ledger import merge_entries
+from kvprof.reproduction.ledger import merge_entries, model_of
 from kvprof.reproduction.machine import Machine
 from kvprof.reproduction.resolve import Planned
 from kvprof.reproduction.run import Finished, prepare, run_planned
@@ -38,7 +38,9 @@ def run(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
     store = CellStore(folder / "cells")
-    return run_planned(plan, store, runner, machine=CPU, settings={}, should_stop=should_stop)
+    return run_planned(
+        plan, store, one_by_one(runner), machine=CPU, settings={}, should_stop=should_stop
+    )
 
 
 def verdicts(finished: Finished) -> list[str]:
@@ -49,7 +51,10 @@ def test_a_claim_that_holds_and_one_that_was_falsified(tmp_path: Path) -> None:
     true = run(planned(tmp_path), tmp_path / "a", FakeRunner({"fdc": 0.96, "kq": 0.95}))
     assert verdicts(true) == ["reproduced"]
     # The same recipe with a limit that nothing reaches, and no weaker claim to fall back to.
-    text = TEXT.replace("at_least: 0.95", "at_least: 1.2").replace(", direction: true", "")
+    text = TEXT.replace("at_least: 0.95", "at_least: 1.2").replace(
+        "measure: ratio, at_least: 1, direction: true",
+        "measure: ratio, published: kept, at_least: 1",
+    )
     false = run(planned(tmp_path, text), tmp_path / "b", FakeRunner({"fdc": 0.96, "kq": 0.95}))
     assert verdicts(false) == ["not reproduced"]
     assert [line["holds"] for line in false.entries[0]["lines"]] == [False, True]
@@ -77,20 +82,20 @@ verdict:
 
         store = CellStore(tmp_path / f"{spread} {fdc}")
         plan = planned(tmp_path, text)
-        return run_planned(plan, store, runner, machine=CPU, settings={}).entries[0]
+        return run_planned(plan, store, one_by_one(runner), machine=CPU, settings={}).entries[0]
 
-    assert measure(0.01, 0.95)["verdict"] == "reproduced in direction"
+    assert measure(0.01, 0.95)["verdict"] == "trend only"
     assert measure(0.01, 0.85)["verdict"] == "not reproduced"
     for spread, fdc in ((0.01, 0.905), (0.01, 0.895), (0.0, 0.9)):
         tied = measure(spread, fdc)
-        assert tied["verdict"] == "cannot be judged here"
+        assert tied["verdict"] == "not testable here"
         assert tied["reasons"][0].startswith("ahead: 0 lies inside its interval, ")
         assert not tied["lacking"]
 
 
 def test_the_weaker_claim_alone_is_a_direction(tmp_path: Path) -> None:
     found = run(planned(tmp_path), tmp_path / "a", FakeRunner({"fdc": 0.5, "kq": 0.6}))
-    assert verdicts(found) == ["reproduced in direction"]
+    assert verdicts(found) == ["trend only"]
 
 
 def test_equal_cells_of_several_recipes_run_once(tmp_path: Path) -> None:
@@ -112,7 +117,7 @@ def test_what_cells_warned_of_is_said_once_with_whose_it_is(tmp_path: Path) -> N
     plan = planned(tmp_path, TEXT, TEXT)
     store = CellStore(tmp_path / "cells")
     for _ in range(2):  # measured, then known
-        found = run_planned(plan, store, runner, machine=CPU, settings={})
+        found = run_planned(plan, store, one_by_one(runner), machine=CPU, settings={})
         assert found.warnings == [
             f"small-0 plan-fdc, small-0 plan-kq, small-1 plan-fdc and 1 more: {both}",
             "small-0 plan-fdc, small-1 plan-fdc: cast clips",
@@ -123,7 +128,7 @@ def test_a_failing_cell_is_a_verdict_and_loses_no_other(tmp_path: Path) -> None:
     other = TEXT.replace("method: [fdc, kq]", "method: [fdc, zack]")
     runner = FakeRunner({"fdc": 0.96, "kq": 0.95, "zack": "out of memory: 3 GB"})
     found = run(planned(tmp_path, other, TEXT), tmp_path, runner)
-    assert verdicts(found) == ["cannot be judged here", "reproduced"]
+    assert verdicts(found) == ["not testable here", "reproduced"]
     assert found.entries[0]["failed"]
     assert found.entries[0]["reasons"] == ["plan-zack: out of memory: 3 GB"]
     # What could be measured of it is there nevertheless.
@@ -141,7 +146,7 @@ def test_an_interrupted_run_resumes_and_a_changed_cell_runs_alone(tmp_path: Path
     runner.after = interrupt
     first = run(planned(tmp_path), tmp_path, runner, lambda: stop)
     assert first.interrupted
-    assert verdicts(first) == ["cannot be judged here"]
+    assert verdicts(first) == ["not testable here"]
     assert "plan-kq: interrupted" in first.entries[0]["reasons"]
 
     again = FakeRunner({"fdc": 0.96, "kq": 0.95})
@@ -156,16 +161,37 @@ def test_an_interrupted_run_resumes_and_a_changed_cell_runs_alone(tmp_path: Path
     assert [words[3] for words in third.asked] == ["zack"]
 
 
-def test_nothing_is_known_with_fresh_or_of_another_device(tmp_path: Path) -> None:
+def test_nothing_is_known_with_fresh(tmp_path: Path) -> None:
     runner = FakeRunner({"fdc": 0.96, "kq": 0.95})
     plan = planned(tmp_path)
     store = CellStore(tmp_path / "cells")
     for fresh in (False, False, True):
-        run_planned(plan, store, runner, machine=CPU, settings={}, fresh=fresh)
+        run_planned(plan, store, one_by_one(runner), machine=CPU, settings={}, fresh=fresh)
     assert len(runner.asked) == 4
-    elsewhere = replace(CPU, cpu="another CPU")
-    run(planned(tmp_path, machine=elsewhere), tmp_path, runner)
-    assert len(runner.asked) == 6
+
+
+def test_accuracy_is_not_testable_on_the_reference_model(tmp_path: Path) -> None:
+    text = TEXT.replace("judged: true", "accuracy: true\njudged: true")
+    rates = {"fdc": 0.96, "kq": 0.95}
+    found = run(planned(tmp_path, text), tmp_path, FakeRunner(rates)).entries[0]
+    assert (found["verdict"], found["model"]) == ("not testable here", "reference")
+    assert found["lines"][0]["holds"]
+    other = run(planned(tmp_path, text, model="my/llama"), tmp_path, FakeRunner(rates)).entries[0]
+    assert (other["verdict"], other["model"]) == ("reproduced", "my/llama")
+
+
+@pytest.mark.parametrize(
+    ("commands", "said"),
+    [
+        (["frontier smollm2 --methods kq", "eval smollm2 --method kq"], "smollm2"),
+        (["eval reference --method fdc", "spectrum meta/llama"], "reference, meta/llama"),
+        (["bench --jct --composed --model Llama-3.1-8B"], "shape of Llama-3.1-8B"),
+        (["bench --jct --real --model smollm2"], "smollm2"),
+        (["bench --seq 1k", "plan --rate 0.5"], None),
+    ],
+)
+def test_a_verdict_says_which_model_it_rests_on(commands: list[str], said: str | None) -> None:
+    assert model_of([command.split() for command in commands]) == said
 
 
 def test_a_full_disk_is_said_and_loses_nothing(
@@ -193,54 +219,10 @@ def test_a_damaged_or_incomplete_result_is_measured_again(tmp_path: Path) -> Non
     assert CellStore(tmp_path).get("whole") is None
 
 
-def test_the_digest_knows_the_contents_of_files_and_models(tmp_path: Path) -> None:
-    text, model = tmp_path / "notes.txt", tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    text.write_text("one")
-    words = ("eval", str(model), f"--text={text}")
-    found = [cell_digest(words, "cpu", "1"), cell_digest(words, "cpu", "2")]
-    text.write_text("two")
-    found.append(cell_digest(words, "cpu", "1"))
-    (model / "config.json").write_text('{"a": 1}')
-    found.append(cell_digest(words, "cpu", "1"))
+def test_a_cell_is_known_by_its_command_and_the_version() -> None:
+    found = [cell_key(words, version) for words in (("a", "b"), ("a b",)) for version in "12"]
     assert len(set(found)) == 4
-    assert cell_digest(words, "cpu", "1") == found[-1]
     assert code_version().startswith("0.")
-
-
-def test_the_digest_knows_what_a_gguf_file_and_its_folder_hold(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    file = folder / "some.gguf"
-    for words in (
-        ("spectrum", str(file)),
-        ("spectrum", str(folder)),
-        ("eval", str(folder), "--gguf", file.name),
-        ("bench", f"--model={folder}"),
-    ):
-        found = []
-        for content in ("one", "two", "one"):
-            file.write_text(content)
-            found.append(cell_digest(words, "cpu", "1"))
-        assert len(set(found)) == 2
-        assert found[0] == found[2]
-
-
-def test_another_file_behind_smollm2_is_another_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("spectrum", "smollm2")
-    monkeypatch.delenv("KVPROF_SMOLLM2", raising=False)
-    found = [cell_digest(words, "cpu", "1")]
-    file = tmp_path / "one.gguf"
-    monkeypatch.setenv("KVPROF_SMOLLM2", str(tmp_path))
-    for content in ("one", "two"):
-        file.write_text(content)
-        found.append(cell_digest(words, "cpu", "1"))
-    assert len(set(found)) == 3
-    monkeypatch.setenv("KVPROF_SMOLLM2", str(file))
-    assert cell_digest(words, "cpu", "1") == found[-1]
 
 
 def test_set_fills_placeholders_as_one_word_and_narrows_the_matrix(tmp_path: Path) -> None:
@@ -286,10 +268,9 @@ def test_a_model_may_have_cells_and_measures_of_its_own(tmp_path: Path) -> None:
     assert [cell.words for cell, _ in one.cells] == [
         ("plan", "my/llama", "--method", method, "--rate", "0.5") for method in ("fdc", "palu")
     ]
-    (entry,) = run([one], tmp_path, FakeRunner({"fdc": 0.96, "palu": 1.2})).entries
+    (entry,) = run([one], tmp_path, FakeRunner({"fdc": 0.96, "palu": 0.8})).entries
     assert entry["stand_in"] == "A llama instead of the paper's."
-    # The verdict is the profile's: 0.96 is enough, and 0.8 times Palu's is above half.
-    assert [line["measured"] for line in entry["lines"]] == [0.96, pytest.approx(0.8)]
+    assert [line["measured"] for line in entry["lines"]] == [0.96, pytest.approx(1.2)]
     assert entry["verdict"] == "reproduced"
     (own,) = planned(tmp_path, text)
     assert {cell.words[1] for cell, _ in own.cells} == {"reference"}
@@ -323,7 +304,7 @@ def test_what_is_missing_here_cannot_be_judged(
     text = TEXT.replace("    matrix:", f"    needs: {needs}\n    matrix:")
     (one,) = planned(tmp_path, text, machine=machine)
     found = run([one], tmp_path, FakeRunner({}))
-    assert verdicts(found) == ["cannot be judged here"]
+    assert verdicts(found) == ["not testable here"]
     assert found.entries[0]["lacking"]
     assert re.search(said, found.entries[0]["reasons"][0])
 
@@ -341,11 +322,11 @@ def test_data_that_the_user_must_bring(tmp_path: Path) -> None:
 def test_what_kvprof_cannot_judge_is_run_and_left_open(tmp_path: Path) -> None:
     text = TEXT.replace("judged: true", "judged: the claim is about 32 GPUs")
     found = run(planned(tmp_path, text), tmp_path, FakeRunner({"fdc": 0.96, "kq": 0.95}))
-    assert verdicts(found) == ["cannot be judged here"]
+    assert verdicts(found) == ["not testable here"]
     assert not found.entries[0]["lacking"]
     assert found.entries[0]["lines"][0]["holds"]
     assert verdicts(run(planned(tmp_path, profile="paper"), tmp_path, FakeRunner({}))) == [
-        "cannot be judged here"
+        "not testable here"
     ]
 
 
@@ -354,12 +335,12 @@ def test_later_entries_replace_earlier_ones_unless_they_know_less(tmp_path: Path
     bad = run(planned(tmp_path), tmp_path / "b", FakeRunner({"fdc": 0.1, "kq": 0.95})).entries
     left = run(planned(tmp_path), tmp_path / "c", FakeRunner({}), lambda: True).entries
     broken = run(planned(tmp_path), tmp_path / "d", FakeRunner({"fdc": "x", "kq": "y"})).entries
-    assert [e["verdict"] for e in merge_entries(good, bad)] == ["reproduced in direction"]
+    assert [e["verdict"] for e in merge_entries(good, bad)] == ["trend only"]
     assert [e["verdict"] for e in merge_entries(good, left)] == ["reproduced"]
-    assert [e["verdict"] for e in merge_entries(good, broken)] == ["cannot be judged here"]
+    assert [e["verdict"] for e in merge_entries(good, broken)] == ["not testable here"]
     # A run that measured everything and found it open says more than an older verdict.
-    open_ = [{**good[0], "verdict": "cannot be judged here"}]
-    assert [e["verdict"] for e in merge_entries(good, open_)] == ["cannot be judged here"]
+    open_ = [{**good[0], "verdict": "not testable here"}]
+    assert [e["verdict"] for e in merge_entries(good, open_)] == ["not testable here"]
     lacking = [{**open_[0], "lacking": True}]
     assert [e["verdict"] for e in merge_entries(good, lacking)] == ["reproduced"]
     other = [{**bad[0], "machine": "an H200"}]

@@ -15,11 +15,11 @@ from kvprof.commands.recipe_run import run_recipes
 from kvprof.errors import ExitCode
 from kvprof.records.files import read_result
 from kvprof.reproduction.cells import Outcome
-from kvprof.reproduction.ledger import NOT_JUDGED, NOT_REPRODUCED
+from kvprof.reproduction.ledger import NOT_REPRODUCED, NOT_TESTABLE
 from tests.commands.running import Finished, kvprof
 
 # Two cells between them: spectra of the reference model, and one layer's attention on the CPU.
-NAMES = ("fdc-table-3", "zack-table-6", "palu-table-10", "tale-fig-2")
+NAMES = ("fdc-table-3", "zack-table-6", "palu-fig-6", "tale-fig-2")
 
 SHIPPED = Path(__file__).parents[2] / "recipes"
 FEWER = {
@@ -80,23 +80,14 @@ def test_every_measure_is_had_and_every_recipe_judged(entries: dict[str, Any]) -
         for line in entry["lines"]:
             assert line["measured"] is not None, (name, line["missing"])
         # Only a limit inside an interval may keep any of these from a verdict.
-        if entry["verdict"] == NOT_JUDGED:
+        if entry["verdict"] == NOT_TESTABLE:
             assert any(line["uncertain"] for line in entry["lines"]), name
 
 
 def test_equal_cells_ran_once(folder: Path, entries: dict[str, Any]) -> None:
-    resolved = json.loads((folder / "resolved.json").read_text("utf-8"))
-    digests = [cell["digest"] for one in resolved["recipes"] for cell in one["cells"]]
-    assert (len(digests), len(set(digests))) == (4, 2)
     assert len(list((folder / "cells").iterdir())) == 2
     of = {name: entry["lines"][0]["measured"] for name, entry in entries.items()}
     assert of["fdc-table-3"] == of["zack-table-6"]
-
-
-def test_what_holds_by_construction_holds_and_says_so(entries: dict[str, Any]) -> None:
-    lines = entries["palu-table-10"]["lines"]
-    assert all(line["holds"] and line["by_construction"] for line in lines)
-    assert entries["palu-table-10"]["verdict"] == "reproduced"
 
 
 def test_a_second_run_measures_nothing(folder: Path, entries: dict[str, Any]) -> None:

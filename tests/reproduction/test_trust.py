@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvprof.records.cases import MOST_UNATTRIBUTED
-from kvprof.reproduction.ledger import NOT_JUDGED, REPRODUCED, judge_line, verdict_of
+from kvprof.reproduction.ledger import NOT_TESTABLE, REPRODUCED, judge_line, verdict_of
 from kvprof.reproduction.measures import Measured, measure_all
 from kvprof.reproduction.recipe import Line, Measure
 
@@ -190,8 +190,8 @@ FIGURE = Measure("gain", cell="jct", figure="ttft_seconds", where={"case": "fdc 
         (0.0, REPRODUCED),
         (MOST_UNATTRIBUTED, REPRODUCED),
         (-MOST_UNATTRIBUTED, REPRODUCED),
-        (MOST_UNATTRIBUTED + 0.01, NOT_JUDGED),
-        (-0.4, NOT_JUDGED),
+        (MOST_UNATTRIBUTED + 0.01, NOT_TESTABLE),
+        (-0.4, NOT_TESTABLE),
     ],
 )
 def test_a_request_whose_parts_do_not_add_up_is_not_judged(
@@ -201,7 +201,7 @@ def test_a_request_whose_parts_do_not_add_up_is_not_judged(
     judged = judge_line(Line(measures[-1].id, "above", (0.0,)), found)
     assert found.value is not None  # it is shown nevertheless
     assert verdict_of([judged]) == verdict
-    if verdict == NOT_JUDGED:
+    if verdict == NOT_TESTABLE:
         assert "fdc 1k" in str(found.doubt)
         assert ("has no part" in str(found.doubt)) is (unattributed > 0)
 

@@ -17,6 +17,7 @@ item: Table 7
 claim: The method keeps most of the accuracy.
 published:
   - {id: kept, value: 0.95, unit: share of accuracy, cell: "Table 7, row FDC"}
+direction: The method keeps more than another.
 judged: true
 set: {rate: "0.30"}
 profiles:
@@ -31,10 +32,10 @@ measures:
   - {id: ratio, divide: [rate_fdc, worst]}
 verdict:
   - {measure: rate_fdc, published: kept, at_least: 0.95, tolerance: 0.01}
-  - {measure: ratio, above: 0.5, direction: true}
+  - {measure: ratio, at_least: 1, direction: true}
 """
 
-CPU = Machine("a CPU, 2 threads", (), lambda _: True, lambda _: True)
+CPU = Machine("some CPU, 2 threads", (), lambda _: True, lambda _: True)
 
 
 def write(folder: Path, text: str = TEXT, name: str = "small-claim") -> Path:

@@ -9,7 +9,7 @@ from tests.records.sample import ENVIRONMENT
 _LINE = {
     "measure": "kept", "unit": None, "published": "kept", "check": "at_least", "limit": [0.95],
     "tolerance": 0.01, "tolerance_share": None, "direction": False, "note": None, "measured": 0.97,
-    "by_construction": None, "interval": [0.95, 0.99], "missing": None, "doubt": None,
+    "interval": [0.95, 0.99], "missing": None, "doubt": None,
     "holds": True, "uncertain": False,
 }  # fmt: skip
 _PUBLISHED = {
@@ -25,9 +25,12 @@ def recipe_entry(name: str, verdict: str, **more: Any) -> dict[str, Any]:
         "paper": "FDC",
         "item": "Table 7",
         "claim": "It keeps the accuracy.",
+        "direction": "It keeps more than another.",
         "profile": "smoke",
         "stand_in": "A small model.",
         "verdict": verdict,
+        "model": "smollm2",
+        "gpu": None,
         "reasons": [],
         "lacking": False,
         "failed": False,
@@ -38,7 +41,6 @@ def recipe_entry(name: str, verdict: str, **more: Any) -> dict[str, Any]:
             {
                 "id": "a",
                 "command": "kvprof plan",
-                "digest": "0",
                 "seconds": 2.0,
                 "known": False,
                 "message": None,
@@ -68,13 +70,11 @@ def recipe_result() -> dict[str, Any]:
     prose = {**_PUBLISHED, "value": None, "low": 0.93, "high": 0.97}
     entries = [
         recipe_entry("fdc-table-7", "reproduced"),
-        recipe_entry(
-            "fdc-table-8", "reproduced in direction", lines=[unsure, weaker], published=[prose]
-        ),
+        recipe_entry("fdc-table-8", "trend only", lines=[unsure, weaker], published=[prose]),
         recipe_entry("fdc-table-9", "not reproduced", lines=[fails]),
         recipe_entry(
             "fdc-table-10",
-            "cannot be judged here",
+            "not testable here",
             lines=[],
             cells=[],
             lacking=True,
