@@ -322,25 +322,6 @@ def _kernels(*paths: str) -> str:
     return _rows(head, (cells(row) for path in paths for row in _kernel_section(path)["rows"]))
 
 
-def _schedules() -> str:
-    section = _kernel_section("schedules")
-    rows = []
-    for row, cut in zip(section["rows"], section["schedules"], strict=True):
-        assert (row["schedule"], row["batch"]) == (cut["schedule"], cut["batch"])
-        rows.append(
-            (
-                f"`{row['schedule']}`",
-                str(row["batch"]),
-                f"{cut['predicted']:.2f}",
-                f"{cut['measured']:.2f}",
-                f"{1e6 * median(row['seconds']):,.1f}",
-                f"{row['speedup']:.2f}×",
-            )
-        )
-    head = ("schedule", "batch", "longest over mean, predicted", "measured", "µs", "speed-up")
-    return _rows(head, rows)
-
-
 def _kernels_inputs() -> str:
     record = _record(_KERNELS)
     gpu, packages = (record["environment"][key] for key in ("gpus", "packages"))
@@ -618,7 +599,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "papers": _papers,
     "quantisers": _quantisers, "variants": _variants, "shapes": _shapes, "literal": _literal,
     "rates": _rates, "frontier-inputs": _frontier_inputs, "claims": _claims,
-    "kernels": _kernels, "schedules": _schedules, "kernels-inputs": _kernels_inputs,
+    "kernels": _kernels, "kernels-inputs": _kernels_inputs,
     "verdicts": _verdicts, "cell-commands": _cell_commands, "one-pass": _one_pass,
     "widths": _widths, "rotations": _rotations, "running": _running, "decoded": _decoded,
     "answers": _answers, "uncompressed": _uncompressed,

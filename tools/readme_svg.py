@@ -1,7 +1,7 @@
 """Draw a screen of the live view from a recorded run, as the README shows it.
 
     python tools/readme_svg.py kvprof/assets/demo --to docs/images/tui.svg
-    python tools/readme_svg.py RUN --to balance.svg --keys 3 --until 0.8 --light
+    python tools/readme_svg.py RUN --to cache.svg --keys 3 --until 0.8 --light
 
 The first line draws the README's picture, which a test holds against the view as it is. The run is
 a folder with events, or its events. --until stops the replay after that share of the run's time, as

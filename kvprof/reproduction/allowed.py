@@ -75,7 +75,6 @@ _FREE = frozenset(
         "--router",
         "--sample",
         "--sample-steps",
-        "--schedule",
         "--seconds",
         "--seed",
         "--seeds",

@@ -52,7 +52,7 @@ def prefill_file(
         "num_heads": first.num_heads, "num_kv_heads": first.num_kv_heads,
         "head_dim": first.qk_head_dim, "fingerprint": loaded.fingerprint,
     }  # fmt: skip
-    empty = {key: [] for key in ("parts", "steps", "layers", "memory", "balance")}
+    empty = {key: [] for key in ("parts", "steps", "layers", "memory")}
     data = {
         "mode": "real", "shape": {**shape, **changes.get("shape", {})}, "baseline": "full",
         "cases": cases, **empty, "telemetry": {}, "requests": None, "capacity": None,
