@@ -68,7 +68,7 @@ class Run:
         return path
 
     def bench(self, methods: str, **options: Any) -> dict[str, Any]:
-        """Run the benchmark; returns its rows, baselines, schedules and warnings."""
+        """Run the benchmark; returns its rows, baselines and warnings."""
         options["seqs"] = tuple(self.tokens(seq) for seq in options.pop("seqs"))
         request = BenchRequest(
             methods=tuple(methods.split(",")),
@@ -105,18 +105,6 @@ def decode(run: Run) -> dict[str, Any]:
 def defaults(run: Run) -> dict[str, Any]:
     """Time what ``kvprof bench`` times by default, decode only: recorded profiles of ranks."""
     return run.bench("fdc,kq,palu,tale", seqs=(SEQ,), batches=(8,), phases=("decode",))
-
-
-def schedules(run: Run) -> dict[str, Any]:
-    """Compare the ways to cut the ragged work, measured on the GPU's own clock."""
-    return run.bench(
-        "fdc",
-        seqs=(SEQ,),
-        batches=(8, 1),
-        phases=("decode",),
-        schedules=("equal", "lpt"),
-        ranks=run.ranks("ragged", RAGGED),
-    )
 
 
 def prefill(run: Run) -> dict[str, Any]:
@@ -206,7 +194,7 @@ def online(run: Run) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
     "decode": decode, "online": online, "prefill": prefill, "long_levels": long_segments,
-    "palu": palu, "schedules": schedules, "defaults": defaults,
+    "palu": palu, "defaults": defaults,
 }  # fmt: skip
 
 
@@ -242,7 +230,7 @@ def show(name: str, part: dict[str, Any]) -> None:
     for row in part.get("rows", ()):
         middle = statistics.median(row["seconds"])
         print(
-            f"  {row['phase']} b{row['batch']} {row['seq']} {row['method']} {row['schedule']}: "
+            f"  {row['phase']} b{row['batch']} {row['seq']} {row['method']}: "
             f"{middle * 1e6:.1f} us, {row['speedup'] or 0:.3f}x of {row['baseline']}, "
             f"{row['tb_per_s']:.3f} TB/s, error {row['error']:.1e}, rate {row['rate']}"
         )

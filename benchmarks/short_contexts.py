@@ -206,7 +206,7 @@ class Case:
         def whole(rows: Any) -> Tensor:
             return torch.tensor(rows, dtype=torch.int32, device=self.bench.device)
 
-        scheduled = [whole([*cut.items, *none]), whole(cut.parts), whole([]), whole([])]
+        scheduled = [whole([*cut.items, *none]), whole(cut.parts)]
         return Schedule(whole(self.lengths), None, scheduled)
 
     def run(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,11 +172,10 @@ class Case:
         Of the reference.
     schedule : str or None
         How the work was cut.
+    makespan_over_mean : float or None
+        The busiest multiprocessor's work over the mean of all, by the cost model.
     ranks : dict or None
         ``keys`` and ``values``: widths per stored head; None for full width.
-    trace : callable or None
-        Runs once more and returns every piece's ``begin``, ``end`` and ``multiprocessor``, on a
-        GPU; None where the work is not cut.
     note : str or None
         What the reader should know about the figure.
     """
@@ -192,8 +190,8 @@ class Case:
     scaling: float
     softcap: float = 0.0
     schedule: str | None = None
+    makespan_over_mean: float | None = None
     ranks: dict[str, list[int]] | None = None
-    trace: Callable[[], Any] | None = None
     note: str | None = None
 
     def error(self, output: Tensor) -> float:

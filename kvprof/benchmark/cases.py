@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +36,6 @@ __all__ = [
 
 
 _Run = Callable[[Tensor], Tensor]
-_Trace = Callable[[Tensor], Any]
-_DEFAULT = "equal"
 
 
 def sinks_of(workload: Workload, heads: int, group: int) -> Tensor | None:
@@ -54,7 +51,7 @@ def ragged_case(
     workload: Workload,
     widths: Widths,
     *,
-    schedule: str | None = None,
+    cut: bool = False,
     group: int | None = None,
     path: str = "auto",
 ) -> Case:
@@ -68,12 +65,12 @@ def ragged_case(
         Of the method.
     workload : Workload
     widths : Widths
-    schedule : str, optional
-        How the work is cut; None takes the kernel's own default and is no row's choice.
+    cut : bool
+        Whether the row tells how a GPU's work is cut, and how evenly by the cost model.
     group : int, optional
         Query heads per stored head where KV heads share latents; G by default.
     path : str
-        Of a prefill: ``triton`` where schedules are compared, which a library would ignore.
+        Of a prefill.
     """
     shape = workload.shape
     layout = RaggedLayout(
@@ -86,11 +83,12 @@ def ragged_case(
     query = workload.random(source, *sizes, layout.query_offsets[-1])
     sinks = sinks_of(workload, layout.heads, layout.group)
     how = _decode if workload.phase == "decode" else _prefill
-    call, trace = how(workload, layout, query, sinks, schedule or _DEFAULT, path)
-    note = None
+    call, evenness = how(workload, layout, query, sinks, path)
+    cut, note = cut and workload.device.type == "cuda", None
     plain = sinks is None and not shape.softcap  # what torch's own kernels can do
     if workload.phase == "prefill" and workload.device.type == "cuda" and path == "auto" and plain:
-        schedule, words = _prefill_path(workload, layout, schedule or _DEFAULT)
+        library, words = _prefill_path(workload, layout)
+        cut = cut and library < layout.heads
         note = f"{name}: prefill at {workload.seq:,} tokens, batch {workload.batch}, runs {words}"
 
     def run(buffer: Tensor) -> Callable[[], Tensor]:
@@ -111,9 +109,9 @@ def ragged_case(
         ),
         scaling=shape.scaling,
         softcap=shape.softcap,
-        schedule=schedule,
+        schedule="equal" if cut else None,
+        makespan_over_mean=evenness() if cut else None,
         ranks={"keys": list(widths.keys), "values": list(widths.values)},
-        trace=None if trace is None else lambda: trace(buffers[0]),
         note=note,
     )
 
@@ -123,15 +121,14 @@ def _decode(
     layout: RaggedLayout,
     query: Tensor,
     sinks: Tensor | None,
-    schedule: str,
     _: str,
-) -> tuple[_Run, _Trace | None]:
-    step = decode_step(layout, workload.device, schedule=schedule)
-    cut = step.cut([workload.seq] * workload.batch)
+) -> tuple[_Run, Callable[[], float]]:
+    step, lengths = decode_step(layout, workload.device), [workload.seq] * workload.batch
+    cut = step.cut(lengths)
     scaling, softcap = workload.shape.scaling, workload.shape.softcap
     return (
         lambda buffer: step.run(query, buffer, cut, scaling, softcap=softcap, sinks=sinks),
-        lambda buffer: step.trace(query, buffer, cut, scaling, softcap=softcap, sinks=sinks),
+        lambda: step.predicted_makespan_over_mean(lengths),
     )
 
 
@@ -140,9 +137,8 @@ def _prefill(
     layout: RaggedLayout,
     query: Tensor,
     sinks: Tensor | None,
-    schedule: str,
     path: str,
-) -> tuple[_Run, _Trace | None]:
+) -> tuple[_Run, Callable[[], float]]:
     scaling, softcap = workload.shape.scaling, workload.shape.softcap
     lengths = torch.full((workload.batch,), workload.seq, dtype=torch.int32, device=workload.device)
 
@@ -155,35 +151,28 @@ def _prefill(
             scaling,
             softcap=softcap,
             sinks=sinks,
-            schedule=schedule,
             path=path,
             host_lengths=[workload.seq] * workload.batch,
         )
 
-    def trace(buffer: Tensor) -> Any:
+    def evenness() -> float:
         step = prefill_step(
-            layout,
-            workload.seq,
-            workload.device,
-            schedule=schedule,
-            element_size=buffer.element_size(),
+            layout, workload.seq, workload.device, element_size=workload.dtype.itemsize
         )
-        return step.trace(query, buffer, lengths, scaling, softcap=softcap, sinks=sinks)
+        return step.blocks.makespan_over_mean
 
-    return run, trace if path == "triton" else None
+    return run, evenness
 
 
-def _prefill_path(
-    workload: Workload, layout: RaggedLayout, schedule: str
-) -> tuple[str | None, str]:
-    """Return the schedule, or None where no head's work is cut by it, and who computes the heads.
+def _prefill_path(workload: Workload, layout: RaggedLayout) -> tuple[int, str]:
+    """Return how many heads torch's own kernels compute, and in words who computes the heads.
 
     On a GPU the kernel takes the faster of Triton and torch's own kernels, as it measures.
     """
-    choice = measured_path(layout, workload.seq, workload.dtype, workload.device, schedule=schedule)
+    choice = measured_path(layout, workload.seq, workload.dtype, workload.device)
     library = sum(path == "library" for path in choice.paths)
     words = f"{library} of {layout.heads} heads through torch's own kernels, the others by Triton's"
-    return schedule if library < layout.heads else None, words
+    return library, words
 
 
 def ragged_samples(
@@ -494,9 +483,7 @@ def _segments_samples(
         )
 
 
-def build_case(
-    method: Method, workload: Workload, schedule: str | None, *, path: str = "auto"
-) -> Case:
+def build_case(method: Method, workload: Workload, *, path: str = "auto") -> Case:
     """Make the inputs of a method and return its call.
 
     Parameters
@@ -504,7 +491,6 @@ def build_case(
     method : Method
         Not ``full``, which is the best of the baselines.
     workload : Workload
-    schedule : str or None
     path : str
         See `ragged_case`.
 
@@ -519,6 +505,4 @@ def build_case(
     if method.form == "latents":
         return palu_case(method.name, workload, method.kept)
     group = workload.shape.num_heads // len(method.kept.keys)
-    return ragged_case(
-        method.name, workload, method.kept, schedule=schedule, group=group, path=path
-    )
+    return ragged_case(method.name, workload, method.kept, cut=method.cut, group=group, path=path)

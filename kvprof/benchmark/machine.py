@@ -36,15 +36,12 @@ class Machine:
         How it was measured.
     device_cache_bytes : int
         Of the largest cache between the kernels and memory.
-    multiprocessors : int or None
-        Of the GPU.
     """
 
     device: torch.device
     tb_per_s: float | None
     bandwidth_what: str
     device_cache_bytes: int
-    multiprocessors: int | None
 
     @property
     def is_gpu(self) -> bool:
@@ -60,7 +57,6 @@ def open_machine(device: torch.device) -> Machine:
             cpu_read_bandwidth(),
             f"256 MiB summed by NumPy on {usable_threads()} threads, the best of 5",
             _cpu_cache(),
-            None,
         )
     facts = torch.cuda.get_device_properties(device)
     try:
@@ -68,9 +64,7 @@ def open_machine(device: torch.device) -> Machine:
         what = "a sum over 2 GiB, the median of 20"
     except torch.OutOfMemoryError:
         bandwidth, what = None, "not measured: the GPU has no 2 GiB free"
-    return Machine(
-        device, bandwidth, what, int(facts.L2_cache_size), int(facts.multi_processor_count)
-    )
+    return Machine(device, bandwidth, what, int(facts.L2_cache_size))
 
 
 def free_bytes(device: torch.device) -> int:

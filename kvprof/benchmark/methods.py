@@ -90,7 +90,7 @@ class Method:
 
     @property
     def cut(self) -> bool:
-        """Whether the ragged kernels run it, whose work can be cut in several ways."""
+        """Whether the ragged kernels run it, for heads of unlike width."""
         return self.form == "ragged" and self.low_rank
 
     @property

@@ -7,11 +7,9 @@ from kvprof.benchmark.methods import named_plans
 from kvprof.benchmark.shape_plans import parse_method
 from kvprof.errors import UsageError
 
-__all__ = ["DEFAULT_METHODS", "PHASES", "SCHEDULES", "BenchRequest"]
+__all__ = ["DEFAULT_METHODS", "PHASES", "BenchRequest"]
 
 PHASES = ("decode", "prefill")
-#: Ways to cut the work, of either phase; ``all`` on the command line means these.
-SCHEDULES = ("equal", "lpt", "rows")
 DEFAULT_METHODS = ("full", "fp8", "fdc", "kq", "palu", "tale", "fdc-4bit")
 
 
@@ -30,7 +28,7 @@ class BenchRequest:
         and a quantised form takes the ranks of the rate and has a higher one of its own.
     ranks : str, Path or None
         Widths from a file instead of the recorded profile; see `kvprof.benchmark.ranks.ranks_from`.
-    phases, methods, schedules : tuple of str
+    phases, methods : tuple of str
         Methods are those of `kvprof.benchmark.shape_plans.parse_method`, and the names of `plans`.
     plans : tuple of str
         Files of saved plans; each is named by its file.
@@ -51,7 +49,6 @@ class BenchRequest:
     ranks: str | Path | None = None
     phases: tuple[str, ...] = PHASES
     methods: tuple[str, ...] = DEFAULT_METHODS
-    schedules: tuple[str, ...] = ("equal",)
     plans: tuple[str, ...] = ()
     dtype: str = "auto"
     repeats: int | None = None
@@ -70,14 +67,9 @@ class BenchRequest:
             raise UsageError(f"{self.repeats} repeats say nothing of a spread; give 3 or more")
         if not 0 <= self.rate < 1:
             raise UsageError(f"a rate of {self.rate:g} is not between 0 and 1")
-        for what, given, known in (
-            ("phase", self.phases, PHASES),
-            ("schedule", self.schedules, SCHEDULES),
-        ):
-            if not given or (unknown := [name for name in given if name not in known]):
-                raise UsageError(
-                    f"no {what} {(unknown[0] if given else '')!r}: there are {', '.join(known)}"
-                )
+        unknown = [name for name in self.phases if name not in PHASES]
+        if unknown or not self.phases:
+            raise UsageError(f"no phase {''.join(unknown[:1])!r}: there are {', '.join(PHASES)}")
         if not self.methods:
             raise UsageError("no method was named; --methods takes for example fdc,fp8")
         plans = named_plans(self.plans)

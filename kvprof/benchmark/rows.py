@@ -25,7 +25,7 @@ class Found:
 
     Attributes
     ----------
-    rows, baselines, schedules : list of dict
+    rows, baselines : list of dict
         As in the result's data.
     warnings : list of str
     stopped : str or None
@@ -34,7 +34,6 @@ class Found:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     baselines: list[dict[str, Any]] = field(default_factory=list)
-    schedules: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     stopped: str | None = None
 
@@ -103,8 +102,6 @@ class Timed:
         Samples of the best full-width kernel, taken in turn; None where none ran.
     baseline : str or None
         Its name.
-    evenness : float or None
-        Measured makespan over mean.
     """
 
     name: str
@@ -114,7 +111,6 @@ class Timed:
     error: float
     beside: list[float] | None = None
     baseline: str | None = None
-    evenness: float | None = None
 
 
 def add_row(
@@ -163,7 +159,7 @@ def add_row(
             if timed.beside and right
             else None,
             "error": timed.error if timed.error != float("inf") else None,
-            "makespan_over_mean": timed.evenness,
+            "makespan_over_mean": case.makespan_over_mean,
         }
     )
     what = f"{timed.name}, {workload.name}"
@@ -172,13 +168,10 @@ def add_row(
             f"{what}: the result is wrong (error {timed.error:.2g} against float64), so its time "
             "means nothing and it has no speed-up"
         )
-    row = timed.name
-    if case.schedule not in (None, "equal"):
-        row += f" {case.schedule}"
     if (wide := spread(seconds)) > _SPREAD[workload.device.type]:
-        unsteady.wide[row] = wide
+        unsteady.wide[timed.name] = wide
     if len(seconds) < repeats:
-        unsteady.short[row] = len(seconds)
+        unsteady.short[timed.name] = len(seconds)
     if limit and moved > _OVER * limit and workload.phase == "decode":
         found.warn(
             f"{what}: {moved:.3g} TB/s is more than was measured of memory ({limit:.3g}): either "

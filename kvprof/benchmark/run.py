@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from kvprof.benchmark import schedules as loads
 from kvprof.benchmark.baselines import FullWidth, baseline_builders, full_width
 from kvprof.benchmark.case import Case, Lack, Workload
 from kvprof.benchmark.cases import build_case, ragged_case
 from kvprof.benchmark.limits import flop_rate, largest_context, prefill_length, shortage
 from kvprof.benchmark.machine import Machine, all_threads, free_bytes, gpu_warnings, open_machine
 from kvprof.benchmark.methods import Method, make_methods, named_plans
-from kvprof.benchmark.plans import Widths, full_widths
+from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.rows import TOLERANCE, Found, SampleWarnings, Timed, add_row
 from kvprof.benchmark.shapes import Shape, load_shape
@@ -96,11 +95,7 @@ class _Full:
     error: float
 
 
-def measure(
-    point: Point,
-    methods: list[Method],
-    schedules: tuple[str, ...],
-) -> None:
+def measure(point: Point, methods: list[Method]) -> None:
     """Measure one workload and add what is found to `point.found`.
 
     Parameters
@@ -108,7 +103,6 @@ def measure(
     point : Point
     methods : list of Method
         Those that this phase has.
-    schedules : tuple of str
 
     Raises
     ------
@@ -122,17 +116,11 @@ def measure(
     point.advance()
     if best is None:
         found.warn(f"{workload.name}: no full-width kernel ran, so there are no speed-ups")
-    # Timelines are of one method: those of the others would tell the same of other widths.
-    shown = next((method for method in methods if method.cut), None)
-    shown = shown if len(schedules) > 1 else None
     try:
         for method in methods:
             if method.form != "full":
-                for schedule in _chosen(point, method, schedules):
-                    with _spared(point, method.name):
-                        _method(point, method, schedule, best, shown=method is shown)
-                if method is shown and not point.machine.is_gpu:
-                    _predict(point, method.kept, schedules)
+                with _spared(point, method.name):
+                    _method(point, method, best)
             elif best is not None:
                 timed = Timed(
                     "full",
@@ -160,32 +148,6 @@ def _tell(point: Point, name: str, case: Case, timed: Sampler) -> None:
 
 def _add(point: Point, timed: Timed) -> None:
     add_row(timed, point.machine, point.budget.repeats, point.found, point.unsteady)
-
-
-def _chosen(point: Point, method: Method, asked: tuple[str, ...]) -> list[str | None]:
-    """Return the schedules to run: those asked for that the kernel knows; [None] without choice."""
-    if not method.cut or not point.machine.is_gpu:
-        return [None]
-    known = loads.kernel_schedules(point.workload.phase)
-    chosen: list[str | None] = [name for name in asked if name in known]
-    if not chosen:
-        point.found.warn(
-            f"{point.workload.phase} has no schedule {' or '.join(asked)} (it has "
-            f"{', '.join(known)}), so {method.name} has no row there"
-        )
-    return chosen
-
-
-def _predict(point: Point, widths: Widths, asked: tuple[str, ...]) -> None:
-    """Add what the cost models say of each schedule where there are no clocks to read."""
-    for schedule in asked:
-        if schedule in loads.kernel_schedules(point.workload.phase):
-            expected = loads.predicted(point.workload, widths, schedule, None)
-            point.found.schedules.append(loads.entry(point.workload, schedule, expected, None))
-    point.found.warn(
-        "without a GPU schedules change no time: their loads are predicted, for "
-        f"{loads.ASSUMED_MULTIPROCESSORS} multiprocessors, and not measured"
-    )
 
 
 @contextmanager
@@ -298,18 +260,9 @@ def _baseline(
     return _Full(case, timed, seconds, error)
 
 
-def _method(
-    point: Point,
-    method: Method,
-    schedule: str | None,
-    best: _Full | None,
-    *,
-    shown: bool,
-) -> None:
+def _method(point: Point, method: Method, best: _Full | None) -> None:
     """Time one method in turn with the best baseline, and add its row."""
-    # A library would ignore the schedules that are compared.
-    path = "triton" if shown and point.machine.is_gpu else "auto"
-    case = build_case(method, point.workload, schedule, path=path)
+    case = build_case(method, point.workload)
     timed = sampler(case.runs, point.workload.device)
     error = case.error(timed.output())
     _tell(point, method.name, case, timed)
@@ -321,8 +274,6 @@ def _method(
         seconds=budget.method_seconds,
         should_stop=point.should_stop,
     )
-    count = point.machine.multiprocessors
-    traced = loads.traced(case.trace, count) if case.trace is not None and count else None
     row = Timed(
         method.name,
         case,
@@ -331,14 +282,10 @@ def _method(
         error,
         others[0] if others else None,
         best.case.name if best is not None else None,
-        traced.evenness if traced else None,
     )
     _add(point, row)
     if best is not None and others:
         point.unsteady.compare(method.name, median(others[0]), median(best.seconds))
-    if shown and schedule is not None:
-        expected = loads.predicted(point.workload, method.kept, schedule, count)
-        point.found.schedules.append(loads.entry(point.workload, schedule, expected, traced))
 
 
 _REPEATS = {"cuda": 30, "cpu": 7}
@@ -364,7 +311,7 @@ def run_bench(
     Returns
     -------
     tuple of dict and list of str
-        ``rows``, ``shape``, ``ranks``, ``bandwidth``, ``compute``, ``baselines``, ``schedules`` and
+        ``rows``, ``shape``, ``ranks``, ``bandwidth``, ``compute``, ``baselines`` and
         ``stopped`` (why the run ended before its end, or None), as JSON values; and what makes
         figures doubtful or was left out.
 
@@ -405,7 +352,7 @@ def run_bench(
             bar.advance()
         workloads = _workloads(request, shape, machine, dtype, rate, found)
         if machine.is_gpu:
-            _compile(workloads, chosen, request.schedules, progress)
+            _compile(workloads, chosen, progress)
         with suppress(Interrupted):  # the caller knows that it asked
             try:
                 _measure_all(workloads, chosen, request, machine, found, progress, should_stop)
@@ -422,7 +369,6 @@ def run_bench(
             "best of 3",
         },
         "baselines": found.baselines,
-        "schedules": found.schedules,
         "stopped": found.stopped,
     }
     return data, found.warnings
@@ -492,12 +438,7 @@ def _shortened(workload: Workload, machine: Machine, rate: float, found: Found) 
     return replace(workload, seq=length)
 
 
-def _compile(
-    workloads: list[Workload],
-    chosen: list[Method],
-    schedules: tuple[str, ...],
-    progress: Progress,
-) -> None:
+def _compile(workloads: list[Workload], chosen: list[Method], progress: Progress) -> None:
     """Compile the kernels of all rows at once: one after the other they took half of a run.
 
     A row that cannot be made is left out here, and says why when it is measured.
@@ -507,10 +448,9 @@ def _compile(
             full = full_widths(workload.shape)
             cases = [partial(ragged_case, "kvprof", workload, full, path="triton")]
             cases += [
-                partial(build_case, method, workload, schedule, path="triton")
+                partial(build_case, method, workload, path="triton")
                 for method in chosen
                 if method.form != "full" and method.lacks(workload.phase) is None
-                for schedule in (schedules if method.cut else (None,))
             ]
             for build in cases:
                 with suppress(KvprofError, Lack, MemoryError, RuntimeError, TritonError):
@@ -543,7 +483,7 @@ def _measure_all(
             continue
         with progress(workload.name, len(present) + 1) as bar:
             point = Point(workload, machine, budget, should_stop, bar.advance, found)
-            measure(point, present, request.schedules)
+            measure(point, present)
         for text in gpu_warnings(machine.device, before=False):
             found.warn(f"{workload.name}: {text}")
 

@@ -141,16 +141,6 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            "--schedule",
-            metavar="LIST",
-            help="How work is cut: equal, lpt (decode), rows (prefill), or all to compare them. "
-            "Default equal.",
-            show_default=False,
-        ),
-    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -279,7 +269,6 @@ def bench(
                 "--batch": batch is not None,
                 "--ranks": ranks is not None,
                 "--phase": phase is not None,
-                "--schedule": schedule is not None,
                 "--dtype": dtype != "auto",
                 "--device": device != "auto",
                 "--repeats": repeats is not None,
@@ -302,7 +291,7 @@ def bench(
     sent.refuse_without_load()
     model = _file_of(model, gguf)
     if jct:
-        refuse_kernel_options({"--seq": seq, "--phase": phase, "--schedule": schedule})
+        refuse_kernel_options({"--seq": seq, "--phase": phase})
         bench_jct(
             asked,
             outputs,
@@ -321,12 +310,11 @@ def bench(
     asked.refuse_without_jct()
     outputs.check()
     seqs = tuple(read_counts("100k" if seq is None else seq, what="--seq"))
-    schedule = "equal" if schedule is None else schedule
     resolved = resolve_device(device)
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.benchmark.request import DEFAULT_METHODS, SCHEDULES, BenchRequest
+        from kvprof.benchmark.request import DEFAULT_METHODS, BenchRequest
         from kvprof.benchmark.run import run_bench
         from kvprof.commands.steps import calibration_interrupts
 
@@ -339,13 +327,11 @@ def bench(
         phases=_listed(phase or "decode,prefill", "--phase"),
         methods=named or DEFAULT_METHODS,
         plans=plans,
-        schedules=SCHEDULES if schedule == "all" else _listed(schedule, "--schedule"),
         dtype=read_dtype(dtype, resolved),
         repeats=repeats,
         device=resolved,
         seed=seed or 0,
     )
-    _check_schedules(request)
     with graceful_interrupt() as stop:
         with calibration_interrupts():
             data, warnings = run_bench(request, progress=console.track, should_stop=stop)
@@ -400,26 +386,6 @@ def _asked(methods: str | None, plans: list[Path] | None, *, load: bool) -> tupl
     return tuple(dict.fromkeys([*alone, *named, *files]))
 
 
-def _check_schedules(request: "BenchRequest") -> None:
-    """Refuse schedules that would change nothing: no phase of the run, or no CPU, knows them."""
-    from kvprof.benchmark.request import SCHEDULES
-    from kvprof.benchmark.schedules import kernel_schedules
-
-    asked = f"--schedule {','.join(request.schedules)}"
-    known = {
-        phase: [name for name in kernel_schedules(phase) if name in SCHEDULES]
-        for phase in request.phases
-    }
-    if not any(set(request.schedules) & set(names) for names in known.values()):
-        offers = "; ".join(f"{phase} has {', '.join(names)}" for phase, names in known.items())
-        raise UsageError(f"{asked} cuts nothing here: {offers}")
-    if request.device == "cpu" and len(request.schedules) == 1 and request.schedules != ("equal",):
-        raise UsageError(
-            f"{asked} changes nothing on a CPU, whose threads share work in another way; "
-            "--schedule all predicts what each would do on a GPU"
-        )
-
-
 def _inputs(request: "BenchRequest", data: dict[str, Any]) -> dict[str, Any]:
     """Return every resolved input, so that a reader can repeat the run; no path among them."""
     return {
@@ -430,7 +396,6 @@ def _inputs(request: "BenchRequest", data: dict[str, Any]) -> dict[str, Any]:
         "ranks": Path(request.ranks).name if request.ranks is not None else None,
         "phases": list(request.phases),
         "methods": list(request.methods),
-        "schedules": list(request.schedules),
         "dtype": request.dtype,
         "repeats": request.repeats,
         "device": request.device,

@@ -31,7 +31,7 @@ ARCHITECTURES = (80, 90, 100)
 OPERATIONS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/variants.py")))
 
 #: No more than this many variants: a kernel that needs more has too many compile-time parameters.
-MOST = 51
+MOST = 50
 
 
 def variants() -> list[Variant]:

@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any, Generic, TypeVar
 
 from kvprof.records.events import (
-    Balance,
     CaseFinished,
     CaseStarted,
     Event,
@@ -356,7 +355,6 @@ class Case:
     steps : Series of StepFinished
         Of as many runs as are known: those of several take the place of a single one's.
     memory : Series of MemorySample
-    balance : Series of Balance
     """
 
     def __init__(self, started: CaseStarted, most: int | None = None) -> None:
@@ -367,7 +365,6 @@ class Case:
         self._most = most
         self.steps: Series[StepFinished] = Series(most)
         self.memory: Series[MemorySample] = Series(most)
-        self.balance: Series[Balance] = Series(most)
         for stated in started.layers:
             if isinstance(number := stated.get("layer"), int):
                 self.layers[number] = Layer(
@@ -394,8 +391,6 @@ class Case:
                 layer.error, layer.nbytes = event.error, event.nbytes
             case MemorySample():
                 self.memory.add(event)
-            case Balance():
-                self.balance.add(event)
             case CaseFinished():
                 self.finished = event
 

@@ -13,7 +13,6 @@ from kvprof.records.result import to_plain
 __all__ = [
     "EVENTS",
     "PHASES",
-    "Balance",
     "CaseFinished",
     "CaseStarted",
     "Event",
@@ -266,27 +265,6 @@ class MemorySample(Event):
     full_width: int
     peak: int | None = None
     levels: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Balance(Event):
-    """How a schedule loads the multiprocessors in one attention call.
-
-    Attributes
-    ----------
-    schedule, phase : str
-    predicted : list of float
-        Work per multiprocessor, relative to their mean.
-    measured : list of float or None
-        Busy seconds per multiprocessor; None where it was not measured.
-    """
-
-    type: ClassVar[str] = "balance"
-    case: str
-    schedule: str
-    phase: str
-    predicted: list[float]
-    measured: list[float] | None = None
 
 
 @dataclass(frozen=True)

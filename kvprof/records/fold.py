@@ -155,17 +155,6 @@ class Fold(Generic[_Case]):
                 for case in cases
                 for sample in case.memory
             ],
-            "balance": [
-                {
-                    "case": one.case,
-                    "schedule": one.schedule,
-                    "phase": one.phase,
-                    "predicted": one.predicted,
-                    "measured": one.measured,
-                }
-                for case in cases
-                for one in case.balance
-            ],
             "telemetry": self._devices(),
         }
 

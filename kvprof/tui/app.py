@@ -33,7 +33,6 @@ from kvprof.tui.frame import (
 )
 from kvprof.tui.load_page import LoadScreen
 from kvprof.tui.pages import (
-    BalanceScreen,
     CacheScreen,
     LayersScreen,
     LogScreen,
@@ -75,14 +74,13 @@ class LiveApp(App[int]):
     MODES: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {  # type: ignore[assignment]
         "overview": OverviewScreen,
         "layers": LayersScreen,
-        "balance": BalanceScreen,
         "cache": CacheScreen,
         "load": LoadScreen,
         "log": LogScreen,
     }
     DEFAULT_MODE = "overview"
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(n), f"screen({n})", f"screen {n}") for n in range(1, 6)),
+        *(Binding(str(n), f"screen({n})", f"screen {n}") for n in range(1, 5)),
         # What scrolls takes End for itself, unless the key comes here first.
         *(Binding(k.key, k.action, k.word, priority=k.action == "jump") for k in KEYS),
         Binding("N", "request(-1)", "the request before", show=False),
@@ -250,8 +248,6 @@ class LiveApp(App[int]):
             self.choice.sort, self.choice.descending = following, following != "layer"
         elif isinstance(screen, OverviewScreen):
             self.choice.parts_by_size = not self.choice.parts_by_size
-        elif isinstance(screen, BalanceScreen):
-            self.choice.processors_by_load = not self.choice.processors_by_load
         self.draw()
 
     def action_small_parts(self) -> None:

@@ -1,6 +1,5 @@
 """What the screens draw, as Rich renderables that ask the console for its width."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ from kvprof.tui.figures import (
     COLUMNS,
     LayerRow,
     MethodBar,
-    ScheduleLoads,
     difference,
     duration,
     nice_scale,
@@ -28,8 +26,6 @@ from kvprof.views.bars import (
     Ink,
     StackedBars,
     columns,
-    load_columns,
-    load_scales,
 )
 from kvprof.views.jct_data import QUANTITIES
 from kvprof.views.numbers import MISSING, count, number, span
@@ -41,7 +37,6 @@ __all__ = [
     "CacheBars",
     "LayerTable",
     "Levels",
-    "LoadColumns",
     "Telemetry",
     "layer_head",
     "part_table",
@@ -177,71 +172,6 @@ def _total(
         return time, Text()
     style = ink.good() if value < against else ink.bad()
     return time, Text(difference(value, against), style=style)
-
-
-# --- Multiprocessors as columns: what a schedule gave each of them, and what they took.
-
-
-_LOAD_GUTTER = 11
-_WIDEST = 3  # columns of a multiprocessor where there are few
-_LOAD_ROWS = 3  # lines of a bar: an imbalance of a few per cent must show
-
-
-@dataclass(frozen=True)
-class LoadColumns:
-    """Rich renderable of schedules, one column per multiprocessor.
-
-    They share a scale, but for those that it would leave flat.
-
-    Attributes
-    ----------
-    schedules : sequence of ScheduleLoads
-    by_load : bool
-        Sort the multiprocessors by their load instead of by their number.
-    """
-
-    schedules: Sequence[ScheduleLoads]
-    by_load: bool
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        scales = load_scales([loads.highest() for loads in self.schedules])
-        order = "by load" if self.by_load else "by number"
-        for index, (loads, scale) in enumerate(zip(self.schedules, scales, strict=True)):
-            if index:
-                yield Text()
-            head = Text(no_wrap=True, overflow="ellipsis")
-            head.append(f"{loads.schedule}", style="bold")
-            count = len(loads.predicted)
-            head.append(f" · {loads.phase} · {count} multiprocessors {order}")
-            if len(set(scales)) > 1:
-                head.append(f" · a full column is {number(scale)}×")
-            yield head
-            for name, values in (("predicted", loads.predicted), ("measured", loads.measured)):
-                yield from self._columns(name, values, scale, options.max_width)
-
-    def _columns(self, name: str, values: list[float], highest: float, width: int) -> RenderResult:
-        if not values:
-            yield Text(f"  {name}: no", style="dim")
-            return
-        most = max(range(len(values)), key=values.__getitem__)
-        words = f"  {name}: at most {number(values[most])}× the mean (SM {most})"
-        idle = sum(1 for value in values if value == 0)
-        yield Text(words + (f", {idle} idle" if idle else ""), overflow="fold")
-        drawn = sorted(values, reverse=True) if self.by_load else values
-        room = max(8, width - _LOAD_GUTTER)
-        columns = max(1, min(_WIDEST, room // len(drawn)))
-        # Lines of equal length, so that the last one is no stub.
-        per_line = math.ceil(len(drawn) / math.ceil(len(drawn) / room))
-        for first in range(0, len(drawn), per_line):
-            yield from self._rows(drawn[first : first + per_line], first, highest, columns)
-
-    def _rows(self, values: list[float], first: int, highest: float, columns: int) -> RenderResult:
-        for row, bars in enumerate(load_columns(values, highest, _LOAD_ROWS), 1):
-            label = f"{'rank' if self.by_load else 'SM'} {first}" if row == _LOAD_ROWS else ""
-            line = Text(no_wrap=True)
-            line.append(f"{label:>{_LOAD_GUTTER - 1}} ", style="dim")
-            line.append("".join(sign * columns for sign in bars))
-            yield line
 
 
 # --- Bytes of the cache: stored, reserved and at most on the device, against full width;

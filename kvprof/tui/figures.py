@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprof.records.cases import mean, part_times
-from kvprof.records.events import Balance
 from kvprof.records.load import LoadCase
 from kvprof.sizes import format_bytes
 from kvprof.tui.state import CaseState, RunState
-from kvprof.views.bars import relative_loads
 from kvprof.views.numbers import MISSING, change, count, duration
 
 __all__ = [
@@ -21,7 +19,6 @@ __all__ = [
     "LayerFilter",
     "LayerRow",
     "MethodBar",
-    "ScheduleLoads",
     "bars",
     "clock",
     "difference",
@@ -29,7 +26,6 @@ __all__ = [
     "layer_rows",
     "nice_scale",
     "request_words",
-    "schedule_loads",
     "share",
     "shown_parts",
     "size",
@@ -249,8 +245,8 @@ class Choice:
     sort, descending : str, bool
         Column of the table of layers, and its direction.
     layers : LayerFilter
-    parts_by_size, processors_by_load : bool
-        Order of the parts and of the multiprocessors; otherwise as they are numbered.
+    parts_by_size : bool
+        Order of the parts; otherwise as they are numbered.
     small_parts : bool
         Whether parts of little time have rows of their own.
     """
@@ -263,7 +259,6 @@ class Choice:
     descending: bool = False
     layers: LayerFilter = field(default_factory=LayerFilter)
     parts_by_size: bool = False
-    processors_by_load: bool = False
     small_parts: bool = False
 
     def shown_request(self, state: RunState) -> Request | None:
@@ -366,7 +361,7 @@ def _after(names: list[str], name: str | None) -> str | None:
     return names[(names.index(name) + 1) % len(names)] if name in names else names[0]
 
 
-# --- Bars, rows of parts, curves and schedules of the shown cases.
+# --- Bars, rows of parts and curves of the shown cases.
 
 
 @dataclass(frozen=True)
@@ -458,39 +453,3 @@ def tbt_curve(case: CaseState, points: int) -> tuple[list[float], list[float]]:
         entry[2] += weight
     kept = [entry for entry in sums.values() if entry[2] > 0]
     return [c / w for c, _, w in kept], [s / w for _, s, w in kept]
-
-
-@dataclass(frozen=True)
-class ScheduleLoads:
-    """How a schedule loads the multiprocessors.
-
-    Attributes
-    ----------
-    phase, schedule : str
-    predicted, measured : list of float
-        Per multiprocessor, relative to the mean; empty where not measured.
-    """
-
-    phase: str
-    schedule: str
-    predicted: list[float]
-    measured: list[float]
-
-    def highest(self) -> float:
-        """Return the largest load of either."""
-        return max((*self.predicted, *self.measured), default=0.0)
-
-
-def schedule_loads(case: CaseState) -> list[ScheduleLoads]:
-    """Return the loads of the case's schedules, prefill first."""
-    keys = sorted(case.schedules, key=lambda key: key[0] != "prefill")
-    return [_loads_of(case.schedules[key]) for key in keys]
-
-
-def _loads_of(event: Balance) -> ScheduleLoads:
-    return ScheduleLoads(
-        event.phase,
-        event.schedule,
-        relative_loads(event.predicted),
-        relative_loads(event.measured or []),
-    )

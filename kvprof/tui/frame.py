@@ -78,14 +78,13 @@ def text_lines(content: RenderableType, console: Console, width: int) -> list[Te
 SCREENS = {
     "overview": "Overview",
     "layers": "Layers",
-    "balance": "Balance",
     "cache": "Cache",
     "load": "Load",
     "log": "Log",
 }
 
 #: Screens of a run, in the order of the keys from 1 on: of a request, and of servers under load.
-REQUEST_SCREENS = ("overview", "layers", "balance", "cache", "log")
+REQUEST_SCREENS = ("overview", "layers", "cache", "log")
 LOAD_SCREENS = ("load", "log")
 
 
@@ -118,7 +117,7 @@ class Key:
 
 #: In the order of the footer.
 KEYS = (
-    Key("m", "m", "method", "method", "the next method (Layers, Balance, Cache, Load show it)"),
+    Key("m", "m", "method", "method", "the next method (Layers, Cache, Load show it)"),
     Key("b", "b", "baseline", "baseline", "hold the others against the next method"),
     Key("n", "n", "request", "request(1)", "the next batch and lengths, or rate (N: before)"),
     Key(
@@ -126,8 +125,8 @@ KEYS = (
         "s",
         "sort",
         "sort",
-        "parts by size, layers by the next column, SMs by load",
-        ("overview", "layers", "balance"),
+        "parts by size, layers by the next column",
+        ("overview", "layers"),
     ),
     Key(
         "p",
@@ -477,7 +476,7 @@ class HelpScreen(ModalScreen[None]):
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        table.add_row("1–5", "the screens; a load has two: Load and Log")
+        table.add_row("1–4", "the screens; a load has two: Load and Log")
         for key in KEYS:
             table.add_row(key.sign, key.help)
         table.add_row("↑ ↓", "scroll; the mouse works, too: tabs, keys, methods, columns")

@@ -1,4 +1,4 @@
-"""The five screens: overview, layers, cache, balance and log."""
+"""The four screens: overview, layers, cache and log."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,6 @@ from kvprof.tui.drawings import (
     CacheBars,
     LayerTable,
     Levels,
-    LoadColumns,
     Telemetry,
     layer_head,
     part_table,
@@ -28,7 +27,6 @@ from kvprof.tui.figures import (
     clock,
     layer_rows,
     request_words,
-    schedule_loads,
     share,
     shown_parts,
     tbt_curve,
@@ -40,7 +38,7 @@ from kvprof.views.jct_data import byte_unit, peak_name
 from kvprof.views.page import bullets, wrap
 from kvprof.views.plot import LinePlot, Series
 
-__all__ = ["BalanceScreen", "CacheScreen", "LayersScreen", "LogScreen", "OverviewScreen"]
+__all__ = ["CacheScreen", "LayersScreen", "LogScreen", "OverviewScreen"]
 
 # --- Overview: where the time of a request goes, per method; time between tokens; the machine.
 
@@ -389,57 +387,6 @@ class CacheScreen(RunScreen):
             colours=self._colours(series),
         )
         return Group(Text(), plot)
-
-
-# --- Balance: how schedules load the multiprocessors, predicted and measured.
-
-
-class BalanceScreen(RunScreen):
-    """The chosen method's schedules."""
-
-    called = "balance"
-
-    def compose_body(self) -> ComposeResult:
-        """Return the widgets."""
-        with VerticalScroll(id="body"):
-            yield Static(id="title")
-            yield Static(id="loads")
-
-    def draw(self) -> None:
-        """Fill the widgets."""
-        app = self.live
-        case = app.choice.shown_case(app.session.state)
-        seen = (
-            case.name if case is not None else None,
-            case.balance.count if case is not None else 0,
-            app.choice.processors_by_load,
-            app.dark,
-        )
-        self.put("title", seen, lambda: _title(case))
-        elsewhere = any(other.schedules for other in app.choice.shown_cases(app.session.state))
-        self.put("loads", (*seen, elsewhere), lambda: self._loads(case, elsewhere))
-
-    def _loads(self, case: CaseState | None, elsewhere: bool) -> LoadColumns | Text:
-        if case is None:
-            return Text()
-        found = schedule_loads(case)
-        if not found:
-            words = f"no balance of {case.method} was recorded"
-            if elsewhere:
-                words += "; m goes on to a method that has one"
-            elif self.live.session.state.on_cpu():
-                words += " (a CPU has no multiprocessors to load)"
-            return Text(f"\n{words}", style="italic", overflow="fold")
-        return LoadColumns(found, self.live.choice.processors_by_load)
-
-
-def _title(case: CaseState | None) -> Text:
-    title = Text("Balance", style="bold", overflow="fold")
-    if case is None:
-        return title.append(" · no case was started yet", style="not bold")
-    words = f" · {case.method} · {request_words(case.request)}"
-    title.append(f"{words} · work per multiprocessor against their mean\n", style="not bold")
-    return title
 
 
 # --- Log: what happened, warnings, and what the measurement says.

@@ -8,7 +8,6 @@ from typing import Any
 from kvprof.records.cases import Account, Case, Layer, Series
 from kvprof.records.events import (
     PHASES,
-    Balance,
     CaseFinished,
     CaseStarted,
     Event,
@@ -45,8 +44,6 @@ class CaseState(Case):
         What its parts may cost, while some of them are not measured.
     peak : int or None
         Bytes of the device at most.
-    schedules : dict
-        (phase, schedule) to the latest `Balance`.
     version : int
         Grows with every change, so that a screen can tell whether to draw again.
     """
@@ -55,7 +52,6 @@ class CaseState(Case):
         super().__init__(started, _KEPT)
         self.preview: Preview | None = None
         self.peak: int | None = None
-        self.schedules: dict[tuple[str, str], Balance] = {}
         self.version = 0
         self._first_token: float | None = None
 
@@ -100,8 +96,6 @@ class CaseState(Case):
                 self._first_token = event.seconds
             case MemorySample() if event.peak is not None:
                 self.peak = max(self.peak or 0, event.peak)
-            case Balance():
-                self.schedules[event.phase, event.schedule] = event
 
     @property
     def provisional(self) -> bool:
@@ -309,10 +303,6 @@ class RunState(Fold[CaseState]):
         names = ("methods", "batches", "input_lens")
         return sum(outputs) * math.prod(len(_listed(inputs.get(name))) for name in names)
 
-    def on_cpu(self) -> bool:
-        """Tell whether the run measures a CPU."""
-        return self.run is not None and str(self.run.inputs.get("device", "")).startswith("cpu")
-
     def _server_ready(self, event: LoadServer) -> None:
         words = [f"ready after {event.seconds:.3g} s"] if event.seconds else ["ready"]
         if event.engine is not None:
@@ -512,8 +502,6 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
         )
     for sample in own("memory"):
         state.add(MemorySample(time=0.0, **sample))
-    for one in own("balance"):
-        state.add(Balance(time=0.0, **one))
     if row["jct_seconds"] is not None:
         with_it = row["instrumented_seconds"]
         state.add(

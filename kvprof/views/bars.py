@@ -1,16 +1,14 @@
-"""What is drawn in block characters: parts as stacked bars, and multiprocessors under load."""
+"""What is drawn in block characters: parts as stacked bars."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from kvprof.records.cases import Account
 from kvprof.records.parts import ordered_parts, part_of
-from kvprof.views.numbers import MISSING, duration, percent
+from kvprof.views.numbers import duration
 from kvprof.views.page import flow
 
 __all__ = [
@@ -18,257 +16,13 @@ __all__ = [
     "SERIES",
     "Bar",
     "Ink",
-    "LoadLine",
     "StackedBars",
-    "Timelines",
-    "at_once",
     "bar_of",
-    "busy_shares",
     "columns",
-    "load_columns",
-    "load_scales",
-    "longest",
-    "makespan_over_mean",
-    "relative_loads",
 ]
-
-# --- What each multiprocessor did during a step: a line per SM, as high as work was running on it.
-
-
-_FULL = 0.995  # of a slot; what rounding takes from a busy one is no gap
-
-
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    items: Sequence[tuple[float, float]]
-    done: float
-    processors: int = 1
-
-
-@dataclass(frozen=True)
-class Timelines:
-    """Rich renderable of what each SM did under one schedule.
-
-    Attributes
-    ----------
-    pieces : sequence of (sm, start, stop)
-        Of work, in any unit of time.
-    title : str
-        Above them.
-    until : float or None
-        Length of the time axis in that unit, so that schedules can be held against each other;
-        None ends it with the last piece.
-    """
-
-    pieces: Sequence[Sequence[float]]
-    title: str
-    until: float | None = None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.title, style="bold", overflow="fold")
-        pieces = [entry for entry in self.pieces if all(map(math.isfinite, entry))]
-        if not pieces:
-            yield Text("no piece of work was recorded")
-            return
-        begin = min(start for _, start, _ in pieces)
-        own = max(stop for _, _, stop in pieces) - begin
-        until = max(self.until or 0.0, own)
-        by_sm: dict[int, list[tuple[float, float]]] = {}
-        for sm, start, stop in pieces:
-            by_sm.setdefault(int(sm), []).append((start - begin, stop - begin))
-        most = max(at_once(items) for items in by_sm.values())
-        rows = _chosen(by_sm)
-        gutter = max(len(row.name) for row in rows) + 1
-        slots = options.max_width - gutter - len("100.0 %") - 2
-        bars = _ASCII_BARS if options.ascii_only else BARS
-        for row in rows:
-            share = percent(row.done / own if own > 0 else None)
-            if slots < _LEAST_CELLS:
-                yield Text(f"{row.name}: {share}", overflow="fold")
-                continue
-            line = Text(f"{row.name:<{gutter}}")
-            drawn = busy_shares(row.items, until, slots, row.processors * most)
-            line.append("".join(_bar(value, bars) for value in drawn), style="cyan")
-            line.append(f" {share:>{len('100.0 %')}}")
-            yield line
-
-
-def at_once(items: Sequence[tuple[float, float]]) -> int:
-    """Return the largest number of pieces that run at the same time; at least 1.
-
-    Parameters
-    ----------
-    items : sequence of (start, stop)
-    """
-    # At the same moment an end comes before a start: one piece follows the other.
-    moments = sorted([(stop, -1) for _, stop in items] + [(start, 1) for start, _ in items])
-    most = running = 0
-    for _, change in moments:
-        running += change
-        most = max(most, running)
-    return max(1, most)
-
-
-def busy_shares(
-    items: Sequence[tuple[float, float]], until: float, slots: int, room: int = 1
-) -> list[float]:
-    """Return the share of each of `slots` equal times from 0 to `until` that was spent at work.
-
-    Parameters
-    ----------
-    items : sequence of (start, stop)
-    until : float
-    slots : int
-    room : int
-        How many pieces run at once at most.
-    """
-    if until <= 0:
-        return [0.0] * slots
-    length = until / slots
-    busy = [0.0] * slots
-    for start, stop in items:
-        first = min(slots - 1, max(0, int(start / length)))
-        last = min(slots - 1, max(0, int(stop / length)))
-        for slot in range(first, last + 1):
-            inside = min(stop, (slot + 1) * length) - max(start, slot * length)
-            busy[slot] += max(0.0, inside)
-    return [min(1.0, value / length / room) for value in busy]
-
-
-def _chosen(by_sm: Mapping[int, Sequence[tuple[float, float]]]) -> list[_Row]:
-    """Return the first, the median and the last SM to be done, and all of them together."""
-    done = {sm: max(stop for _, stop in items) for sm, items in by_sm.items()}
-    order = sorted(by_sm, key=lambda sm: (done[sm], sm))
-    named = {order[0]: "least loaded"}
-    if len(order) > 2:
-        named[order[len(order) // 2]] = "median"
-    named[order[-1]] = "most loaded"
-    rows = [_Row(f"SM {sm}, {words}", by_sm[sm], done[sm]) for sm, words in named.items()]
-    if len(order) > 1:
-        every = [piece for sm in order for piece in by_sm[sm]]
-        mean = sum(done.values()) / len(order)
-        rows.append(_Row(f"all {len(order)} with work", every, mean, len(order)))
-    return rows
-
-
-def _bar(share: float, bars: Sequence[str]) -> str:
-    if share >= _FULL:
-        return bars[-1]
-    if share <= 1 - _FULL:
-        return bars[0]
-    # Never the empty one for some work, never the full one for less than all.
-    return bars[1 + min(len(bars) - 3, int(share * (len(bars) - 2)))]
-
-
-def longest(entries: Sequence[Mapping[str, Any]]) -> float:
-    """Return the longest makespan of several schedules; 0 without any."""
-    spans = [
-        max(stop for _, _, stop in entry["strips"]) - min(start for _, start, _ in entry["strips"])
-        for entry in entries
-        if entry["strips"]
-    ]
-    return max(spans, default=0.0)
-
-
-# --- How schedules load the multiprocessors: a column per SM, as high as its work.
-
 
 #: A column that grows, in eighths.
 BARS = " ▁▂▃▄▅▆▇█"
-_ASCII_BARS = " .:-=+*#@"
-_LEAST_CELLS = 8
-_FLATTEST = 0.25  # of a full column, below which columns say nothing
-
-
-@dataclass(frozen=True)
-class LoadLine:
-    """Rich renderable of the loads of all SMs, 0 to the largest of the lines it stands among.
-
-    Attributes
-    ----------
-    label : str
-        In front of it.
-    loads : sequence of float
-        Per multiprocessor.
-    most : float
-        What a full column stands for.
-    """
-
-    label: str
-    loads: Sequence[float]
-    most: float
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        ratio = makespan_over_mean(self.loads)
-        behind = MISSING if ratio is None else f"max/mean {ratio:.3f}"
-        slots = options.max_width - len(self.label) - len(behind) - 2
-        label = f"{self.label} "
-        if slots < _LEAST_CELLS:
-            yield Text(self.label.rstrip(), overflow="fold")
-            label, slots = "", max(1, options.max_width - len(behind) - 1)
-        # Several SMs share a column where there is no room for all: the busiest of them counts.
-        each = -(-len(self.loads) // slots)
-        tops = [max(self.loads[i : i + each]) for i in range(0, len(self.loads), each)]
-        line = Text(label)
-        line.append(load_columns(tops, self.most, ascii_only=options.ascii_only)[0], style="cyan")
-        line.append(f" {behind}")
-        yield line
-
-
-def load_columns(
-    loads: Sequence[float], most: float, rows: int = 1, *, ascii_only: bool = False
-) -> list[str]:
-    """Return loads as columns of bars, one text per line from top to bottom.
-
-    Parameters
-    ----------
-    loads : sequence of float
-    most : float
-        What a full column stands for.
-    rows : int
-        Lines that a full column takes; a load that is there shows in the lowest.
-    ascii_only : bool
-    """
-    bars = _ASCII_BARS if ascii_only else BARS
-    full = len(bars) - 1
-    heights = [
-        max(int(load > 0), round(load / most * full * rows)) if most > 0 else int(load > 0)
-        for load in loads
-    ]
-    return [
-        "".join(bars[min(full, max(0, height - full * row))] for height in heights)
-        for row in reversed(range(rows))
-    ]
-
-
-def relative_loads(loads: Sequence[float]) -> list[float]:
-    """Return loads relative to their mean; zeros where nothing is loaded."""
-    mean = sum(loads) / len(loads) if loads else 0.0
-    return [load / mean for load in loads] if mean > 0 else [0.0] * len(loads)
-
-
-def load_scales(highest: Sequence[float]) -> list[float]:
-    """Return what a full column stands for in each of several schedules.
-
-    They share a scale, so that they can be compared, but for those that it would leave flat: these
-    have their own.
-
-    Parameters
-    ----------
-    highest : sequence of float
-        The largest load of each schedule.
-    """
-    most = max(highest, default=0.0)
-    return [most if own >= _FLATTEST * most else own for own in highest]
-
-
-def makespan_over_mean(loads: Sequence[float]) -> float | None:
-    """Return the largest load over the mean; None where nothing is loaded."""
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total > 0 else None
-
-
 #: Glyphs of what a bar stacks that are no parts: levels, and bytes.
 SERIES = "█▓▒░╱╲║≡"
 _LEAST_SLOTS = 12

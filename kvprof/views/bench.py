@@ -13,10 +13,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.sizes import format_bytes
-from kvprof.views.bars import Timelines, longest
 from kvprof.views.figure import draw_curves, panel_figure, titled
 from kvprof.views.numbers import MISSING, count, number, rate_in_bytes, shared, signed_percent, span
-from kvprof.views.page import bullets, ends, framed, heading, paragraph, tidy_csv, weights_row
+from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import Column, DataTable, Ranked, RankedTable, columns
 
@@ -61,11 +60,6 @@ class Group:
         """Such as ``Decode, batch 8, 100k tokens``."""
         return f"{self.phase.capitalize()}, batch {self.batch}, {count(self.seq)} tokens"
 
-    @property
-    def schedules(self) -> list[str]:
-        """How work was cut, each way once; empty where nothing was."""
-        return list(dict.fromkeys(row["schedule"] for row in self.rows if row["schedule"]))
-
 
 _HEIGHT = 14
 _RATE = (
@@ -99,11 +93,6 @@ _ERROR = (
     "Error: of the output, on a sample of its heads, against the same computation in float64 "
     "(relative Frobenius norm). What compression itself costs is the question of kvprof eval."
 )
-_TIMELINE = (
-    "A strip runs from the step's start to the end of the slowest schedule, as high as pieces of "
-    "work run at once on the SM (full height: the most on any). Behind it, when the SM's last "
-    "piece ends, as a share of the schedule's own step."
-)
 
 
 def report(
@@ -130,7 +119,6 @@ def report(
     for members in sweeps(result):
         parts += [Text(), _sweep(members)]
     parts += [Text(), *_roofline(result, found)]
-    parts += _schedules(result)
     return framed(
         result,
         parts,
@@ -276,33 +264,6 @@ def _roofline(result: Mapping[str, Any], found: list[Group]) -> list[RenderableT
             log_y=True,
         )
     ]
-
-
-def _schedules(result: Mapping[str, Any]) -> list[RenderableType]:
-    entries = result["data"]["schedules"]
-    if not entries:
-        return []
-    parts: list[RenderableType] = [
-        heading("Schedules: makespan over the mean of all SMs"),
-        _schedule_table(entries),
-    ]
-    steps = dict.fromkeys((entry["phase"], entry["batch"], entry["seq"]) for entry in entries)
-    drawn = False
-    for step in steps:
-        members = [
-            entry
-            for entry in entries
-            if (entry["phase"], entry["batch"], entry["seq"]) == step and entry["strips"]
-        ]
-        until = longest(members)
-        for entry in members:
-            phase, batch, seq = step
-            title = f"{entry['schedule']} ({phase}, batch {batch}, {count(seq)} tokens)"
-            parts += [Text(), Timelines(entry["strips"], title, until)]
-            drawn = True
-    if drawn:
-        parts += [Text(), paragraph(_TIMELINE, "dim")]
-    return parts
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
@@ -474,11 +435,6 @@ def _drift(group: Group, row: Row) -> float | None:
     return change if abs(change) > _DRIFT else None
 
 
-def _label(row: Row, *, schedules: bool) -> str:
-    """Name a row: its method, and its schedule where several were run."""
-    return f"{row['method']}, {row['schedule']}" if schedules and row["schedule"] else row["method"]
-
-
 def _widths(ranks: Mapping[str, Any] | None, heads: int | None = None) -> str:
     """Write the widths that are kept: ``64 (32–112)``, their mean and their range; or the one.
 
@@ -510,7 +466,6 @@ def context_curves(members: Sequence[Group]) -> list[Series]:
     members : sequence of Group
         Of one phase and batch, by growing context.
     """
-    several = any(len(group.schedules) > 1 for group in members)
     curves: dict[str, dict[int, tuple[float | None, Sequence[float | None]]]] = {}
     for group in members:
         best = _best_baseline(group)
@@ -520,7 +475,7 @@ def context_curves(members: Sequence[Group]) -> list[Series]:
         for row in group.rows:
             seconds = median_seconds(row)
             ends = [_finite(end) for end in row["seconds_interval"] or (None, None)]
-            curves.setdefault(_label(row, schedules=several), {})[group.seq] = (
+            curves.setdefault(row["method"], {})[group.seq] = (
                 None if seconds is None else seconds * 1e3,
                 [None if end is None else end * 1e3 for end in ends],
             )
@@ -627,7 +582,7 @@ _SECONDS_FROM = 10.0  # a table whose times reach this many seconds is not writt
 def _method_table(
     group: Group, shape: Mapping[str, Any], tb_per_s: float | None = None
 ) -> RankedTable:
-    """Return one row per method and schedule at one phase, batch and context.
+    """Return one row per method at one phase, batch and context.
 
     Parameters
     ----------
@@ -668,9 +623,6 @@ def _method_table(
     if _padded(rows):
         buffers = [_bytes(row.get("buffer_bytes")) for row in rows]
         columns.append(Ranked(Column("buffer"), buffers, 8))
-    if len(group.schedules) > 1:
-        cells = [row["schedule"] or MISSING for row in rows]
-        columns.insert(1, Ranked(Column("schedule", words=True), cells))
     if len(baselines) > 1:
         cells = [row["baseline"] or MISSING for row in rows]
         columns.append(Ranked(Column("against", words=True), cells))
@@ -743,20 +695,6 @@ def _baseline_table(group: Group) -> Together | None:
     return Together(*parts)
 
 
-def _schedule_table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
-    """Return the makespan over the mean of each schedule, predicted and measured."""
-    rows = [
-        (
-            entry["schedule"],
-            f"{entry['phase']}, batch {entry['batch']}, {count(entry['seq'])}",
-            _ratio(entry["predicted"]),
-            _ratio(entry["measured"]),
-        )
-        for entry in entries
-    ]
-    return DataTable(columns("schedule", "of", figures=("predicted", "measured")), rows)
-
-
 def _unit(seconds: Sequence[float | None]) -> tuple[float, str]:
     known = [value for value in seconds if value is not None]
     return (1.0, "s") if known and max(known) >= _SECONDS_FROM else (1e3, "ms")
@@ -784,11 +722,6 @@ def _percent(value: float | None) -> str:
 def _times(value: float | None) -> str:
     known = _finite(value)
     return MISSING if known is None else f"{number(known)}×"
-
-
-def _ratio(value: float | None) -> str:
-    known = _finite(value)
-    return MISSING if known is None else f"{known:.3f}"
 
 
 def _bytes(value: float | None) -> str:
@@ -820,7 +753,7 @@ _WIDTHS = tuple(
 
 
 def to_csv(result: Mapping[str, Any]) -> str:
-    """Return one row per method, phase, batch, context and schedule, and per full-width kernel.
+    """Return one row per method, phase, batch and context, and per full-width kernel.
 
     ``kind`` is ``method`` or ``baseline``; a baseline that could not run has no time and a
     ``reason``. ``seconds`` is the median of ``samples`` samples, ``seconds_low`` and

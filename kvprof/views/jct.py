@@ -9,7 +9,7 @@ from rich.text import Text
 from kvprof.records.cases import Account, accounts, mean
 from kvprof.records.parts import UNATTRIBUTED
 from kvprof.sizes import format_bytes
-from kvprof.views.bars import LoadLine, StackedBars, bar_of, load_scales, relative_loads
+from kvprof.views.bars import StackedBars, bar_of
 from kvprof.views.jct_data import (
     QUANTITIES,
     Group,
@@ -174,7 +174,7 @@ def _measured(
         parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
     if table := _layer_table(result, group):
         parts += [Text(), table]
-    return [*parts, *_balance(result, group)]
+    return parts
 
 
 def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
@@ -183,39 +183,6 @@ def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
         if row["by_difference"]:
             marked.setdefault(row["case"], set()).add(row["part"])
     return {case: frozenset(parts) for case, parts in marked.items()}
-
-
-def _balance(result: Mapping[str, Any], group: Group) -> list[RenderableType]:
-    own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
-    lines: list[tuple[str, list[float]]] = []
-    schedules: list[tuple[str, str, str]] = []  # of each line
-    for row in result["data"]["balance"]:
-        if row["case"] not in own:
-            continue
-        for what in ("predicted", "measured"):
-            if row[what]:
-                label = f"{own[row['case']]}, {row['phase']}, {row['schedule']}, {what}"
-                lines.append((label, relative_loads(row[what])))
-                schedules.append((row["case"], row["phase"], row["schedule"]))
-    if not lines:
-        return []
-    room = max(len(label) for label, _ in lines)
-    # What was predicted and what was measured of one schedule have one scale.
-    highest: dict[tuple[str, str, str], float] = {}
-    for schedule, (_, loads) in zip(schedules, lines, strict=True):
-        highest[schedule] = max(highest.get(schedule, 0.0), *loads)
-    scales = dict(zip(highest, load_scales(list(highest.values())), strict=True))
-    title = "Work per multiprocessor, relative to the mean"
-    if len(set(scales.values())) > 1:
-        title += "; schedules that one scale would flatten have their own"
-    return [
-        Text(),
-        Text(title, style="bold", overflow="fold"),
-        *(
-            LoadLine(f"{label:<{room}}", loads, scales[schedule])
-            for schedule, (label, loads) in zip(schedules, lines, strict=True)
-        ),
-    ]
 
 
 def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
@@ -538,10 +505,6 @@ _APART = (
     "of both."
 )
 _ENERGY = "J per token: the energy of the whole request over its output tokens."
-_LONGEST = (
-    "lpt: FDC's longest-first assignment, which gives a head of a sequence to one multiprocessor "
-    "whole; with fewer of them than multiprocessors the others have nothing to do."
-)
 _EXTERNAL = (
     "{engine} {version}: the engine alone, in a process of its own after the others, at full width "
     "with weights of its own drawing, {graphs}, no torch.compile; its time between tokens is the "
@@ -573,8 +536,6 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         found += _external(external)
     if peak_name(result["inputs"]) == "process peak" and data["memory"]:
         found.append(_PROCESS)
-    if any(row["schedule"] == "lpt" for row in data["balance"]):
-        found.append(_LONGEST)
     labels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for case in data["cases"]:
         for name, text in case["labels"].items():
@@ -695,10 +656,6 @@ _COLUMNS = (
     "peak",
     "level",
     "tokens",
-    "schedule",
-    "sm",
-    "predicted",
-    "measured",
     "device",
     "time",
     "name",
@@ -711,8 +668,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
     ``case``: a case's totals. ``part``: a part of a case in one phase. ``step``: a forward pass.
     ``layer``: a layer of a case. ``memory``: the cache's bytes at a context, and ``level``: its
-    tokens per level. ``balance``: a multiprocessor under a schedule. ``telemetry``: a value of a
-    device. Floats are written in full (`repr`).
+    tokens per level. ``telemetry``: a value of a device. Floats are written in full (`repr`).
 
     Parameters
     ----------
@@ -755,18 +711,6 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 "context": row["context"],
                 "level": level,
                 "tokens": tokens,
-            }
-    for row in data["balance"]:
-        measured = row["measured"] or [None] * len(row["predicted"])
-        for sm, (work, busy) in enumerate(zip(row["predicted"], measured, strict=False)):
-            yield {
-                "kind": "balance",
-                **request[row["case"]],
-                "schedule": row["schedule"],
-                "phase": row["phase"],
-                "sm": sm,
-                "predicted": work,
-                "measured": busy,
             }
     for device, found in data["telemetry"].items():
         series = found["series"]

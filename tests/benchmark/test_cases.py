@@ -28,7 +28,7 @@ def workload(shape=SMALL, phase="decode", batch=2, seq=150, dtype=torch.float32,
 
 
 def case(name, where, rate=0.5):
-    return build_case(method_on(name, where.shape, rate), where, None)
+    return build_case(method_on(name, where.shape, rate), where)
 
 
 @pytest.mark.parametrize("shape", [SMALL, SINKS], ids=["plain", "sinks"])
@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
 
 
 def test_a_prefill_is_as_long_as_the_time_allows():
-    machine = Machine(CPU, None, "", 0, None)
+    machine = Machine(CPU, None, "", 0)
     where = workload(load_shape("Llama-3.1-8B"), phase="prefill", batch=1, seq=102_400)
     columns = 32 * 128
     for rate in (1e9, 1e11, 1e13, 1e18):

@@ -1,4 +1,4 @@
-"""On a GPU: graphs, samples in turn, traces. Small: figures come from benchmarks/."""
+"""On a GPU: graphs, samples in turn. Small: figures come from benchmarks/."""
 
 import pytest
 import torch
@@ -22,29 +22,11 @@ def test_all_methods_run_and_are_right():
         rows = [row for row in data["rows"] if row["phase"] == phase]
         assert {row["method"] for row in rows} == methods, warnings
         assert all(row["speedup"] is not None for row in rows), warnings
+        told = [row for row in rows if row["schedule"]]
+        assert all(1 <= row["makespan_over_mean"] < 1.5 for row in told)
+        assert told or phase == "prefill"
     ran = {entry["name"] for entry in data["baselines"] if entry["seconds"]}
     assert {"sdpa-flash", "kvprof"} <= ran
-
-
-@pytest.mark.alone
-def test_schedules_are_measured():
-    data, _ = run_bench(
-        BenchRequest(
-            seqs=(8192,),
-            phases=("decode", "prefill"),
-            methods=("full", "fdc"),
-            repeats=5,
-            schedules=("equal", "lpt", "rows"),
-            device="cuda",
-        )
-    )
-    found = {(entry["phase"], entry["schedule"]): entry for entry in data["schedules"]}
-    assert {("decode", "equal"), ("decode", "lpt"), ("prefill", "rows")} <= set(found)
-    for entry in found.values():
-        assert entry["measured"] >= 1
-        assert all(stop >= start >= 0 for _, start, stop in entry["strips"])
-    decode = {name: found["decode", name]["measured"] for name in ("equal", "lpt")}
-    assert decode["equal"] < decode["lpt"]
 
 
 def test_what_a_captured_call_does_not_write_is_poisoned():

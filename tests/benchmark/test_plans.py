@@ -59,7 +59,7 @@ def placed(shape=SMALL, seq=256):
 )
 def test_what_comes_on_top_is_stored_as_the_plan_says(name):
     (method,) = made(name)
-    built = build_case(method, placed(), None)
+    built = build_case(method, placed())
     output = sampler(built.runs, CPU).output()
     assert built.error(output) < 1e-5
     plan = method.plan
@@ -117,7 +117,7 @@ def test_what_is_calibrated_elsewhere_plans_here_on_heads_that_are_alike(name):
     (method,) = made(name)
     assert "singular values that fall alike" in method.warnings[0]
     assert len(set(method.kept.keys)) == len(set(method.kept.values)) == 1
-    built = build_case(method, placed(), None)
+    built = build_case(method, placed())
     assert built.error(sampler(built.runs, CPU).output()) < 1e-5
     counted = bytes_at(method.plan, 256, itemsize=4, batch=2).total
     assert method.nbytes(2, 256, torch.float32) * SMALL.layers == counted
@@ -179,9 +179,9 @@ def test_a_saved_plan_is_timed_by_its_own_widths_or_refused(name, tmp_path):
     (method,) = made("my.plan", plans=plans)
     named = method_on(name, SMALL)
     assert (method.kept.keys, method.kept.values) == (named.kept.keys, named.kept.values)
-    built = build_case(method, placed(), None)
+    built = build_case(method, placed())
     assert built.error(sampler(built.runs, CPU).output()) < 1e-5
-    assert built.buffer_bytes == build_case(named, placed(), None).buffer_bytes
+    assert built.buffer_bytes == build_case(named, placed()).buffer_bytes
     with pytest.raises(UsageError, match=r"--plan my\.plan: a plan for"):
         made("my.plan", plans=plans, shape=replace(SMALL, head_dim=32))
 
@@ -275,5 +275,5 @@ def test_kq_wf_is_timed_on_a_shape_and_its_bytes_are_the_account():
     parts = stored_parts(plan, 1004)
     assert [part.tokens for part in parts] == [4, 992, 8]
     assert [part.key_bits for part in parts] == [None, "uniform-rms", None]
-    built = build_case(method, placed(), None)
+    built = build_case(method, placed())
     assert built.error(sampler(built.runs, CPU).output()) < 1e-5

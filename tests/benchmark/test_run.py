@@ -56,9 +56,7 @@ def small_run(folder):
     with pytest.MonkeyPatch.context() as patch:
         quickly(patch)
         methods = ("full", "fp8", "fdc", "kq", "palu", "tale", "fdc-4bit")
-        return run_bench(
-            request_for(folder, methods=methods, batches=(1, 2), schedules=("equal", "lpt"))
-        )
+        return run_bench(request_for(folder, methods=methods, batches=(1, 2)))
 
 
 def test_every_row_has_the_agreed_keys_and_fits_together(small_run):
@@ -115,22 +113,6 @@ def test_ranks_and_shape_are_told(small_run):
     assert data["bandwidth"]["tb_per_s"] == 0.02
 
 
-def test_without_a_gpu_schedules_are_predicted_once_per_place_and_said(small_run):
-    data, warnings = small_run
-    found = [(entry["schedule"], entry["batch"]) for entry in data["schedules"]]
-    assert sorted(found) == [("equal", 1), ("equal", 2), ("lpt", 1), ("lpt", 2)]
-    for entry in data["schedules"]:
-        assert entry["predicted"] >= 1
-        assert entry["measured"] is None
-        assert entry["strips"] is None
-    by_name = {(e["schedule"], e["batch"]): e["predicted"] for e in data["schedules"]}
-    # Four whole heads on 132 multiprocessors leave 128 of them idle.
-    assert by_name["lpt", 1] >= 33
-    assert by_name["equal", 1] < by_name["lpt", 1]
-    assert any("predicted" in text and "132" in text for text in warnings)
-    assert all(row["schedule"] is None for row in data["rows"])
-
-
 def test_the_result_is_valid_and_says_what_does_not_run(small_run):
     data, warnings = small_run
     result = build_result(
@@ -146,7 +128,6 @@ def test_the_result_is_valid_and_says_what_does_not_run(small_run):
             "ranks": None,
             "phases": ["decode"],
             "methods": ["full"],
-            "schedules": ["equal", "lpt"],
             "dtype": "float32",
             "repeats": 3,
             "device": "cpu",
@@ -285,7 +266,6 @@ def test_widths_off_the_grid_warn(folder, tmp_path, monkeypatch):
         ({"repeats": 2}, "2 repeats"),
         ({"rate": 1.0}, "rate of 1"),
         ({"phases": ("train",)}, "no phase 'train'"),
-        ({"schedules": ("fast",)}, "no schedule 'fast'"),
         ({"methods": ("zip",)}, "'zip' is unknown"),
         ({"methods": ()}, "no method"),
     ],

@@ -131,7 +131,7 @@ def test_without_full_the_first_method_is_the_baseline(asked: Any) -> None:
         (("--input-len", "1k"), "--input-len means nothing without --jct"),
         (("--composed", "--check"), "--composed and --check means nothing without --jct"),
         (("--jct", "--seq", "4k"), "--seq means nothing with --jct"),
-        (("--jct", "--schedule", "all", "--phase", "decode"), "--phase and --schedule"),
+        (("--jct", "--seq", "4k", "--phase", "decode"), "--seq and --phase"),
         (("--jct", "--trace", "fdc/arxiv", "--input-len", "1k"), "lengths of its own"),
         (("--jct", "--requests", "10"), "--trace"),
         (("--jct", "--check", "--composed"), "both ways"),

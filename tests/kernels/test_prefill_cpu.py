@@ -162,9 +162,8 @@ def test_it_compiles_as_one_operator():
 
 
 def test_tuning_survives_as_numbers():
-    tuning = Tuning(fused=1, pieces=9, own=((64, 48, Tile(1, 2, 3, 4, 5, 6)),))
+    tuning = Tuning(Tile(1, 2, 3, 4, 5, 6), narrow_values=48, pieces=9)
     assert Tuning.of(tuning.numbers) == tuning
-    assert tuning.tile(64, 48).rows == 1
     small, large = Tuning().tile(128, 128, 2, 64 * 1024), Tuning().tile(128, 128)
     assert (small.keys, small.stages) == (16, 2)  # never one: the kernel says why
     assert large.keys > small.keys

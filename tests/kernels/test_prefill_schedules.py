@@ -13,11 +13,10 @@ from kvprof.kernels.prefill.schedules import (
     SCHEDULES,
     Work,
     cut_blocks,
-    grown_blocks,
     makespan_over_mean,
 )
-from kvprof.kernels.prefill.tuning import Kind, Tile, Tuning, head_tiles
-from kvprof.kernels.tables import Chunks, columns
+from kvprof.kernels.prefill.tuning import Tile, Tuning, head_tiles
+from kvprof.kernels.tables import Chunks
 
 widths = st.integers(1, 16).map(lambda n: 16 * n)
 RAGGED = RaggedLayout((112, 96, 80, 64, 48, 48, 32, 32), (32, 48, 64, 64, 112, 80, 64, 48), 4, 1, 1)
@@ -49,11 +48,10 @@ def slow_cost(work, sequence, head, first, rows):
     st.sampled_from([0, 0, 1, 100]),
     st.sampled_from(SCHEDULES),
     st.integers(1, 40),
-    st.booleans(),
     st.data(),
 )
 def test_every_row_is_in_exactly_one_block(
-    pairs, group, tokens, past, window, schedule, programs, fused, data
+    pairs, group, tokens, past, window, schedule, programs, data
 ):
     keys, values = zip(*pairs, strict=True)
     layout = RaggedLayout(keys, values, group, len(past), 2000)
@@ -65,31 +63,27 @@ def test_every_row_is_in_exactly_one_block(
         past=tuple(past),
         window=window,
         schedule=schedule,
-        tuning=Tuning(fused=int(fused)),
         multiprocessors=programs,
         heads=heads,
     )
     seen = torch.zeros(len(past), len(pairs), tokens * group, dtype=torch.int64)
     table = step.table.tolist()
-    for row, head, first, rows, _ in table:
+    for row, head, first, rows in table:
         assert rows > 0
         assert first + rows <= tokens * group
         seen[row, head, first : first + rows] += 1
     assert (seen[:, heads] == 1).all()
     assert int(seen.sum()) == seen[:, heads].numel()
-    # Every launch has its own part of the table, and the kinds of its heads.
+    # Every launch has its own part of the table, and the kind of its heads.
     at = 0
     for launch in step.launches:
         assert launch.first == at
         at += launch.blocks
-        for _, head, _, _, kind in table[launch.first : at]:
-            first_column = kind * len(columns(Kind))
-            own = launch.kinds[first_column : first_column + len(Chunks._fields)]
+        for _, head, _, _ in table[launch.first : at]:
+            own = launch.kind[: len(Chunks._fields)]
             assert (sum(own[:4]), sum(own[4:])) == pairs[head]
     assert at == len(table)
-    assert (
-        len(step.launches) == 1 if fused else len(step.launches) == len({pairs[h] for h in heads})
-    )
+    assert len(step.launches) == len({pairs[head] for head in heads})
 
 
 @settings(max_examples=30, deadline=None)
@@ -106,7 +100,7 @@ def test_costs_are_what_the_kernel_visits(group, tokens, past, window, schedule,
     tile = Tile(32, 16, 4, 2, 1)
     tuning = Tuning(tile, tile, tile, tile)
     work = work_of(layout, tokens, (past,), window, tuning=tuning)
-    blocks = cut_blocks(schedule, work, (0, 1), programs, pieces=3, step=16)
+    blocks = cut_blocks(schedule, work, (0, 1), programs, pieces=3)
     for item, cost in zip(blocks.items, blocks.costs, strict=True):
         assert cost == pytest.approx(slow_cost(work, *item))
         assert work.cost(item) == pytest.approx(cost)
@@ -114,32 +108,15 @@ def test_costs_are_what_the_kernel_visits(group, tokens, past, window, schedule,
 
 def test_equal_blocks_are_tall_where_the_causal_length_is_short():
     work = work_of(RAGGED, 32768)
-    blocks = cut_blocks("equal", work, range(8), 132, pieces=4, step=16)
+    blocks = cut_blocks("equal", work, range(8), 132, pieces=4)
     assert list(blocks.costs) == sorted(blocks.costs, reverse=True)
     mean = sum(blocks.costs) / len(blocks.costs)
     assert 490 <= len(blocks.costs) <= 560
     assert max(blocks.costs) < 1.3 * mean
     own = sorted(item[2:] for item in blocks.items if item[1] == 0)
     assert own[0][1] > 3 * own[-1][1]
-    plain = cut_blocks("plain", work, range(8), 132, pieces=4, step=16)
+    plain = cut_blocks("plain", work, range(8), 132, pieces=4)
     assert blocks.makespan_over_mean < plain.makespan_over_mean
-
-
-def test_grown_blocks_are_the_papers():
-    # d_sum of 257 and 65: the narrow head's blocks are 128 · 257 / 65 = 506 rows, 512 of 16s.
-    layout = RaggedLayout((128, 32), (128, 32), 1, 1, 1)
-    items = grown_blocks(work_of(layout, 2048), (0, 1), 10)
-    wide = [rows for _, head, _, rows in items if head == 0]
-    narrow = [rows for _, head, _, rows in items if head == 1]
-    assert wide == [128] * 16
-    # 20 blocks are two rounds of ten: nothing is split.
-    assert narrow == [512] * 4
-    # Twelve programs leave a last round of 8: wl = (4 · 128 · 257 + 4 · 512 · 65) / 12.
-    items = grown_blocks(work_of(layout, 2048), (0, 1), 12)
-    load = (4 * 128 * 257 + 4 * 512 * 65) / 12
-    assert items[12][3] == round(load / 257 / 16) * 16
-    assert items[-2][3] == round(load / 65 / 16) * 16
-    assert all(rows % 16 == 0 for *_, rows in items)
 
 
 def test_a_makespan_is_that_of_whoever_is_free_first():
@@ -151,7 +128,7 @@ def test_a_makespan_is_that_of_whoever_is_free_first():
 def test_an_unknown_schedule_is_refused():
     work = work_of(RaggedLayout((64, 32), (64, 32), 2, 1, 1), 256)
     with pytest.raises(UsageError, match="schedule"):
-        cut_blocks("none", work, (0,), 1, pieces=1, step=16)
+        cut_blocks("none", work, (0,), 1, pieces=1)
 
 
 def test_each_class_takes_its_faster_path():

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvprof.records.events import (
-    Balance,
     CaseFinished,
     CaseStarted,
     Event,
@@ -177,16 +176,6 @@ class _Run:
             error = 0.0 if kept == 1 else 0.01 * (1 + layer) * self.chance.uniform(0.9, 1.1)
             nbytes = round(self._full_width(input_len + self.steps) * kept / self.layers)
             yield LayerMeasured(time=self.now, case=case, layer=layer, error=error, nbytes=nbytes)
-        for schedule, spread in (("equal", 0.3), ("lpt", 0.02)):
-            work = [max(0.1, self.chance.gauss(1.0, spread)) for _ in range(16)]
-            yield Balance(
-                time=self.now,
-                case=case,
-                schedule=schedule,
-                phase="decode",
-                predicted=[one * len(work) / sum(work) for one in work],
-                measured=[one * 1e-5 for one in work] if schedule == "equal" else None,
-            )
         yield CaseFinished(
             time=self.now,
             case=case,

@@ -18,7 +18,7 @@ from tests.tui.test_figures import two_requests
 
 def test_numbers_go_to_the_screens(tmp_path):
     numbers = {str(number): name for number, name in enumerate(REQUEST_SCREENS, 1)}
-    turns = ["5", *numbers]
+    turns = ["4", *numbers]
     for number, found in zip(turns, in_turn(tmp_path, *turns), strict=True):
         assert found["mode"] == numbers[number]
         assert f"[{number} {SCREENS[numbers[number]]}]" in found["text"]
@@ -48,10 +48,9 @@ def test_n_goes_to_the_next_request_and_back(tmp_path):
 
 
 def test_s_sorts_what_the_screen_lists(tmp_path):
-    overview, layers, balance = in_turn(tmp_path, ("s",), ("2", "s"), ("3", "s"))
+    overview, layers = in_turn(tmp_path, ("s",), ("2", "s"))
     assert overview["choice"].parts_by_size
     assert "ms ▼" in layers["text"]
-    assert "multiprocessors by load" in balance["text"]
 
 
 def test_space_holds_the_view_and_nothing_is_lost(tmp_path):
@@ -152,7 +151,7 @@ def test_leaving_a_recorded_run_asks_nothing(tmp_path, key):
     assert show(recorded(tmp_path), tmp_path, steps) == 0
 
 
-@pytest.mark.parametrize("screen", range(1, 6))
+@pytest.mark.parametrize("screen", range(1, 5))
 def test_the_timer_may_tick_while_the_view_closes(tmp_path, screen):
     async def steps(app, pilot):
         await press(app, pilot, str(screen))

@@ -142,7 +142,7 @@ class TestQuittingWhileItMeasures:
             await press(app, pilot, "q", "s", "q")
             start = time.monotonic()
             await press(app, pilot, "s", "3")
-            assert app.current_mode == "balance"
+            assert app.current_mode == "cache"
             assert time.monotonic() - start < 1.5
             assert worker.running
             await until(app, pilot, lambda: not worker.running)
@@ -190,7 +190,7 @@ def test_a_model_that_fails_half_way_shows_its_last_words(folder):
         assert "✖ the measurement failed" in shown
         assert "exit code 1: kvprof: the GPU fell off the bus" in shown
         assert "so far" in shown  # what was measured stays in sight
-        await press(app, pilot, "5")
+        await press(app, pilot, "4")
         assert "says" in text(app)
         await pilot.press("q")
 
@@ -299,7 +299,7 @@ def test_silence_before_a_case_may_be_work(tmp_path):
 
 def test_forty_columns_are_answered_in_a_line(tmp_path):
     async def steps(app, pilot):
-        for number in "12345":
+        for number in "1234":
             shown = await press(app, pilot, number)
             assert "needs 60 columns" in " ".join(shown.split())
             assert "has 40 and 20" in " ".join(shown.split())
@@ -323,7 +323,7 @@ def test_events_faster_than_the_eye_leave_the_keys_alive(tmp_path):
         go = app.action_show
         app.action_show = lambda name: (answered.append(session.state.end), go(name))
         await pilot.press("3")
-        assert app.current_mode == "balance"
+        assert app.current_mode == "cache"
         assert answered == [None]  # before everything was read
         await until(app, pilot, lambda: session.state.end is not None)
 
@@ -341,7 +341,7 @@ def test_no_name_reaches_the_terminal_as_a_command(tmp_path):
     session.name = f"a run {HOSTILE}"
 
     async def look(app, pilot):
-        for key in "12345":
+        for key in "1234":
             shown = await press(app, pilot, key)
             assert not UNPRINTABLE.findall(shown)
             assert "[red]" in shown

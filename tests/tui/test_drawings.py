@@ -2,18 +2,16 @@
 
 import io
 import math
-import random
 
 import pytest
 from rich.console import Console
 
-from kvprof.records.events import Balance, CaseStarted, MemorySample, TelemetrySample
+from kvprof.records.events import CaseStarted, MemorySample, TelemetrySample
 from kvprof.records.parts import PARTS, UNTIMED, part_of
 from kvprof.tui.drawings import (
     CacheBars,
     LayerTable,
     Levels,
-    LoadColumns,
     Telemetry,
     layer_head,
     part_table,
@@ -25,7 +23,6 @@ from kvprof.tui.figures import (
     LayerFilter,
     bars,
     layer_rows,
-    schedule_loads,
     shown_parts,
 )
 from kvprof.tui.frame import (
@@ -82,7 +79,6 @@ def everything(state, ink):
             ink,
         ),
         "telemetry": Telemetry(state.devices, ink),
-        "loads": LoadColumns(schedule_loads(case), False),
         "cache": CacheBars(choice.shown_cases(state), case, "device peak"),
         "levels": Levels("tale", {"full": 12, "half": 88}),
         "layers": LayerTable(rows),
@@ -220,50 +216,6 @@ class TestPartTable:
         lines = table(state_of(events[: len(events) - 40]), width=100)
         completion = next(line for line in lines if "completion" in line)
         assert "%" not in completion
-
-
-class TestBalance:
-    def many(self, count, measured=True):
-        chance = random.Random(1)
-        state = RunState()
-        state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
-        work = [chance.uniform(0.5, 1.5) for _ in range(count)]
-        taken = [1e-5 * one for one in work] if measured else None
-        state.add(Balance(0.0, "c", "lpt", "decode", work, taken))
-        return schedule_loads(state.cases["c"])
-
-    @pytest.mark.parametrize("width", WIDTHS)
-    @pytest.mark.parametrize("count", [1, 16, 132, 160])
-    def test_every_multiprocessor_has_a_column(self, width, count):
-        lines = drawn(LoadColumns(self.many(count, measured=False), False), width)
-        lowest = [line[11:] for line in lines if " SM " in line[:11]]
-        wide = 3 if 3 * count <= width - 11 else max(1, (width - 11) // count)
-        assert sum(len(line) for line in lowest) == wide * count
-
-    def test_the_worst_is_named_with_its_load(self):
-        loads = self.many(20)[0]
-        worst = max(range(20), key=loads.predicted.__getitem__)
-        lines = drawn(LoadColumns([loads], False))
-        assert f"at most {loads.predicted[worst]:.2f}× the mean (SM {worst})" in lines[1]
-
-    def test_by_load_the_heights_fall(self):
-        lines = drawn(LoadColumns(self.many(40), True), 200)
-        heights = [" ▁▂▃▄▅▆▇█".index(sign) for sign in lines[2][11:].rstrip()]
-        assert heights == sorted(heights, reverse=True)
-
-    def test_a_schedule_that_another_would_flatten_has_a_scale_of_its_own(self):
-        state = RunState()
-        state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
-        state.add(Balance(0.0, "c", "equal", "decode", [1.0] * 39 + [1.1], None))
-        alone = drawn(LoadColumns(schedule_loads(state.cases["c"]), False))
-        state.add(Balance(0.0, "c", "lpt", "decode", [40.0] + [0.0] * 39, None))
-        both = drawn(LoadColumns(schedule_loads(state.cases["c"]), False))
-        assert "a full column is 1.10×" in both[0]
-        assert both[1 : len(alone)] == alone[1:]
-        assert not any("full column" in line for line in alone)
-
-    def test_what_was_not_measured_is_said(self):
-        assert "  measured: no" in drawn(LoadColumns(self.many(8, measured=False), False))
 
 
 class TestCache:

@@ -2,14 +2,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvprof.records.events import Balance, CaseStarted, PartSample, StepFinished
+from kvprof.records.events import CaseStarted, PartSample, StepFinished
 from kvprof.records.parts import UNTIMED
 from kvprof.tui.figures import (
     Choice,
     bars,
     difference,
     nice_scale,
-    schedule_loads,
     share,
     shown_parts,
     tbt_curve,
@@ -140,20 +139,6 @@ class TestCurve:
         state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
         state.add(StepFinished(0.0, "c", "prefill", 0, 8, 9.0))
         assert tbt_curve(state.cases["c"], 60) == ([], [])
-
-
-class TestScheduleLoads:
-    def test_loads_are_relative_to_their_own_mean(self):
-        state = RunState()
-        state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
-        state.add(Balance(0.0, "c", "lpt", "decode", [2.0, 4.0], [1e-5, 3e-5]))
-        state.add(Balance(0.0, "c", "rows", "prefill", [0.0, 0.0], None))
-        prefill, decode = schedule_loads(state.cases["c"])
-        assert decode.predicted == pytest.approx([2 / 3, 4 / 3])
-        assert decode.measured == pytest.approx([0.5, 1.5])
-        assert decode.highest() == pytest.approx(1.5)
-        assert prefill.predicted == [0.0, 0.0]
-        assert prefill.measured == []
 
 
 @pytest.mark.parametrize(

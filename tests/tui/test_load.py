@@ -84,7 +84,7 @@ class TestScreen:
     def test_a_run_of_requests_has_no_such_screen(self, tmp_path):
         async def steps(app, pilot):
             assert "Load" not in text(app).splitlines()[0]
-            await press(app, pilot, "5")
+            await press(app, pilot, "4")
             assert app.current_mode == "log"
 
         show(recorded(tmp_path, stream()), tmp_path, steps)

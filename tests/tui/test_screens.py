@@ -31,7 +31,7 @@ from tests.tui.running import (
 class TestMouse:
     def test_a_click_on_a_tab_goes_there(self, tmp_path):
         async def steps(app, pilot):
-            column = text(app).splitlines()[0].index("4 Cache")
+            column = text(app).splitlines()[0].index("3 Cache")
             await pilot.click("#tabs", offset=(column + 1, 0))
             await settle(app, pilot)
             assert app.current_mode == "cache"
@@ -110,7 +110,7 @@ class TestScreens:
 
     def test_before_anything_was_measured_every_screen_says_so(self, tmp_path):
         async def steps(app, pilot):
-            shown = [await press(app, pilot, str(number)) for number in range(1, 5)]
+            shown = [await press(app, pilot, str(number)) for number in range(1, 4)]
             assert "nothing was measured yet" in shown[0]
             assert all("no case was started yet" in one for one in shown[1:])
             assert "preparing case 1 of 3" in shown[0]
@@ -119,7 +119,7 @@ class TestScreens:
 
     def test_the_log_tells_what_happened_and_wraps(self, tmp_path):
         async def steps(app, pilot):
-            shown = await press(app, pilot, "5")
+            shown = await press(app, pilot, "4")
             assert "! warning fdc b1 in2048 out9: the first step was slow" in shown
             assert "finished: everything was measured" in shown
             await resize(app, pilot, (62, 40))
@@ -130,7 +130,7 @@ class TestScreens:
     def test_what_wraps_in_the_log_hangs_below_its_text(self, tmp_path):
         words = " ".join(f"word{number}" for number in range(20))
         events = [*stream(("full",))[:1], Warned(0.0, words)]
-        lines = keys(tmp_path, "5", events=events, size=(62, 40))["text"].splitlines()
+        lines = keys(tmp_path, "4", events=events, size=(62, 40))["text"].splitlines()
         first = next(i for i, line in enumerate(lines) if "word0" in line)
         last = next(i for i, line in enumerate(lines) if "word19" in line)
         assert last > first + 1
@@ -140,22 +140,8 @@ class TestScreens:
 
     def test_lines_of_the_log_are_as_wide_as_the_screen(self, tmp_path):
         events = [*stream(("full",))[:1], Warned(0.0, "word " * 19 + "last")]
-        lines = keys(tmp_path, "5", events=events, size=(130, 40))["text"].splitlines()
+        lines = keys(tmp_path, "4", events=events, size=(130, 40))["text"].splitlines()
         assert sum("word" in line for line in lines) == 1
-
-    def test_a_method_without_a_balance_points_at_one_that_has_it(self, tmp_path):
-        events = [
-            event
-            for event in stream(("full", "fdc"))
-            if event.type != "balance" or event.case.startswith("fdc")
-        ]
-        shown = keys(tmp_path, "3", "m", events=events)["text"]
-        assert "no balance of full was recorded; m goes on to a method that has one" in shown
-        without = [event for event in events if event.type != "balance"]
-        shown = keys(tmp_path / "cpu", "3", events=without)["text"]
-        assert "no balance of fdc was recorded (a CPU has no multiprocessors to load)" in shown
-        gpu = [replace(without[0], inputs={"device": "cuda:0"}), *without[1:]]
-        assert "a CPU" not in keys(tmp_path / "gpu", "3", events=gpu)["text"]
 
     def test_layers_that_were_not_timed_say_why(self, tmp_path):
         events = stream(("full",))
@@ -216,7 +202,7 @@ class TestScreens:
         assert session.status().startswith("● finishing · ")
 
     def test_the_cache_shows_bytes_levels_and_growth(self, tmp_path):
-        shown = keys(tmp_path, "4", events=stream(("full", "tale")), size=(120, 50))["text"]
+        shown = keys(tmp_path, "3", events=stream(("full", "tale")), size=(120, 50))["text"]
         for word in (
             "logical",
             "allocated",
@@ -238,7 +224,7 @@ class TestScreens:
     @pytest.mark.parametrize("width", [80, 120, 200])
     def test_screens_use_the_width_they_have(self, tmp_path, width):
         async def steps(app, pilot):
-            for number in range(1, 6):
+            for number in range(1, 5):
                 lines = (await press(app, pilot, str(number))).splitlines()
                 assert max(map(len, lines)) <= width
                 assert not any("…" in line for line in lines[3:-3]), number

@@ -41,7 +41,6 @@ def figures(state: RunState) -> dict:
             },
             "memory": [(one.context, one.logical, one.levels) for one in case.memory],
             "peak": case.peak,
-            "balance": {key: one.predicted for key, one in case.schedules.items()},
             "steps": [(one.context, one.seconds, one.weight) for one in case.steps],
         }
         for name, case in state.cases.items()

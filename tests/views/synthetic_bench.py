@@ -9,7 +9,6 @@ from kvprof.views.page import render_text
 from tests.records.sample import ENVIRONMENT
 
 SWEEP: dict[str, Any] = {"seqs": (102_400, 4096, 32_768)}
-CUTS: dict[str, Any] = {"schedules": ("equal", "lpt"), "batches": (8,), "phases": ("decode",)}
 LIMIT = 4.54  # TB/s
 ARITHMETIC = 7.5e14  # flop/s
 KEYS = [48, 32, 80, 96, 64, 48, 112, 80]
@@ -25,11 +24,11 @@ METHODS = {
     "tale": (0.158, 0.775, 0.702),
     "fdc-4bit": (0.141, 0.5, 0.688),
 }
-CUT = ("fdc", "kq")  # what a schedule cuts; the others have no choice
+CUT = ("fdc", "kq")  # whose work is told how it was cut
 BASELINES = {"cudnn": 0.986, "flash": 0.944, "kvprof": 0.981}
 
 
-def row(method: str, phase: str, batch: int, seq: int, schedule: str | None = "equal") -> Any:
+def row(method: str, phase: str, batch: int, seq: int) -> Any:
     kept, flop, share = METHODS[method]
     share *= min(1.0, 0.8 + 0.05 * batch) * seq / (seq + 2000)
     cache = FULL_BYTES * seq * batch * kept
@@ -40,7 +39,6 @@ def row(method: str, phase: str, batch: int, seq: int, schedule: str | None = "e
         flops *= seq / 2
         seconds = flops / (6.0e14 * (0.9 if flop < 1 else 1.0))
         full = 4 * 32 * 128 * seq * batch * seq / 2 / 6.1e14
-    seconds *= {"equal": 1.0, "lpt": 1.31, "rows": 1.04, None: 1.0}[schedule]
     widths = {"keys": KEYS, "values": VALUES}
     if method in ("fp8", "tale"):
         widths = {"keys": [128] * 8, "values": [128 if method != "tale" else 64] * 8}
@@ -52,7 +50,7 @@ def row(method: str, phase: str, batch: int, seq: int, schedule: str | None = "e
         "batch": batch,
         "seq": seq,
         "dtype": "bfloat16",
-        "schedule": schedule,
+        "schedule": "equal" if method in CUT else None,
         "ranks": widths if method != "full" else None,
         "rate": 1 - kept,
         "seconds": [seconds * (1 + 0.004 * step) for step in (-2, -1, 0, 1, 2)],
@@ -67,7 +65,7 @@ def row(method: str, phase: str, batch: int, seq: int, schedule: str | None = "e
         "speedup": full / seconds,
         "speedup_interval": [0.994 * full / seconds, 1.006 * full / seconds],
         "error": 0.0021 if method != "fp8" else 0.0312,
-        "makespan_over_mean": 1.02 if schedule == "equal" else None,
+        "makespan_over_mean": 1.02 if method in CUT else None,
     }
 
 
@@ -86,46 +84,18 @@ def baseline(name: str, phase: str, batch: int, seq: int) -> dict[str, Any]:
     return place | {"seconds": [seconds] * 3, "reason": None}
 
 
-def schedule(name: str, seq: int) -> dict[str, Any]:
-    """Return 132 SMs, of which the later ones have more to do unless the cut is equal."""
-    strips = []
-    for sm in range(132):
-        if name == "equal":
-            items = [(0.0, 0.4e-3), (0.402e-3, 0.405e-3 + sm * 2e-8)]
-        elif sm < 64:
-            items = [(0.0, 0.3e-3 + sm * 3e-6)]
-        else:
-            continue
-        strips += [[sm, start, stop] for start, stop in items]
-    return {
-        "schedule": name,
-        "phase": "decode",
-        "batch": 8,
-        "seq": seq,
-        "predicted": 1.004 if name == "equal" else 2.61,
-        "measured": 1.013 if name == "equal" else 2.72,
-        "strips": strips,
-    }
-
-
 def bench_result(
     *,
     seqs: tuple[int, ...] = (102_400,),
     batches: tuple[int, ...] = (1, 8),
     phases: tuple[str, ...] = ("decode", "prefill"),
     methods: tuple[str, ...] = tuple(METHODS),
-    schedules: tuple[str | None, ...] = ("equal",),
     complete: bool = True,
 ) -> dict[str, Any]:
-    """Return a result of every combination; schedules are told apart when there are several."""
+    """Return a result of every combination."""
     places = [(p, b, s) for p in phases for b in batches for s in seqs]
     data = {
-        "rows": [
-            row(m, *place, how)
-            for place in places
-            for m in methods
-            for how in (schedules if m in CUT else (None,))
-        ],
+        "rows": [row(method, *place) for place in places for method in methods],
         "shape": {
             "name": "Llama-3.1-8B",
             "layers": 32,
@@ -144,9 +114,6 @@ def bench_result(
         "baselines": [
             baseline(name, *place) for place in places for name in (*BASELINES, "flashinfer")
         ],
-        "schedules": [schedule(str(how), seqs[-1]) for how in schedules]
-        if len(schedules) > 1
-        else [],
     }
     environment = copy.deepcopy(ENVIRONMENT) | {
         "gpus": [{"name": "NVIDIA H200", "memory_bytes": 2**37, "compute_capability": "9.0"}]
@@ -162,7 +129,6 @@ def bench_result(
             "ranks": None,
             "phases": list(phases),
             "methods": list(methods),
-            "schedules": list(schedules),
             "dtype": "bfloat16",
             "device": "cuda:0",
             "repeats": 5,

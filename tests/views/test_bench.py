@@ -8,7 +8,7 @@ import pytest
 
 from kvprof.views.bench import groups
 from kvprof.views.numbers import number
-from tests.views.synthetic_bench import CUTS, METHODS, SWEEP, bench_result, flat, text_of
+from tests.views.synthetic_bench import METHODS, SWEEP, bench_result, flat, text_of
 
 
 def block(text: str, title: str) -> list[str]:
@@ -107,7 +107,7 @@ def test_prefill_is_held_against_arithmetic_not_bandwidth() -> None:
     )
 
 
-@pytest.mark.parametrize("settings", [{}, SWEEP, CUTS], ids=["plain", "sweep", "schedules"])
+@pytest.mark.parametrize("settings", [{}, SWEEP], ids=["plain", "sweep"])
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
 def test_no_line_is_too_wide_and_no_figure_breaks(width: int, settings: dict[str, Any]) -> None:
     result = bench_result(**settings)
@@ -160,12 +160,6 @@ def test_a_cpus_rates_are_written_in_its_own_unit() -> None:
     assert "GFLOP/s" in shown
     assert "TB/s" not in shown
     assert "TFLOP/s" not in shown
-
-
-def test_schedules_get_a_column_only_where_there_are_several() -> None:
-    assert "schedule" not in block(text_of(bench_result()), "Decode, batch 8, 100k tokens")[0]
-    rows = table(text_of(bench_result(**CUTS)), "Decode, batch 8, 100k tokens")
-    assert [line.split()[1] for line in rows] == ["–", "–", *["equal", "lpt"] * 2, "–", "–", "–"]
 
 
 def test_baselines_are_listed_by_time_with_the_reason_of_those_that_did_not_run() -> None:

@@ -1,4 +1,4 @@
-"""The plots, the strips and the figure of a bench, whatever is missing; its CSV."""
+"""The plots and the figure of a bench, whatever is missing; its CSV."""
 
 import csv
 import io
@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from kvprof.records.schema import validate_result
-from kvprof.views.bars import Timelines, at_once, busy_shares
 from kvprof.views.bench import context_curves, figure, groups, roofline_points, roofs, to_csv
 from kvprof.views.figure import figure_bytes
-from kvprof.views.page import render_text
 from tests.views.synthetic_bench import (
     ARITHMETIC,
-    CUTS,
     FULL_BYTES,
     LIMIT,
     METHODS,
@@ -119,9 +116,8 @@ def test_without_a_bandwidth_there_is_no_slope() -> None:
         bench_result(methods=("fdc",), batches=(1,), phases=("decode",)),
         emptied(bench_result()),
         emptied(bench_result(**SWEEP), keep=3),
-        emptied(bench_result(**CUTS)),
     ],
-    ids=["one row", "nothing measured", "three rows measured", "schedules without figures"],
+    ids=["one row", "nothing measured", "three rows measured"],
 )
 def test_missing_figures_leave_gaps(result: dict[str, Any], width: int) -> None:
     validate_result(result)
@@ -161,71 +157,6 @@ def test_nothing_measured_is_still_a_report() -> None:
     assert to_csv(result).count("\n") == 1
 
 
-# --- timelines --------------------------------------------------------------------------------
-
-
-def test_the_busy_share_of_a_slot_is_the_time_at_work_in_it() -> None:
-    shares = busy_shares([(0.0, 1.5), (3.0, 3.25)], 4.0, 4)
-    assert shares == pytest.approx([1.0, 0.5, 0.0, 0.25])
-    assert busy_shares([(0.0, 4.0), (0.0, 2.0)], 4.0, 2, room=2) == pytest.approx([1.0, 0.5])
-    assert busy_shares([], 0.0, 3) == [0.0] * 3
-
-
-def test_the_strips_are_the_least_the_median_and_the_most_loaded_sm() -> None:
-    pieces = [[sm, 10.0, 11.0 + sm] for sm in (4, 0, 3, 1, 2)]
-    lines = render_text(Timelines(pieces, "equal"), 60).splitlines()
-    assert lines[0] == "equal"
-    assert [line.split(",")[0] for line in lines[1:4]] == ["SM 0", "SM 2", "SM 4"]
-    assert lines[3].endswith("100.0 %")
-    assert "█" * 20 in lines[3]
-    assert lines[4].startswith("all 5 with work")
-    assert lines[4].endswith("60.0 %")
-    assert lines[1].count("█") * 4 < lines[3].count("█") < lines[1].count("█") * 6
-
-
-def test_pieces_side_by_side_make_a_strip_higher_not_longer() -> None:
-    """SM 0 runs two pieces at once and then one; SM 1 one after the other, and ends later."""
-    pieces = [[0, 0.0, 4.0], [0, 0.0, 2.0], [1, 0.0, 2.0], [1, 2.0, 5.0]]
-    assert at_once([(0.0, 4.0), (0.0, 2.0)]) == 2
-    assert at_once([(0.0, 2.0), (2.0, 5.0)]) == 1
-    lines = render_text(Timelines(pieces, "equal"), 80).splitlines()
-    assert lines[1].startswith("SM 0, least loaded")
-    assert lines[1].endswith("80.0 %")
-    assert lines[2].startswith("SM 1, most loaded")
-    assert lines[2].endswith("100.0 %")
-    assert lines[1].count("█") == pytest.approx(lines[1].count("▄"), abs=1)
-    assert "█" not in lines[2]
-    assert lines[3].endswith("90.0 %")
-
-
-def test_a_shorter_schedule_ends_before_the_axis_does() -> None:
-    alone = render_text(Timelines([[0, 0.0, 1.0]], "x"), 60).splitlines()[1]
-    beside = render_text(Timelines([[0, 0.0, 1.0]], "x", until=2.0), 60).splitlines()[1]
-    assert beside.count("█") * 2 == pytest.approx(alone.count("█"), abs=1)
-    assert beside.endswith("100.0 %")
-
-
-def test_all_schedules_are_reported_with_prediction_and_measurement() -> None:
-    text = text_of(bench_result(**CUTS))
-    assert "equal     decode, batch 8, 100k      1.004     1.013" in text
-    assert "lpt       decode, batch 8, 100k      2.610     2.720" in text
-    assert text.count("most loaded") == 2
-    result = bench_result(**CUTS)
-    for entry in result["data"]["schedules"]:
-        entry |= {"strips": None, "measured": None}
-    validate_result(result)
-    text = text_of(result)
-    assert "most loaded" not in text
-    assert "equal     decode, batch 8, 100k      1.004         –" in text
-
-
-@pytest.mark.parametrize("width", [12, 24, 40])
-def test_strips_fit_where_there_is_hardly_room(width: int) -> None:
-    pieces = bench_result(**CUTS)["data"]["schedules"][0]["strips"]
-    lines = render_text(Timelines(pieces, "equal"), width).splitlines()
-    assert max(map(len, lines)) <= width
-
-
 # --- files ------------------------------------------------------------------------------------
 
 
@@ -248,7 +179,7 @@ def test_csv_has_a_row_per_measurement_and_per_baseline() -> None:
     assert absent["seconds"] == ""
 
 
-@pytest.mark.parametrize("settings", [{}, SWEEP, CUTS], ids=["plain", "sweep", "schedules"])
+@pytest.mark.parametrize("settings", [{}, SWEEP], ids=["plain", "sweep"])
 def test_the_figure_has_a_panel_per_sweep_and_the_roofline(settings: dict[str, Any]) -> None:
     pytest.importorskip("matplotlib", reason="figures need the extra plot")
     drawn = figure(bench_result(**settings))

@@ -1,15 +1,14 @@
 """The schema of a bench's result: what it needs, and what it refuses."""
 
-import copy
 from typing import Any
 
 import pytest
 
 from kvprof.records.schema import validate_result
-from tests.views.synthetic_bench import CUTS, SWEEP, bench_result
+from tests.views.synthetic_bench import SWEEP, bench_result
 
 
-@pytest.mark.parametrize("settings", [{}, SWEEP, CUTS], ids=["plain", "sweep", "schedules"])
+@pytest.mark.parametrize("settings", [{}, SWEEP], ids=["plain", "sweep"])
 def test_the_schema_knows_the_result(settings: dict[str, Any]) -> None:
     validate_result(bench_result(**settings))
 
@@ -48,12 +47,10 @@ def test_a_row_needs_every_key(key: str) -> None:
         (("ranks", "source"), None),
         (("baselines", 0, "seconds"), 0.1),
         (("baselines", 0, "reason"), 3),
-        (("schedules", 0, "strips"), [[0, 1.0]]),
-        (("schedules", 0, "predicted"), "1.0"),
     ],
 )
 def test_what_is_no_figure_is_refused(path: tuple[Any, ...], value: Any) -> None:
-    result = copy.deepcopy(bench_result(**CUTS))
+    result = bench_result()
     target: Any = result["data"]
     for step in path[:-1]:
         target = target[step]

@@ -18,11 +18,8 @@ from kvprof.records.parts import PARTS, UNTIMED, part_of
 from kvprof.records.schema import validate_result
 from kvprof.views.bars import (
     Bar,
-    LoadLine,
     StackedBars,
     columns,
-    load_scales,
-    makespan_over_mean,
 )
 from kvprof.views.figure import figure_bytes
 from kvprof.views.jct import figure, notes, report, to_csv
@@ -345,15 +342,6 @@ def test_throttling_is_told() -> None:
     assert "cpu was throttled in 3 of" in text(result)
 
 
-def test_columns_are_as_high_as_the_work() -> None:
-    drawn = render_text(LoadLine("lpt", [1.0, 2.0, 0.0, 4.0], 4.0), 60)
-    assert "▂▄ █" in drawn
-    assert "max/mean 2.286" in drawn
-    assert makespan_over_mean([0.0, 0.0]) is None
-    # The busiest of the SMs that share a column counts.
-    assert "█" in render_text(LoadLine("x", [0.1] * 499 + [1.0], 1.0), 60)
-
-
 def test_csv_holds_every_observation_and_adds_up() -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(WHOLE))))
     counts = {kind: sum(row["kind"] == kind for row in rows) for kind in {r["kind"] for r in rows}}
@@ -362,7 +350,6 @@ def test_csv_holds_every_observation_and_adds_up() -> None:
     assert counts["part"] == len(data["parts"])
     assert counts["step"] == len(data["steps"])
     assert counts["layer"] == len(data["layers"])
-    assert counts["balance"] == 6 * 16
     for case in data["cases"]:
         own = [
             float(row["seconds"])
@@ -412,23 +399,6 @@ def test_bytes_of_the_cache_are_drawn_in_a_unit_of_their_size() -> None:
     assert unit == "GiB"
     assert {value for curve in curves for value in curve.y} == {4.0}
     assert memory_curves(WHOLE, groups(WHOLE)[0])[1] == "MiB"
-
-
-def test_a_schedule_that_another_would_flatten_has_a_scale_of_its_own() -> None:
-    assert load_scales([1.1, 21.7]) == [1.1, 21.7]
-    assert load_scales([1.1, 3.0]) == [3.0, 3.0]
-    assert load_scales([]) == []
-    uneven = copy.deepcopy(WHOLE)
-    row = uneven["data"]["balance"][0]
-    uneven["data"]["balance"] = [
-        {**row, "schedule": "equal", "predicted": [1.0] * 39 + [1.1], "measured": None},
-        {**row, "schedule": "lpt", "predicted": [40.0] + [0.0] * 39, "measured": None},
-    ]
-    shown = text(uneven, 120)
-    assert "schedules that one scale would flatten have their own" in shown
-    (even,) = (line for line in shown.splitlines() if "equal, predicted" in line)
-    assert even.count("▇") == 39
-    assert "flatten" not in text(WHOLE, 120)
 
 
 def test_layers_that_were_not_timed_have_no_column_of_times() -> None:

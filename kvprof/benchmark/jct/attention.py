@@ -360,7 +360,7 @@ def _even(step: DecodeStep, workload: Workload) -> Schedule:
     def whole(numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=workload.device)
 
-    scheduled = [whole(items), whole(parts), whole([]), whole([])]
+    scheduled = [whole(items), whole(parts)]
     return Schedule(whole(lengths), None, scheduled)
 
 
@@ -369,7 +369,7 @@ def _merge(
 ) -> Callable[[], Tensor]:
     """Return the launch that joins partial results, alone, on partial results of the same sizes."""
     layout = step.layout
-    items, parts = cut.scheduled[:2]
+    items, parts = cut.scheduled
     widest = max(layout.value_widths)
     partial = torch.randn(len(items), layout.group, widest, device=workload.device)
     logs = torch.randn(len(items), layout.group, device=workload.device)

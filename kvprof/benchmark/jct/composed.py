@@ -3,7 +3,6 @@
 Nobody runs them: `kvprof.benchmark.jct.composer` says how their time comes about.
 """
 
-import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from kvprof.benchmark.case import Workload
-from kvprof.benchmark.cases import ragged_case
 from kvprof.benchmark.jct.ablations import make_variants
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
 from kvprof.benchmark.jct.held import level_tokens
@@ -32,23 +30,12 @@ from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import free_bytes, open_machine
 from kvprof.benchmark.methods import Method, named_plans
-from kvprof.benchmark.plans import Widths
-from kvprof.benchmark.schedules import ASSUMED_MULTIPROCESSORS
 from kvprof.benchmark.timing import Interrupted
-from kvprof.kernels.decode.cuts import (
-    COST_PER_TOKEN,
-    equal_shares,
-    longest_first,
-    pieces_for,
-    tuning_for,
-)
-from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.models.placement import parse_dtype
 from kvprof.progress import Counter
 from kvprof.records import events
 from kvprof.records.events import (
-    Balance,
     CaseFinished,
     CaseStarted,
     Event,
@@ -62,83 +49,7 @@ from kvprof.records.events import (
 from kvprof.serving.load.traces import load_trace, sample_requests
 from kvprof.sizes import format_bytes
 
-__all__ = ["balances", "measure_composed", "run_composed"]
-
-# --- How a decoding step loads the multiprocessors: by the cost model, and by their clocks.
-
-
-def balances(
-    method: Method,
-    workload: Workload,
-    multiprocessors: int | None,
-    *,
-    case: str,
-    time: float,
-) -> list[Balance]:
-    """Return the loads of one decoding step, for the cut that runs and for FDC §5.3's heuristic.
-
-    Parameters
-    ----------
-    method : Method
-        Whose heads lie in ragged planes.
-    workload : Workload
-        A decoding step.
-    multiprocessors : int or None
-        None (a CPU) assumes an H200's; nothing is measured there.
-    case : str
-    time : float
-        Of the events.
-    """
-    widths = method.kept
-    group = workload.shape.num_heads // len(widths.keys)
-    layout = RaggedLayout(widths.keys, widths.values, group, workload.batch, workload.seq)
-    count = multiprocessors or ASSUMED_MULTIPROCESSORS
-    found = []
-    for schedule in ("equal", "lpt") if method.balanced else ("lpt",):
-        measured = _measured_loads(workload, widths, schedule, count) if multiprocessors else None
-        loads = _predicted_loads(layout, workload, schedule, count)
-        mean = sum(loads) / count
-        found.append(
-            Balance(time, case, schedule, "decode", [load / mean for load in loads], measured)
-        )
-    return found
-
-
-def _predicted_loads(
-    layout: RaggedLayout, workload: Workload, schedule: str, count: int
-) -> list[float]:
-    widths = list(zip(layout.key_widths, layout.value_widths, strict=True))
-    costs = [sum(pair) + COST_PER_TOKEN for pair in widths]
-    lengths = [workload.seq] * workload.batch
-    if schedule == "lpt":
-        tasks = [cost * workload.seq for _ in lengths for cost in costs]
-        return [float(sum(tasks[task] for task in own)) for own in longest_first(tasks, count)]
-    tuning = tuning_for(layout, schedule)
-    # In order, each to whichever multiprocessor is free first, as the hardware hands them out.
-    loads = [(0.0, worker) for worker in range(count)]
-    pieces = pieces_for(layout, lengths, tuning, count)
-    for _, head, start, stop, _ in equal_shares(layout, lengths, pieces, tuning.tile).items:
-        load, worker = loads[0]
-        heapq.heapreplace(loads, (load + costs[head] * (stop - start), worker))
-    return [load for load, _ in sorted(loads, key=lambda pair: pair[1])]
-
-
-def _measured_loads(
-    workload: Workload, widths: Widths, schedule: str, count: int
-) -> list[float] | None:
-    """Return when each multiprocessor ended its last piece, in seconds from the first start."""
-    case = ragged_case("balance", workload, widths, schedule=schedule)
-    if case.trace is None:
-        return None
-    case.trace()  # compiles
-    found = case.trace()
-    first = int(found.begin.min())
-    ends = [0.0] * count
-    for where, end in zip(found.multiprocessor.tolist(), found.end.tolist(), strict=True):
-        ends[where] = max(ends[where], (end - first) / 1e9)
-    return ends
-
-
+__all__ = ["measure_composed", "run_composed"]
 Emit = Callable[[Event], None]
 
 
@@ -363,7 +274,7 @@ class _ComposedCase:
         )
 
     def _layer(self, named: Sequence[LayerTimes]) -> None:
-        """Emit the measured layer's error, and how its work is spread."""
+        """Emit the measured layer's error."""
         composer = self.composer
         bench, method, shape = composer.bench, composer.method, composer.bench.model.attention
         known = [point.error for point in named if point.error is not None]
@@ -372,17 +283,6 @@ class _ComposedCase:
             stored = bytes_at(plan, self.request.stored, itemsize=itemsize, batch=composer.batch)
             each = stored.total // shape.layers
             self.emit(LayerMeasured(self.now(), self.case, 0, max(known), each))
-        if method.form == "ragged":
-            context = max(self.request.first, self.request.last)
-            workload = bench.workload("decode", composer.batch, context)
-            for one in balances(
-                method,
-                workload,
-                bench.machine.multiprocessors,
-                case=self.case,
-                time=self.now(),
-            ):
-                self.emit(one)
 
 
 # --- Composed runs: a request's cases, a trace's requests, and what fits into memory.

@@ -1,10 +1,9 @@
-"""How a decoding step's work is cut and assigned, stated on the host (methods: load balance).
+"""How a decoding step's work is cut, stated on the host (methods: load balance).
 
 The device does the same (`kvprof.kernels.decode.launch`). A head's work is its context times its
 widths, plus a constant per token for what does not shrink with the width (softmax). Cutting each
 head into as many pieces as its share of the whole asks for leaves no multiprocessor waiting for the
-widest head. FDC §5.3 instead keeps every head whole and gives the longest first to the least
-loaded multiprocessor.
+widest head.
 """
 
 import heapq
@@ -21,7 +20,6 @@ from kvprof.kernels.tables import Part
 __all__ = [
     "COST_PER_TOKEN",
     "LARGEST_TILE",
-    "SCHEDULES",
     "Cut",
     "Head",
     "Item",
@@ -31,7 +29,6 @@ __all__ = [
     "checked_lengths",
     "equal_shares",
     "kinds",
-    "longest_first",
     "most_pieces",
     "of_kinds",
     "page_tile",
@@ -102,15 +99,8 @@ def rows_of(layout: RaggedLayout) -> int:
     return rows
 
 
-def tuning_for(layout: RaggedLayout, schedule: str = "equal") -> Tuning:
-    """Return what a layer's widths and group ask for.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    schedule : str
-        ``lpt`` has one program per multiprocessor, which should keep more on its way.
-    """
+def tuning_for(layout: RaggedLayout) -> Tuning:
+    """Return what a layer's widths and group ask for."""
     widest = max(map(sum, zip(layout.key_widths, layout.value_widths, strict=True)))
     if widest > _MOST_VALUES // STEP:
         return Tuning(tile=32768, stages=2, warps=4)
@@ -118,11 +108,11 @@ def tuning_for(layout: RaggedLayout, schedule: str = "equal") -> Tuning:
         return Tuning(tile=16384, stages=3, warps=4)
     if widest > _MOST_VALUES // (2 * STEP):
         return Tuning(tile=16384, stages=3, warps=2)
-    if schedule != "lpt" and {*layout.key_widths, *layout.value_widths} == {64}:
+    if {*layout.key_widths, *layout.value_widths} == {64}:
         # On an H200 at batch 8 a prototype reached 1.93 times full width so; one warp reaches 1.86.
         return Tuning(warps=2)
     # Four warps, or taller tiles, would spill: a program has the branches of all kinds in its loop.
-    return Tuning(stages=6, warps=2) if schedule == "lpt" else Tuning()
+    return Tuning()
 
 
 def built_for(tuning: Tuning, element_size: int, page: int) -> Tuning:
@@ -148,9 +138,6 @@ def at_once(tuning: Tuning) -> int:
 
 #: Columns that a token costs beside its own: softmax does not shrink with the width.
 COST_PER_TOKEN = 32
-
-#: Ways to spread a step over the multiprocessors.
-SCHEDULES = ("equal", "lpt")
 
 
 class Head(NamedTuple):
@@ -411,30 +398,17 @@ def pieces_for(
     return pieces
 
 
-def longest_first(costs: Sequence[int], workers: int) -> list[list[int]]:
-    """Give each task, longest first, to the worker with the least to do (FDC §5.3).
-
-    Ties go to the lower number, of tasks as of workers.
-    """
-    found: list[list[int]] = [[] for _ in range(workers)]
-    loads = [(0, worker) for worker in range(workers)]
-    for task in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
-        load, worker = heapq.heappop(loads)
-        found[worker].append(task)
-        heapq.heappush(loads, (load + costs[task], worker))
-    return found
-
-
 def predicted_makespan_over_mean(
     layout: RaggedLayout,
     lengths: Sequence[int],
     multiprocessors: int,
     *,
-    schedule: str = "equal",
     tuning: Tuning | None = None,
     starts: Sequence[int] | None = None,
 ) -> float:
     """Return the busiest multiprocessor's work over the mean work of all, 1 at best.
+
+    Pieces go in order to whichever multiprocessor is free first, as the hardware hands them out.
 
     Parameters
     ----------
@@ -442,33 +416,16 @@ def predicted_makespan_over_mean(
     lengths : sequence of int
         Tokens of each row.
     multiprocessors : int
-    schedule : str
-        ``equal``: pieces go in order to whichever multiprocessor is free first, as the hardware
-        hands out programs. ``lpt``: whole heads, assigned beforehand.
     tuning : Tuning, optional
-        For ``equal``; `tuning_for` the layout by default.
+        `tuning_for` the layout by default.
     starts : sequence of int, optional
         First visible token of each row.
-
-    Raises
-    ------
-    UsageError
-        For an unknown schedule.
     """
-    if schedule == "lpt":
-        costs = [
-            _cost(layout, number % layout.heads, stop - start)
-            for number, (start, stop) in enumerate(_tasks(layout, lengths, starts))
-        ]
-        loads = [sum(costs[task] for task in own) for own in longest_first(costs, multiprocessors)]
-    elif schedule == "equal":
-        tuning = tuning or tuning_for(layout)
-        pieces = pieces_for(layout, lengths, tuning, multiprocessors, starts)
-        cut = equal_shares(layout, lengths, pieces, tuning.tile, starts)
-        loads = [0] * multiprocessors
-        for item in cut.items:
-            cost = _cost(layout, item.head, item.stop - item.start)
-            heapq.heapreplace(loads, loads[0] + cost)
-    else:
-        raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    tuning = tuning or tuning_for(layout)
+    pieces = pieces_for(layout, lengths, tuning, multiprocessors, starts)
+    cut = equal_shares(layout, lengths, pieces, tuning.tile, starts)
+    loads = [0] * multiprocessors
+    for item in cut.items:
+        cost = _cost(layout, item.head, item.stop - item.start)
+        heapq.heapreplace(loads, loads[0] + cost)
     return max(loads) * multiprocessors / max(1, sum(loads))

@@ -8,14 +8,12 @@ narrow, and pieces cost the same (`kvprof.kernels.decode.launch`).
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from kvprof.kernels.decode.cuts import Head, Item
 from kvprof.kernels.dispatch import wait_for_earlier
 from kvprof.kernels.tables import Kind, column, columns
-from kvprof.kernels.trace import MARK, mark
 
-__all__ = ["decode_lists", "decode_pieces"]
+__all__ = ["decode_pieces"]
 
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
@@ -233,10 +231,10 @@ def _piece(
 
 @triton.jit
 def _item(
-    item, block, queries, cache, partial, logs, items, heads, table, trace, table_row, capacity,
+    item, block, queries, cache, partial, logs, items, heads, table, table_row, capacity,
     stride, query_row, widest, scale, cap, KINDS: tl.constexpr, COUNT: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    CAPPED: tl.constexpr, TRACE: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Run the branch of an item's kind of head."""
     row = tl.load(items + item * _ITEM + _ROW)
@@ -245,9 +243,6 @@ def _item(
     stop = tl.load(items + item * _ITEM + _STOP)
     kind = tl.load(items + item * _ITEM + _ITEM_KIND)
     if kind >= 0:
-        begun = item.to(tl.int64)
-        if TRACE:
-            begun = cuda.globaltimer()
         query_at = tl.load(heads + head * _COLUMNS + _QUERIES) + row.to(tl.int64) * query_row
         own = row.to(tl.int64) * stride
         pages = table
@@ -270,17 +265,14 @@ def _item(
                     KINDS[number * _KIND + _V2], KINDS[number * _KIND + _V3],
                     KINDS[number * _KIND + _HEIGHT], STAGES, GROUP, ROWS, PAGE, CAPPED,
                 )
-        if TRACE:
-            # Blocks of one item overwrite one another: they run side by side.
-            mark(trace + item * MARK, begun)
 
 
 @triton.jit
 def decode_pieces(
-    queries, cache, partial, logs, items, heads, table, trace, table_row, capacity, stride,
+    queries, cache, partial, logs, items, heads, table, table_row, capacity, stride,
     query_row, widest, scale, cap, KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    TRACE: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Run one item per program (per block of its query heads); an item of kind -1 is none.
 
@@ -296,8 +288,6 @@ def decode_pieces(
         Rows of `kvprof.kernels.decode.cuts.Head`, int64.
     table
         ``[rows, table_row]`` int32 pages, read when `PAGE` (tokens of a page) is not 0.
-    trace
-        A row of `kvprof.kernels.trace.Mark` per item, int64; written with `TRACE`.
     capacity, stride
         Tokens of a plane, and values from one row of the cache to the next.
     query_row, widest
@@ -328,7 +318,6 @@ def decode_pieces(
         items,
         heads,
         table,
-        trace,
         table_row,
         capacity,
         stride,
@@ -343,51 +332,4 @@ def decode_pieces(
         ROWS,
         PAGE,
         CAPPED,
-        TRACE,
     )
-
-
-@triton.jit
-def decode_lists(
-    queries, cache, partial, logs, items, heads, table, trace, lists, counts, table_row, capacity,
-    stride, query_row, widest, scale, cap, longest, KINDS: tl.constexpr, COUNT: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    CAPPED: tl.constexpr, TRACE: tl.constexpr, DEPENDENT: tl.constexpr,
-):
-    """Run a worker's own list of items per program, one after the other.
-
-    Parameters are those of `decode_pieces`, and `lists` ``[workers, longest]`` int32 with `counts`
-    ``[workers]``: the items of each worker.
-    """
-    wait_for_earlier(DEPENDENT)
-    BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
-    worker = tl.program_id(0) // BLOCKS
-    for place in range(tl.load(counts + worker)):
-        item = tl.load(lists + worker * longest + place)
-        _item(
-            item,
-            tl.program_id(0) % BLOCKS,
-            queries,
-            cache,
-            partial,
-            logs,
-            items,
-            heads,
-            table,
-            trace,
-            table_row,
-            capacity,
-            stride,
-            query_row,
-            widest,
-            scale,
-            cap,
-            KINDS,
-            COUNT,
-            STAGES,
-            GROUP,
-            ROWS,
-            PAGE,
-            CAPPED,
-            TRACE,
-        )

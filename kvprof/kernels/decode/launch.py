@@ -23,7 +23,7 @@ from kvprof.kernels.decode.cuts import (
     rows_of,
     tile_height,
 )
-from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
+from kvprof.kernels.decode.kernel import decode_pieces
 from kvprof.kernels.dispatch import early_launch, launching, wait_for_earlier
 from kvprof.kernels.parts import (
     cutting,
@@ -37,18 +37,15 @@ from kvprof.kernels.planes import RaggedLayout, row_stride
 from kvprof.kernels.tables import Kind, Part, chunk_columns, column, joined_rows
 
 __all__ = [
-    "assign_longest",
     "cut_equal",
     "head_table",
     "kind_table",
     "launch_cut",
     "launch_decode",
-    "rank_tasks",
     "share_equal",
 ]
 
-# --- A decoding step's work is cut and assigned on the device, so that a CUDA graph may hold
-# it.
+# --- A decoding step's work is cut on the device, so that a CUDA graph may hold it.
 #
 # `kvprof.kernels.decode.cuts` states the same on the host in plain Python.
 
@@ -285,93 +282,6 @@ def cut_equal(
     tl.store(item + _ITEM_KIND, tl.where(there, kind, -1), mask=at < room)
 
 
-@triton.jit
-def rank_tasks(
-    lengths,
-    starts,
-    heads,
-    items,
-    parts,
-    order,
-    costs_in_order,
-    count,
-    capacity,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STARTS: tl.constexpr,
-):
-    """Make one item of every task and sort the tasks by cost, longest first; a program per task.
-
-    Parameters
-    ----------
-    order, costs_in_order
-        ``[count]`` int32 and int64, written.
-    lengths, starts, heads, items, parts, count, capacity
-        As for `share_equal` and `cut_equal`, with room for exactly `count` items.
-    """
-    task = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    _unused, own = _costs(task, lengths, starts, heads, count, capacity, HEADS, STARTS)
-    rank = tl.zeros([], tl.int32)
-    for at in range(0, count, BLOCK):
-        number = at + lane
-        _tiles, costs = _costs(number, lengths, starts, heads, count, capacity, HEADS, STARTS)
-        before = (costs > own) | ((costs == own) & (number < task))
-        rank += tl.sum(tl.where(before & (number < count), 1, 0), 0)
-    tl.store(order + rank, task)
-    tl.store(costs_in_order + rank, own)
-    row = task // HEADS
-    head = task % HEADS
-    start, stop = _tokens(lengths, starts, row, True, capacity, STARTS)
-    kind = tl.load(heads + head * _COLUMNS + _KIND).to(tl.int32)
-    tl.store(items + task * _ITEM + _ROW, row)
-    tl.store(items + task * _ITEM + _HEAD, head)
-    tl.store(items + task * _ITEM + _START, start)
-    tl.store(items + task * _ITEM + _STOP, stop)
-    tl.store(items + task * _ITEM + _ITEM_KIND, kind)
-    tl.store(parts + task * _PART + _FIRST, task)
-    tl.store(parts + task * _PART + _COUNT, 1)
-
-
-@triton.jit
-def assign_longest(
-    order,
-    costs_in_order,
-    lists,
-    counts,
-    count,
-    WORKERS: tl.constexpr,
-    ROUNDED: tl.constexpr,
-):
-    """Give each task, longest first, to the worker with the least to do; a single program.
-
-    Parameters
-    ----------
-    order, costs_in_order
-        From `rank_tasks`.
-    lists, counts
-        ``[WORKERS, count]`` and ``[WORKERS]`` int32, written: each worker's items.
-    ROUNDED
-        `WORKERS` rounded up to a power of two.
-    """
-    worker = tl.arange(0, ROUNDED)
-    # Load and worker in one number: the least is the least loaded, and the first among equals.
-    keys = tl.where(worker < WORKERS, worker.to(tl.int64), 1 << 62)
-    filled = tl.zeros([ROUNDED], tl.int32)
-    for place in range(count):
-        least = tl.min(keys, 0)
-        chosen = keys == least
-        at = tl.sum(tl.where(chosen, filled, 0), 0)
-        tl.store(lists + (least % ROUNDED) * count + at, tl.load(order + place))
-        keys = tl.where(chosen, keys + tl.load(costs_in_order + place) * ROUNDED, keys)
-        filled = tl.where(chosen, filled + 1, filled)
-    tl.store(counts + worker, filled, mask=worker < WORKERS)
-
-
-#: Tasks that a program that ranks them looks at at once.
-_BLOCK = 256
-
-
 def head_table(
     layout: RaggedLayout, tile: int, device: torch.device, pairs: Sequence[tuple[int, int]]
 ) -> Tensor:
@@ -428,8 +338,8 @@ def launch_cut(
     whole: int,
     workers: int,
     room: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cut the work of one or more layers into items, or assign whole heads to workers.
+) -> tuple[Tensor, Tensor]:
+    """Cut the work of one or more layers into items.
 
     Parameters
     ----------
@@ -440,8 +350,7 @@ def launch_cut(
     capacity : int
         Tokens to which lengths are clamped.
     pieces : int
-        Items of a layer to aim at in long contexts; 0 for one per row and head, assigned longest
-        first to `workers`, of a single layer.
+        Items of a layer to aim at in long contexts.
     whole : int
         Items that run at once (`kvprof.kernels.decode.cuts.at_once`).
     workers : int
@@ -452,8 +361,7 @@ def launch_cut(
     Returns
     -------
     tuple of Tensor
-        Items ``[layers, room, …]``, parts ``[layers, tasks, …]``, and lists and counts (empty when
-        cut into pieces), as the kernels have them.
+        Items ``[layers, room, …]`` and parts ``[layers, tasks, …]``, as the kernels have them.
     """
     layers = len(heads)
     tasks = len(lengths) * heads.shape[1]
@@ -461,47 +369,18 @@ def launch_cut(
     parts = lengths.new_empty(layers, tasks, len(Part._fields))
     shared: dict[str, Any] = {"HEADS": heads.shape[1], "STARTS": starts is not None}
     first = lengths if starts is None else starts
-    if pieces:
-        firsts = lengths.new_empty(layers, tasks + 1)
-        cut = cutting(tasks)
-        numbers = tasks, capacity, pieces, whole, workers
-        early = early_launch(lengths.device, len(lengths))
-        if not cut["BLOCK"]:
-            launching(share_equal, (layers,))(
-                lengths, first, heads, firsts, *numbers, **shared, **sharing(tasks), **early
-            )
-        launching(cut_equal, (triton.cdiv(room, cut["ITEMS"]), layers))(
-            lengths, first, heads, firsts, items, parts, *numbers, room, **shared, **cut, **early
+    firsts = lengths.new_empty(layers, tasks + 1)
+    cut = cutting(tasks)
+    numbers = tasks, capacity, pieces, whole, workers
+    early = early_launch(lengths.device, len(lengths))
+    if not cut["BLOCK"]:
+        launching(share_equal, (layers,))(
+            lengths, first, heads, firsts, *numbers, **shared, **sharing(tasks), **early
         )
-        return items, parts, lengths.new_empty(0), lengths.new_empty(0)
-    order = lengths.new_empty(tasks)
-    costs = lengths.new_empty(tasks, dtype=torch.int64)
-    lists, counts = lengths.new_empty(workers, tasks), lengths.new_empty(workers)
-    launching(rank_tasks, (tasks,))(
-        lengths,
-        first,
-        heads,
-        items,
-        parts,
-        order,
-        costs,
-        tasks,
-        capacity,
-        BLOCK=min(_BLOCK, max(32, triton.next_power_of_2(tasks))),
-        num_warps=1,
-        **shared,
+    launching(cut_equal, (triton.cdiv(room, cut["ITEMS"]), layers))(
+        lengths, first, heads, firsts, items, parts, *numbers, room, **shared, **cut, **early
     )
-    launching(assign_longest, (1,))(
-        order,
-        costs,
-        lists,
-        counts,
-        tasks,
-        WORKERS=workers,
-        ROUNDED=triton.next_power_of_2(workers),
-        num_warps=1,
-    )
-    return items, parts, lists, counts
+    return items, parts
 
 
 def launch_decode(
@@ -517,7 +396,6 @@ def launch_decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     table: Tensor | None = None,
-    trace: Tensor | None = None,
 ) -> Tensor:
     """Run the items and join their parts.
 
@@ -539,15 +417,13 @@ def launch_decode(
         ``[heads, G]`` float32.
     table : Tensor, optional
         ``[rows, most pages]`` int32.
-    trace : Tensor, optional
-        From `kvprof.kernels.trace.empty_marks`, written.
 
     Returns
     -------
     Tensor
         ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
     """
-    items, parts, lists, counts = scheduled
+    items, parts = scheduled
     widest, rows, pairs = max(family.value_widths), query.shape[0], kinds(family)
     partial, logs = empty_parts(query, items.shape[0], layout.group, widest)
     output = query.new_empty(rows, layout.output_offsets[-1])
@@ -561,7 +437,6 @@ def launch_decode(
         items,
         heads,
         items if table is None else table,
-        items if trace is None else trace,
     )
     numbers = (
         0 if table is None else table.shape[1],
@@ -582,16 +457,10 @@ def launch_decode(
         "ROWS": rows_of(family),
         "PAGE": page,
         "CAPPED": softcap > 0.0,
-        "TRACE": trace is not None,
         "num_warps": built.warps,
         **early_launch(query.device, rows),
     }
     blocks = -(-layout.group // rows_of(family))
-    if lists.numel():
-        launching(decode_lists, (len(counts) * blocks,))(
-            *tensors, lists, counts, *numbers, lists.shape[1], **constants
-        )
-    else:
-        launching(decode_pieces, (items.shape[0] * blocks,))(*tensors, *numbers, **constants)
+    launching(decode_pieces, (items.shape[0] * blocks,))(*tensors, *numbers, **constants)
     launch_merge(partial, logs, parts, output, heads, layout.heads, sinks=sinks)
     return output

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.errors import UsageError
 from kvprof.kernels.checks import (
     check_cache,
     check_pages,
@@ -20,7 +19,6 @@ from kvprof.kernels.checks import (
 )
 from kvprof.kernels.decode.cpu import decode_cpu
 from kvprof.kernels.decode.cuts import (
-    SCHEDULES,
     Item,
     Tuning,
     at_once,
@@ -43,8 +41,7 @@ from kvprof.kernels.dispatch import (
 from kvprof.kernels.operators import direct
 from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout
-from kvprof.kernels.tables import Part, column
-from kvprof.kernels.trace import Trace, empty_marks, traced
+from kvprof.kernels.tables import Part
 
 __all__ = [
     "DecodeStep",
@@ -101,7 +98,7 @@ def cut_operator(
     whole: int,
     workers: int,
     room: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Cut a step's work: `kvprof.kernels.decode.launch.launch_cut`, which says what is what."""
     return launch_cut(lengths, starts, heads, capacity, pieces, whole, workers, room)
 
@@ -116,15 +113,10 @@ def _(
     whole: int,
     workers: int,
     room: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     layers, tasks = heads.shape[0], lengths.shape[0] * heads.shape[1]
-    lists = (0,) if pieces else (workers, tasks)
-    counts = (0,) if pieces else (workers,)
-    table = layers, room, len(Item._fields)
-    numbers = layers, tasks, len(Part._fields)
-    shapes: tuple[tuple[int, ...], ...] = (table, numbers, lists, counts)
-    items, parts, own, each = (lengths.new_empty(shape) for shape in shapes)
-    return items, parts, own, each
+    items = lengths.new_empty(layers, room, len(Item._fields))
+    return items, lengths.new_empty(layers, tasks, len(Part._fields))
 
 
 @torch.library.custom_op("kvprof::decode", mutates_args=())
@@ -227,8 +219,6 @@ class DecodeStep:
     rows : int
         Sequences.
     paged : bool
-    schedule : str
-        ``equal`` or ``lpt``.
     tuning : Tuning
     multiprocessors : int
     heads : Tensor
@@ -239,7 +229,6 @@ class DecodeStep:
     family: RaggedLayout
     rows: int
     paged: bool
-    schedule: str
     tuning: Tuning
     multiprocessors: int
     heads: Tensor
@@ -255,8 +244,6 @@ class DecodeStep:
     def room(self) -> int:
         """Most items that its work is cut into; a program is launched for each."""
         tasks = self.rows * self.layout.heads
-        if self.schedule != "equal":
-            return tasks
         # The same for all layers of the family, whichever kinds of head each has.
         height = min(tile_height(*pair, self.tuning.tile) for pair in kinds(self.family))
         tiles = tasks * max(1, -(-self.capacity // height))
@@ -292,9 +279,7 @@ class DecodeStep:
 
     @property
     def cut_by(self) -> Any:
-        """What steps have in common whose work may be cut together; one for itself has itself."""
-        if self.schedule != "equal":
-            return self
+        """What steps have in common whose work may be cut together."""
         own = self.tuning, self.multiprocessors, self.room, self.heads.device
         return type(self), self.rows, self.capacity, len(self.heads), *own
 
@@ -317,18 +302,18 @@ class DecodeStep:
         """
         if not uses_triton(tables.device):
             return [Schedule(lengths, starts, [])] * len(tables)
-        items, parts, *lists = direct(cut_operator)(
+        items, parts = direct(cut_operator)(
             lengths,
             starts,
             tables,
             self.capacity,
-            self.tuning.pieces * self.multiprocessors if self.schedule == "equal" else 0,
+            self.tuning.pieces * self.multiprocessors,
             at_once(self.tuning) * self.multiprocessors,
             self.multiprocessors,
             self.room,
         )
         both = zip(items.unbind(), parts.unbind(), strict=True)
-        return [Schedule(lengths, starts, [own, joined, *lists]) for own, joined in both]
+        return [Schedule(lengths, starts, [own, joined]) for own, joined in both]
 
     def run(
         self,
@@ -389,49 +374,6 @@ class DecodeStep:
         )
         return output
 
-    def trace(
-        self,
-        query: Tensor,
-        buffer: Tensor,
-        schedule: Schedule,
-        scaling: float,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        table: Tensor | None = None,
-    ) -> Trace:
-        """Run a step and tell when each item ran on which multiprocessor.
-
-        Unlike `run` it waits for the device. Parameters are those of `run`.
-
-        Raises
-        ------
-        LackingError
-            Without a GPU.
-        UsageError
-            As `run` does.
-        """
-        marks = empty_marks(schedule.scheduled, query.device)
-        sinks = _checked(self.layout, self.rows, self.paged, query, buffer, softcap, sinks, table)
-        output = launch_decode(
-            query.contiguous(),
-            buffer,
-            self.layout,
-            self.family,
-            self.tuning,
-            self.heads,
-            schedule.scheduled,
-            scaling,
-            softcap=softcap,
-            sinks=sinks,
-            table=table,
-            trace=marks,
-        )
-        items = schedule.scheduled[0]
-        kind, row, head = (items[:, column(Item, name)] for name in ("kind", "row", "head"))
-        real = kind >= 0
-        return traced(row[real], head[real], marks[real], output)
-
     def predicted_makespan_over_mean(
         self, lengths: Sequence[int], starts: Sequence[int] | None = None
     ) -> float:
@@ -440,7 +382,6 @@ class DecodeStep:
             self.layout,
             lengths,
             self.multiprocessors,
-            schedule=self.schedule,
             tuning=self.tuning,
             starts=starts,
         )
@@ -454,7 +395,6 @@ def decode_step(
     multiprocessors: int | None = None,
     page_tokens: int | None = None,
     rows: int | None = None,
-    schedule: str = "equal",
     pairs: Sequence[tuple[int, int]] | None = None,
 ) -> DecodeStep:
     """Prepare a layer's decoding step.
@@ -472,9 +412,6 @@ def decode_step(
         Tokens of a page, a multiple of 16, and the layout's capacity; contiguous by default.
     rows : int, optional
         Sequences of the paged form.
-    schedule : str
-        ``equal`` (pieces of equal cost) or ``lpt`` (FDC §5.3: whole heads, longest first, each to
-        the least loaded multiprocessor).
     pairs : sequence of (key width, value width), optional
         Kinds of head for which the kernel is built, those of the layout among them; by default
         these alone. Layers that are given the same ones share a compiled kernel.
@@ -482,23 +419,19 @@ def decode_step(
     Raises
     ------
     UsageError
-        For an unknown schedule, pages or rows that do not fit the layout, or a head of none of the
-        kinds.
+        For pages or rows that do not fit the layout, or a head of none of the kinds.
     """
     device = placed(device)
-    if schedule not in SCHEDULES:
-        raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
     rows = check_pool(layout, page_tokens, rows)
     if multiprocessors is None:
         multiprocessors = multiprocessors_of(device)
     family = of_kinds(layout, kinds(layout) if pairs is None else pairs)
-    tuning = tuning or tuning_for(family, schedule)
+    tuning = tuning or tuning_for(family)
     return DecodeStep(
         layout,
         family,
         rows,
         page_tokens is not None,
-        schedule,
         tuning,
         multiprocessors,
         head_table(layout, tuning.tile, device, kinds(family)),

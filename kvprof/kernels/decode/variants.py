@@ -1,7 +1,7 @@
 """The forms of the decode kernels that are compiled for every architecture."""
 
 from kvprof.kernels.decode.cuts import Head, built_for, rows_of, tuning_for
-from kvprof.kernels.decode.kernel import decode_lists, decode_pieces
+from kvprof.kernels.decode.kernel import decode_pieces
 from kvprof.kernels.decode.launch import cut_equal, kind_table, share_equal
 from kvprof.kernels.parts import CUT_ALONE, cutting, merge_pieces
 from kvprof.kernels.planes import RaggedLayout
@@ -18,14 +18,12 @@ def decode_form(
     group: int = 4,
     page: int = 0,
     capped: bool = False,
-    schedule: str = "equal",
 ) -> Variant:
     """Return the kernel over planes for heads of these widths, each a kind."""
     keys, values = zip(*widths, strict=True)
     layout = RaggedLayout(keys, values, group, 1, 1)
     size = 4 if dtype == "fp32" else 2
-    tuning = built_for(tuning_for(layout, schedule), size, page)
-    lists = {"lists": "*i32", "counts": "*i32"} if schedule == "lpt" else {}
+    tuning = built_for(tuning_for(layout), size, page)
     types = {
         "queries": f"*{dtype}",
         "cache": f"*{dtype}",
@@ -34,8 +32,6 @@ def decode_form(
         "items": "*i32",
         "heads": "*i64",
         "table": "*i32",
-        "trace": "*i32",
-        **lists,
         "scale": "fp32",
         "cap": "fp32",
     }
@@ -47,11 +43,9 @@ def decode_form(
         "ROWS": rows_of(layout),
         "PAGE": page,
         "CAPPED": capped,
-        "TRACE": False,
         "DEPENDENT": True,
     }
-    kernel = decode_lists if lists else decode_pieces
-    return Variant(f"decode {name} {dtype}", kernel, types, constants, tuning.warps)
+    return Variant(f"decode {name} {dtype}", decode_pieces, types, constants, tuning.warps)
 
 
 def _merge(width: int, most: int, *, beside: bool) -> Variant:
@@ -104,7 +98,6 @@ VARIANTS = (
     decode_form("small pages, capped", "fp16", _RAGGED[:3], page=16, capped=True),
     decode_form("latents", "bf16", ((512, 480), (128, 512)), group=16),
     decode_form("latents, large group", "bf16", ((256, 256), (240, 128)), group=32),
-    decode_form("longest first", "bf16", _RAGGED, schedule="lpt"),
     decode_form("ragged", "fp32", _RAGGED[:3]),
     _merge(32, 256, beside=False),
     _merge(128, 16, beside=True),

@@ -6,8 +6,8 @@ A program takes one block of a schedule (`kvprof.kernels.prefill.schedules`): ne
 one KV head, a row being one of the head's ``G`` query heads at one position, so that tiles are full
 whatever ``G`` is and the query heads share every tile of K and V. It goes through its rows a tile
 at a time. Prefill is bound by arithmetic: widths are compile-time constants, so that each kind of
-head has a launch of its own (only `Tuning.fused` makes one of all, with a branch per kind), tiles
-behind the diagonal are never visited, and only those on it are masked.
+head has a launch of its own, tiles behind the diagonal are never visited, and only those on it are
+masked.
 
 Every loop with a product is pipelined, those of one tile too: the assembler of CUDA 12.8, which
 Triton 3.6 brings, computes the address of an operand that lies at a constant place in shared memory
@@ -16,12 +16,10 @@ from a register that it never set.
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from kvprof.kernels.prefill.schedules import BlockRow
 from kvprof.kernels.prefill.tuning import Head, Kind
-from kvprof.kernels.tables import column, columns
-from kvprof.kernels.trace import MARK, mark
+from kvprof.kernels.tables import column
 
 __all__ = ["prefill_blocks"]
 
@@ -32,7 +30,6 @@ _SEQUENCE = tl.constexpr(column(BlockRow, "sequence"))
 _BLOCK_HEAD = tl.constexpr(column(BlockRow, "head"))
 _FIRST = tl.constexpr(column(BlockRow, "first"))
 _BLOCK_ROWS = tl.constexpr(column(BlockRow, "rows"))
-_BLOCK_KIND = tl.constexpr(column(BlockRow, "kind"))
 _HEAD = tl.constexpr(len(Head._fields))
 _QUERIES = tl.constexpr(column(Head, "queries"))
 _OUTPUTS = tl.constexpr(column(Head, "outputs"))
@@ -44,7 +41,6 @@ _V0_AT = tl.constexpr(column(Head, "v0"))
 _V1_AT = tl.constexpr(column(Head, "v1"))
 _V2_AT = tl.constexpr(column(Head, "v2"))
 _V3_AT = tl.constexpr(column(Head, "v3"))
-_KIND = tl.constexpr(len(columns(Kind)))
 _K0 = tl.constexpr(column(Kind, "k0"))
 _K1 = tl.constexpr(column(Kind, "k1"))
 _K2 = tl.constexpr(column(Kind, "k2"))
@@ -243,12 +239,12 @@ def _rows(
 
 @triton.jit(do_not_specialize=["first_block", "own_heads", "tokens", "capacity", "window"])
 def prefill_blocks(
-    queries, cache, output, logs, lengths, starts, sinks, blocks, heads, order, table, trace,
+    queries, cache, output, logs, lengths, starts, sinks, blocks, heads, order, table,
     first_block, own_heads, tokens, capacity, stride, table_row, query_row, output_row, scale,
     softcap, window,
-    KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     PAGE: tl.constexpr, UNLIKE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    WINDOW: tl.constexpr, LOGS: tl.constexpr, TRACE: tl.constexpr,
+    WINDOW: tl.constexpr, LOGS: tl.constexpr,
 ):
     """Run one block per program.
 
@@ -278,8 +274,6 @@ def prefill_blocks(
         int32, the heads of this launch `own_heads` from `first_block` on; read when UNLIKE.
     table
         ``[batch, table_row]`` int32 pages, read when PAGE (tokens of a page) is not 0.
-    trace
-        A row of `kvprof.kernels.trace.Mark` per block, int64, written when TRACE.
     first_block
         Of the table, for this launch; with UNLIKE of `order`.
     capacity, stride
@@ -287,8 +281,8 @@ def prefill_blocks(
     scale, softcap, window
         The model's scaling times log2(e); the cap of scores when SOFTCAP (then scale is the
         scaling itself); tokens that a token sees, itself included, when WINDOW.
-    KINDS
-        A row of `kvprof.kernels.prefill.tuning.Kind` per kind of head.
+    KIND
+        The columns of `kvprof.kernels.prefill.tuning.Kind`: that of all heads of the launch.
     """
     program = tl.program_id(0)
     block = program + first_block
@@ -298,10 +292,6 @@ def prefill_blocks(
     head = tl.load(blocks + block * _BLOCK + _BLOCK_HEAD)
     first = tl.load(blocks + block * _BLOCK + _FIRST)
     end = first + tl.load(blocks + block * _BLOCK + _BLOCK_ROWS)
-    kind = tl.load(blocks + block * _BLOCK + _BLOCK_KIND)
-    begun = row.to(tl.int64)
-    if TRACE:
-        begun = cuda.globaltimer()
     if row >= 0:
         far = row.to(tl.int64)
         length = tl.minimum(tl.load(lengths + row), capacity)
@@ -318,20 +308,12 @@ def prefill_blocks(
         if PAGE > 0:
             own = far * 0
             pages = table + far * table_row
-        for number in tl.static_range(COUNT):
-            if kind == number:
-                for at in tl.range(first, end, KINDS[number * _KIND + _ROWS], num_stages=1):
-                    _rows(
-                        queries + before * query_row, cache, output + before * output_row,
-                        logs + before * LOGS, sinks, heads + head * _HEAD, head, at, end,
-                        length - new, own, pages, stride, query_row, output_row, scale, softcap,
-                        window, KINDS[number * _KIND + _K0], KINDS[number * _KIND + _K1],
-                        KINDS[number * _KIND + _K2], KINDS[number * _KIND + _K3],
-                        KINDS[number * _KIND + _V0], KINDS[number * _KIND + _V1],
-                        KINDS[number * _KIND + _V2], KINDS[number * _KIND + _V3],
-                        KINDS[number * _KIND + _ROWS],
-                        KINDS[number * _KIND + _KEYS], STAGES, GROUP, PAGE, SOFTCAP, SINKS, WINDOW,
-                        LOGS,
-                    )
-    if TRACE:
-        mark(trace + block * MARK, begun)
+        for at in tl.range(first, end, KIND[_ROWS], num_stages=1):
+            _rows(
+                queries + before * query_row, cache, output + before * output_row,
+                logs + before * LOGS, sinks, heads + head * _HEAD, head, at, end,
+                length - new, own, pages, stride, query_row, output_row, scale, softcap,
+                window, KIND[_K0], KIND[_K1], KIND[_K2], KIND[_K3], KIND[_V0], KIND[_V1],
+                KIND[_V2], KIND[_V3], KIND[_ROWS], KIND[_KEYS], STAGES, GROUP, PAGE, SOFTCAP,
+                SINKS, WINDOW, LOGS,
+            )

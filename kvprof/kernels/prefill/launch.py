@@ -15,7 +15,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.kernels.dispatch import launching, multiprocessors_of
 from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks, row_stride
 from kvprof.kernels.prefill.kernel import prefill_blocks
-from kvprof.kernels.prefill.schedules import BlockRow, Blocks, Work, cut_blocks
+from kvprof.kernels.prefill.schedules import Blocks, Work, cut_blocks
 from kvprof.kernels.prefill.tuning import (
     HOPPER_WIDEST,
     SHARED_MEMORY,
@@ -26,14 +26,13 @@ from kvprof.kernels.prefill.tuning import (
     Tuning,
     head_tiles,
 )
-from kvprof.kernels.tables import chunk_columns, column, columns, joined_rows
-from kvprof.kernels.trace import Trace, empty_marks, traced
+from kvprof.kernels.tables import chunk_columns, joined_rows
 
 __all__ = [
     "Launch",
     "PrefillStep",
     "head_table",
-    "kind_table",
+    "kind_columns",
     "prefill_step",
     "side_by_side",
     "tiles_on",
@@ -84,26 +83,22 @@ class Launch(NamedTuple):
     Attributes
     ----------
     first, blocks : int
-    kinds : tuple of int
-        From `kind_table`.
+    kind : tuple of int
+        From `kind_columns`.
     tile : Tile
     """
 
     first: int
     blocks: int
-    kinds: tuple[int, ...]
+    kind: tuple[int, ...]
     tile: Tile
 
 
 @lru_cache(maxsize=256)
-def kind_table(kinds: tuple[TiledWidths, ...]) -> tuple[int, ...]:
-    """Return kinds of heads as the kernel takes them."""
-    return joined_rows(
-        [
-            Kind(chunk_columns(key_width, value_width), tile.rows, tile.keys)
-            for key_width, value_width, tile in kinds
-        ]
-    )
+def kind_columns(kind: TiledWidths) -> tuple[int, ...]:
+    """Return a kind of head as the kernel takes it."""
+    key_width, value_width, tile = kind
+    return joined_rows([Kind(chunk_columns(key_width, value_width), tile.rows, tile.keys)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +136,6 @@ class PrefillStep:
         *,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-        trace: Tensor | None = None,
     ) -> list[Callable[[], None]]:
         """Return what is to be launched, each on a stream of its own (`side_by_side`).
 
@@ -151,8 +145,6 @@ class PrefillStep:
             As for `kvprof.kernels.prefill.step.prefill`, contiguous.
         output : Tensor
             ``[batch, tokens, Σ_g G·dv_g]``; only the columns of this step's heads are written.
-        trace : Tensor, optional
-            From `kvprof.kernels.trace.empty_marks`, written.
         """
         unused = self.table
         tensors = (
@@ -167,7 +159,6 @@ class PrefillStep:
             self.heads,
             unused,
             unused,
-            unused if trace is None else trace,
         )
         scale = scaling if softcap else scaling * math.log2(math.e)
         layout = self.layout
@@ -184,8 +175,7 @@ class PrefillStep:
                 launch.first,
                 *numbers,
                 *scores,
-                KINDS=launch.kinds,
-                COUNT=len(launch.kinds) // len(columns(Kind)),
+                KIND=launch.kind,
                 STAGES=launch.tile.stages,
                 GROUP=layout.group,
                 PAGE=0,
@@ -194,7 +184,6 @@ class PrefillStep:
                 SINKS=sinks is not None,
                 WINDOW=self.window > 0,
                 LOGS=0,
-                TRACE=trace is not None,
                 **options,
             )
 
@@ -209,55 +198,24 @@ class PrefillStep:
         *,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-        trace: Tensor | None = None,
     ) -> Tensor:
         """Return ``[batch, tokens, Σ_g G·dv_g]``; parameters are those of `jobs`."""
         output = query.new_empty(*query.shape[:2], self.layout.output_offsets[-1])
-        jobs = self.jobs(
-            query, buffer, output, lengths, scaling, softcap=softcap, sinks=sinks, trace=trace
-        )
+        jobs = self.jobs(query, buffer, output, lengths, scaling, softcap=softcap, sinks=sinks)
         side_by_side(jobs, query.device)
         return output
 
-    def trace(
-        self,
-        query: Tensor,
-        buffer: Tensor,
-        lengths: Tensor,
-        scaling: float,
-        *,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Trace:
-        """Run and tell when each block ran on which multiprocessor; waits for the device.
-
-        Raises
-        ------
-        LackingError
-            Without a GPU.
-        """
-        marks = empty_marks([self.table], query.device)
-        output = self.run(
-            query, buffer, lengths, scaling, softcap=softcap, sinks=sinks, trace=marks
-        )
-        row, head = (self.table[:, column(BlockRow, name)] for name in ("sequence", "head"))
-        return traced(row, head, marks, output)
-
 
 def _in_launches(
-    blocks: Blocks, layout: RaggedLayout, tiles: Sequence[Tile], fused: bool
-) -> tuple[Blocks, list[int], tuple[Launch, ...]]:
-    """Put the blocks of a launch together; return them, each head's kind and the launches."""
+    blocks: Blocks, layout: RaggedLayout, tiles: Sequence[Tile]
+) -> tuple[Blocks, tuple[Launch, ...]]:
+    """Put the blocks of a launch together, one for each kind of head."""
     pairs = list(
         starmap(TiledWidths, zip(layout.key_widths, layout.value_widths, tiles, strict=True))
     )
     # In the order in which they first come: with heavy blocks first, the heaviest kind.
     heads = dict.fromkeys(head for _, head, *_ in blocks.items)
     kinds = list(dict.fromkeys(pairs[head] for head in heads))
-    if fused:
-        numbers = kind_table(tuple(kinds))
-        own = [kinds.index(pair) if pair in kinds else 0 for pair in pairs]
-        return blocks, own, (Launch(0, len(blocks.items), numbers, kinds[0].tile),)
     of_head = np.array([kinds.index(pair) if pair in kinds else -1 for pair in pairs])
     number = of_head[[head for _, head, *_ in blocks.items]]
     order = np.argsort(number, kind="stable").tolist()
@@ -265,10 +223,10 @@ def _in_launches(
     launches = []
     first = 0
     for kind, count in zip(kinds, np.bincount(number).tolist(), strict=True):
-        launches.append(Launch(first, count, kind_table((kind,)), kind.tile))
+        launches.append(Launch(first, count, kind_columns(kind), kind.tile))
         first += count
     costs = tuple(blocks.costs[at] for at in order)
-    return Blocks(items, costs, blocks.programs), [0] * layout.heads, tuple(launches)
+    return Blocks(items, costs, blocks.programs), tuple(launches)
 
 
 def head_table(layout: RaggedLayout, device: torch.device) -> Tensor:
@@ -359,7 +317,7 @@ def prefill_step(
     work = Work(layout, tokens, past or (0,) * layout.batch, tiles, window)
     own = heads if heads is not None else tuple(range(layout.heads))
     programs = multiprocessors * max(tiles[head].programs for head in own)
-    blocks = cut_blocks(schedule, work, own, programs, pieces=tuning.pieces, step=tuning.step)
-    blocks, kinds, launches = _in_launches(blocks, layout, tiles, bool(tuning.fused))
-    table = blocks.table(kinds, device)
+    blocks = cut_blocks(schedule, work, own, programs, pieces=tuning.pieces)
+    blocks, launches = _in_launches(blocks, layout, tiles)
+    table = blocks.table(device)
     return PrefillStep(layout, tokens, window, blocks, table, head_table(layout, device), launches)

@@ -43,7 +43,7 @@ from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
 from kvprof.kernels.prefill.cpu import prefill_rows_cpu
 from kvprof.kernels.prefill.kernel import prefill_blocks
-from kvprof.kernels.prefill.launch import head_table, kind_table, side_by_side, tiles_on
+from kvprof.kernels.prefill.launch import head_table, kind_columns, side_by_side, tiles_on
 from kvprof.kernels.prefill.schedules import COST_PER_SCORE, BlockRow
 from kvprof.kernels.prefill.tuning import Tile, TiledWidths, Tuning
 from kvprof.kernels.tables import column
@@ -57,7 +57,6 @@ _BLOCK = tl.constexpr(len(BlockRow._fields))
 _SEQUENCE = tl.constexpr(column(BlockRow, "sequence"))
 _FIRST = tl.constexpr(column(BlockRow, "first"))
 _ROWS = tl.constexpr(column(BlockRow, "rows"))
-_KIND = tl.constexpr(column(BlockRow, "kind"))
 
 
 @triton.jit
@@ -139,7 +138,6 @@ def cut_rows(
     tl.store(block + _SEQUENCE, tl.where(tile < total, own, -1))
     tl.store(block + _FIRST, index * ROWS)
     tl.store(block + _ROWS, tl.minimum(own_new * GROUP - index * ROWS, ROWS))
-    tl.store(block + _KIND, 0)
 
 
 class RowsCut(NamedTuple):
@@ -297,12 +295,10 @@ def rows_operator(
             heads,
             order,
             lengths if table is None else table,
-            lengths,
             first,
             len(own),
             *numbers,
-            KINDS=kind_table((kind,)),
-            COUNT=1,
+            KIND=kind_columns(kind),
             STAGES=stages_of(tile, page),
             GROUP=layout.group,
             PAGE=page,
@@ -311,7 +307,6 @@ def rows_operator(
             SINKS=sinks is not None,
             WINDOW=window > 0,
             LOGS=0 if logs is None else logs.shape[1],
-            TRACE=False,
             **options,
         )
 

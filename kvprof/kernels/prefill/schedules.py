@@ -3,8 +3,7 @@
 A block is neighbouring rows of one KV head of one sequence, a row being one query head at one new
 token: row ``r`` is query head ``r % G`` at token ``r // G``. What it costs is what the kernel does:
 its tiles of rows, each with the keys that causality leaves, in whole tiles, times the head's widths
-and a constant for softmax, which does not shrink with the width. FDC ignores causality when it
-makes blocks; it is counted here whenever a cost is told.
+and a constant for softmax, which does not shrink with the width.
 """
 
 import heapq
@@ -31,7 +30,6 @@ __all__ = [
     "block_costs",
     "cut_blocks",
     "equal_blocks",
-    "grown_blocks",
     "makespan_over_mean",
     "plain_blocks",
 ]
@@ -41,7 +39,7 @@ __all__ = [
 COST_PER_SCORE = 110
 
 #: Ways to cut and order a prompt's work.
-SCHEDULES = ("equal", "rows", "plain")
+SCHEDULES = ("equal", "plain")
 
 Block = tuple[int, int, int, int]
 
@@ -54,15 +52,12 @@ class BlockRow(NamedTuple):
     sequence, head : int
     first, rows : int
         A head's row is its query head ``row % G`` at new token ``row // G``.
-    kind : int
-        Of the head, in the launch that runs it.
     """
 
     sequence: int
     head: int
     first: int
     rows: int
-    kind: int
 
 
 @dataclass(frozen=True)
@@ -156,13 +151,11 @@ class Blocks:
         """Predicted: when the last program is done over when all could be, 1 at best."""
         return makespan_over_mean(self.costs, self.programs)
 
-    def table(self, kinds: Sequence[int], device: torch.device) -> Tensor:
-        """Return the rows of `BlockRow`, int32; `kinds` is each head's kind."""
-        sequence, head, first, rows = np.array(self.items, dtype=np.int32).reshape(-1, 4).T
-        kind = np.array(kinds, dtype=np.int32)[head]
-        found = {"sequence": sequence, "head": head, "first": first, "rows": rows, "kind": kind}
-        table = np.column_stack([found[name] for name in BlockRow._fields])
-        return torch.from_numpy(table).to(device)
+    def table(self, device: torch.device) -> Tensor:
+        """Return the rows of `BlockRow`, int32."""
+        return (
+            torch.tensor(self.items, dtype=torch.int32).view(-1, len(BlockRow._fields)).to(device)
+        )
 
 
 def makespan_over_mean(costs: Sequence[float], programs: int) -> float:
@@ -174,7 +167,7 @@ def makespan_over_mean(costs: Sequence[float], programs: int) -> float:
 
 
 def cut_blocks(
-    schedule: str, work: Work, heads: Sequence[int], programs: int, *, pieces: int, step: int
+    schedule: str, work: Work, heads: Sequence[int], programs: int, *, pieces: int
 ) -> Blocks:
     """Cut the work of some heads.
 
@@ -188,8 +181,6 @@ def cut_blocks(
         Programs that run at once, on all multiprocessors.
     pieces : int
         Blocks per program, for ``equal``.
-    step : int
-        Rows of a block are a multiple of it, for ``rows``.
 
     Raises
     ------
@@ -198,8 +189,6 @@ def cut_blocks(
     """
     if schedule == "equal":
         items = equal_blocks(work, heads, pieces * programs)
-    elif schedule == "rows":
-        items = grown_blocks(work, heads, programs, step)
     elif schedule == "plain":
         items = plain_blocks(work, heads)
     else:
@@ -265,49 +254,3 @@ def equal_blocks(work: Work, heads: Sequence[int], pieces: int) -> list[Block]:
             for start, rows in zip(bounds[:-1].tolist(), np.diff(bounds).tolist(), strict=True)
         ]
     return found
-
-
-def grown_blocks(work: Work, heads: Sequence[int], programs: int, step: int = 16) -> list[Block]:
-    """Return FDC's blocks: taller for narrow heads, the last round split (FDC §5.3).
-
-    With ``d_sum = d_qk + d_v + 1`` a head's blocks have ``B_r · d_sum_max / d_sum`` rows, ``B_r``
-    being the rows of a tile, so that all cost the same when causality is ignored, as the paper
-    does. What is left for the last round, in which not every program gets a block, is split into
-    blocks of ``wl / d_sum`` rows with ``wl = (1/N) Σ B_r · d_sum`` for ``N`` programs.
-
-    Parameters
-    ----------
-    work : Work
-    heads : sequence of int
-    programs : int
-        N; the paper's SMs.
-    step : int
-        Rows are a multiple of it; the paper's 16.
-    """
-    layout = work.layout
-    sums = {head: layout.key_widths[head] + layout.value_widths[head] + 1 for head in heads}
-    widest = max(heads, key=lambda head: sums[head])
-
-    def whole(rows: float) -> int:
-        return max(step, round(rows / step) * step)
-
-    blocks: list[Block] = []
-    for sequence in range(len(work.past)):
-        for head in heads:
-            height = whole(work.tiles[widest].rows * sums[widest] / sums[head])
-            blocks += [
-                (sequence, head, first, min(height, work.rows - first))
-                for first in range(0, work.rows, height)
-            ]
-    last = len(blocks) % programs
-    if not last:
-        return blocks
-    full, rest = blocks[:-last], blocks[-last:]
-    load = sum(rows * sums[head] for _, head, _, rows in rest) / programs
-    for sequence, head, first, rows in rest:
-        height = whole(load / sums[head])
-        full += [
-            (sequence, head, at, min(height, first + rows - at))
-            for at in range(first, first + rows, height)
-        ]
-    return full

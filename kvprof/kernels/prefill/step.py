@@ -185,7 +185,7 @@ def prefill(
         Tokens that a token sees, itself included; 0 for all.
     schedule : str
         How the Triton kernel's work is cut, one of `kvprof.kernels.prefill.schedules.SCHEDULES`:
-        ``equal`` (blocks of equal cost), ``rows`` (FDC's growing of row blocks) or ``plain``.
+        ``equal`` (blocks of equal cost) or ``plain`` (as a kernel for equal heads).
     path : str
         ``triton``; ``library`` (torch's own kernels, a call per class of widths: neither soft-cap,
         sinks, window nor tokens before the prompt's); or ``auto``: on a GPU the faster as

@@ -108,13 +108,6 @@ class Tuning:
     narrow_values, wide_widths, widest_widths : int
     pieces : int
         Programs per place for one (`Tile.programs` on every multiprocessor), schedule ``equal``.
-    step : int
-        Rows of a grown block are a multiple of it, schedule ``rows``.
-    fused : int
-        1 for one launch with a branch per kind of head, sized by the widest; 0 for a launch per
-        kind, on streams of their own.
-    own : tuple of (key width, value width, Tile)
-        Pairs of widths that are computed otherwise, as a sweep found.
     """
 
     narrow: Tile = Tile(128, 64, 8, 3, 2, 128)
@@ -125,15 +118,11 @@ class Tuning:
     wide_widths: int = 128
     widest_widths: int = 256
     pieces: int = 16
-    step: int = 16
-    fused: int = 0
-    own: tuple[tuple[int, int, Tile], ...] = ()
 
     def __post_init__(self) -> None:
         found: list[int] = []
-        for value in (getattr(self, field.name) for field in fields(self)[:-1]):
+        for value in (getattr(self, field.name) for field in fields(self)):
             found += astuple(value) if isinstance(value, Tile) else (value,)
-        found += [number for k, v, tile in self.own for number in (k, v, *astuple(tile))]
         # Once: every layer asks for them at every step. It is no field: fields are numbered.
         object.__setattr__(self, "_numbers", tuple(found))
 
@@ -154,12 +143,9 @@ class Tuning:
 
         found: dict[str, Any] = {
             field.name: tile() if isinstance(field.default, Tile) else rest.pop(0)
-            for field in fields(cls)[:-1]
+            for field in fields(cls)
         }
-        own = []
-        while rest:
-            own.append((rest.pop(0), rest.pop(0), tile()))
-        return cls(**found, own=tuple(own))
+        return cls(**found)
 
     def tile(
         self,
@@ -179,12 +165,10 @@ class Tuning:
             Bytes that the programs of a multiprocessor share.
         """
         widths = (key_width, value_width)
-        found = next((tile for *pair, tile in self.own if tuple(pair) == widths), None)
-        if found is None:
-            if max(widths) > self.wide_widths:
-                found = self.widest if max(widths) <= self.widest_widths else self.latent
-            else:
-                found = self.narrow if value_width <= self.narrow_values else self.wide
+        if max(widths) > self.wide_widths:
+            found = self.widest if max(widths) <= self.widest_widths else self.latent
+        else:
+            found = self.narrow if value_width <= self.narrow_values else self.wide
         if element_size == 4:
             smaller = {"rows": max(16, found.rows // 2), "keys": max(16, found.keys // 2)}
             found = replace(found, **smaller, programs=1, registers=0)
@@ -212,18 +196,6 @@ def head_tiles(
     element_size: int = 2,
     shared: int = SHARED_MEMORY,
 ) -> tuple[Tile, ...]:
-    """Return every head's tile; one launch for all kinds gives all as many warps and stages.
-
-    Parameters are those of `Tuning.tile`.
-    """
+    """Return every head's tile; parameters are those of `Tuning.tile`."""
     pairs = zip(layout.key_widths, layout.value_widths, strict=True)
-    tiles = tuple(tuning.tile(*pair, element_size, shared) for pair in pairs)
-    if not tuning.fused:
-        return tiles
-    common = {
-        "warps": max(tile.warps for tile in tiles),
-        "stages": min(tile.stages for tile in tiles),
-        "programs": min(tile.programs for tile in tiles),
-        "registers": 0 if any(not tile.registers for tile in tiles) else tiles[0].registers,
-    }
-    return tuple(replace(tile, **common) for tile in tiles)
+    return tuple(tuning.tile(*pair, element_size, shared) for pair in pairs)

@@ -1,7 +1,7 @@
 """The forms of the prefill kernel that are compiled for every architecture."""
 
 from kvprof.kernels.prefill.kernel import prefill_blocks
-from kvprof.kernels.prefill.launch import kind_table
+from kvprof.kernels.prefill.launch import kind_columns
 from kvprof.kernels.prefill.rows import cut_rows, stages_of
 from kvprof.kernels.prefill.tuning import HOPPER_WIDEST, TiledWidths, Tuning
 from kvprof.kernels.variants import Variant
@@ -36,13 +36,11 @@ def _prefill(
         "heads": "*i64",
         "order": "*i32",
         "table": "*i32",
-        "trace": "*i64",
         "scale": "fp32",
         "softcap": "fp32",
     }
     constants = {
-        "KINDS": kind_table((TiledWidths(key_width, value_width, tile),)),
-        "COUNT": 1,
+        "KIND": kind_columns(TiledWidths(key_width, value_width, tile)),
         "STAGES": stages_of(tile, page),
         "GROUP": 4,
         "PAGE": page,
@@ -51,7 +49,6 @@ def _prefill(
         "SINKS": options,
         "WINDOW": options,
         "LOGS": 32 if logs else 0,
-        "TRACE": False,
     }
     return Variant(
         f"prefill {name} {dtype}", prefill_blocks, types, constants, tile.warps, tile.stages

@@ -11,7 +11,7 @@ from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.shapes import Rope, Shape
 from tests.benchmark.folder import save_config
 
-CPU = Machine(torch.device("cpu"), None, "not measured", 2**20, None)
+CPU = Machine(torch.device("cpu"), None, "not measured", 2**20)
 
 
 def tiny_folder(folder: Path, **changes: Any) -> Path:

@@ -86,8 +86,6 @@ def test_the_parts_of_every_method_add_up(tmp_path):
         assert abs(case["unattributed_share"]) < allowed, method
         # Far below the time for which the GPU is kept busy meanwhile.
         assert 0 < waits[method] < 0.04 * case["tbt_seconds"], method
-    measured = [row for row in result["data"]["balance"] if row["measured"]]
-    assert {row["schedule"] for row in measured} == {"equal", "lpt"}
 
 
 @pytest.mark.alone

@@ -18,7 +18,6 @@ from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.benchmark.jct.serving import trace_warnings
 from kvprof.errors import LackingError
 from kvprof.records.events import (
-    Balance,
     CaseFinished,
     CaseStarted,
     PartSample,
@@ -400,18 +399,7 @@ def test_events_come_as_points_are_measured():
     assert seen[-1] > 10
 
 
-def test_a_ragged_method_tells_its_balance_and_a_bent_curve_its_error():
-    bench = tiny_bench()
-    method = method_on("fdc", bench.model.attention)
-    request = RequestLengths(20, 30)
-    made = Composer(bench, method, 1, [request], FAST)
-    with torch.inference_mode():
-        events = events_of(request, made)
-    told = {event.schedule: event for event in events if isinstance(event, Balance)}
-    assert set(told) == {"equal", "lpt"}
-    assert len(told["lpt"].predicted) == 132
-    assert sum(told["equal"].predicted) == pytest.approx(132)
-    assert told["equal"].measured is None
+def test_a_bent_curve_tells_its_error():
     bent = composer([RequestLengths(64, 40_000)])
     bent.bench.point = lambda v, workload, window=None, powered=False: LayerTimes(
         workload.seq, {"attention": 1e-12 * workload.seq**3}, {}, 1e-12 * workload.seq**3, None, {}

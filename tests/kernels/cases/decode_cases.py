@@ -5,15 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import UsageError
 from kvprof.kernels import parts as join
-from kvprof.kernels.decode.cuts import (
-    COST_PER_TOKEN,
-    Item,
-    equal_shares,
-    longest_first,
-    pieces_for,
-)
+from kvprof.kernels.decode.cuts import Item, equal_shares, pieces_for
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
 from kvprof.kernels.planes import RaggedLayout
@@ -76,22 +70,21 @@ def layers(draw):
     st.sampled_from(DTYPES),
     st.integers(1, 9),
     st.sampled_from([512, 4096]),
-    st.sampled_from(["equal", "lpt"]),
     st.booleans(),
     st.sampled_from([0.0, 2.0]),
     st.booleans(),
     st.lists(st.tuples(widths, widths), max_size=2),
     st.integers(0, 10**6),
 )
-def test_any_widths_lengths_options_and_schedules_give_attention(
-    layer, dtype, pieces, tile, schedule, windows, softcap, with_sinks, others, seed
+def test_any_widths_lengths_and_options_give_attention(
+    layer, dtype, pieces, tile, windows, softcap, with_sinks, others, seed
 ):
     """Also by a kernel that is built for the heads of `others` too."""
     layout, lengths, starts = layer
     query, buffer = states(layout, layout.batch, dtype, seed)
     sinks = torch.randn(layout.heads, layout.group).to(DEVICE) if with_sinks else None
     pairs = [*zip(layout.key_widths, layout.value_widths, strict=True), *others]
-    prepared = step(layout, pieces=pieces, tile=tile, schedule=schedule, pairs=pairs)
+    prepared = step(layout, pieces=pieces, tile=tile, pairs=pairs)
     cut = prepared.cut(whole(lengths), whole(starts) if windows else None)
     found = prepared.run(query, buffer, cut, 0.09, softcap=softcap, sinks=sinks)
     wanted = reference_decode(
@@ -179,24 +172,13 @@ def test_the_device_schedules_as_the_host_does(layer, pieces, windows, workers):
     begins = None if starts is None else whole(starts)
     tuning = Tuning(pieces=pieces, tile=512)
     prepared = decode_step(layout, DEVICE, tuning=tuning, multiprocessors=workers)
-    items, parts, _, _ = prepared.cut(whole(lengths), begins).scheduled
+    items, parts = prepared.cut(whole(lengths), begins).scheduled
     aim = pieces_for(layout, lengths, tuning, workers, starts)
     wanted = equal_shares(layout, lengths, aim, 512, starts)
     there = len(wanted.items)
     assert items[:there].tolist() == [list(item) for item in wanted.items]
     assert (items[there:, column(Item, "kind")] == -1).all()
     assert parts.tolist() == [list(part) for part in wanted.parts]
-    whole_heads = decode_step(
-        layout, DEVICE, tuning=tuning, multiprocessors=workers, schedule="lpt"
-    )
-    items, _, lists, counts = whole_heads.cut(whole(lengths), begins).scheduled
-    costs = [
-        (item.stop - item.start)
-        * (layout.key_widths[item.head] + layout.value_widths[item.head] + COST_PER_TOKEN)
-        for item in map(Item._make, items.tolist())
-    ]
-    found = [own[:count] for own, count in zip(lists.tolist(), counts.tolist(), strict=True)]
-    assert found == longest_first(costs, workers)
 
 
 def test_the_device_cuts_many_rows_as_the_host_does():
@@ -209,7 +191,7 @@ def test_the_device_cuts_many_rows_as_the_host_does():
     seen[-5:] = 0
     lengths, tuning = seen.tolist(), Tuning(pieces=8, tile=512)
     prepared = decode_step(layout, DEVICE, tuning=tuning, multiprocessors=30)
-    items, parts, _, _ = prepared.cut(whole(lengths)).scheduled
+    items, parts = prepared.cut(whole(lengths)).scheduled
     wanted = equal_shares(layout, lengths, pieces_for(layout, lengths, tuning, 30), 512)
     there = len(wanted.items)
     assert items[:there].tolist() == [list(item) for item in wanted.items]
@@ -233,7 +215,7 @@ def test_layers_with_many_pieces_are_cut_as_the_host_states(rows):
     tables = torch.stack([each.cut_table for each in steps])
     together = steps[0].cut_alike(tables, whole(lengths), None)
     for layout, found in zip(layouts, together, strict=True):
-        items, parts, _, _ = found.scheduled
+        items, parts = found.scheduled
         wanted = equal_shares(layout, lengths, pieces_for(layout, lengths, tuning, 20), 512)
         there = len(wanted.items)
         assert there > 256
@@ -272,8 +254,6 @@ def test_layers_are_cut_together_as_each_is_by_itself():
         assert torch.equal(items[there], wanted[there])
         assert (items[~there, column(Item, "kind")] == -1).all()
         assert torch.equal(found.scheduled[1], alone.scheduled[1])
-    whole_heads = step(RaggedLayout(*widths[0], 2, 2, 700), schedule="lpt")
-    assert whole_heads.cut_by is whole_heads
 
 
 def test_more_parts_than_a_merge_reads_at_once(monkeypatch):
@@ -288,10 +268,9 @@ def test_more_parts_than_a_merge_reads_at_once(monkeypatch):
     many = RaggedLayout((16,) * 4, (16,) * 4, 1, 12, 40)
     lengths = [1 + 7 * row % 40 for row in range(12)]
     query, buffer = states(many, 12, torch.float32, 6)
-    for schedule in ("equal", "lpt"):
-        prepared = step(many, schedule=schedule, tile=512)
-        found = prepared.run(query, buffer, prepared.cut(lengths), 0.3)
-        assert error(found, reference_decode(query, buffer, many, lengths, 0.3)) < 1e-5
+    prepared = step(many, tile=512)
+    found = prepared.run(query, buffer, prepared.cut(lengths), 0.3)
+    assert error(found, reference_decode(query, buffer, many, lengths, 0.3)) < 1e-5
 
 
 def test_what_cannot_run_is_refused():
@@ -315,7 +294,6 @@ def test_what_cannot_run_is_refused():
     with pytest.raises(UsageError, match="no pages"):
         prepared.run(query, buffer, cut, 1.0, table=whole([0])[None])
     for more in (
-        {"schedule": "best"},
         {"page_tokens": 32, "rows": 1},
         {"rows": 2},
         {"page_tokens": 64},
@@ -325,28 +303,20 @@ def test_what_cannot_run_is_refused():
     if DEVICE.type == "cpu":
         with pytest.raises(UsageError, match="interpreter"):
             prepared.run(query.bfloat16(), buffer.bfloat16(), cut, 1.0)
-        with pytest.raises(LackingError):
-            prepared.trace(query, buffer, cut, 1.0)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
-def test_a_graph_holds_schedule_and_step_and_a_trace_tells_where_items_ran():
+def test_a_graph_holds_cut_and_step():
     layout = RaggedLayout((112, 32, 64), (32, 48, 64), 4, 2, 4096)
     query, buffer = states(layout, 2, torch.bfloat16, 7)
     lengths = whole([4096, 100])
-    for schedule in ("equal", "lpt"):
-        prepared = decode_step(layout, DEVICE, schedule=schedule)
-        prepared.run(query, buffer, prepared.cut(lengths), 0.09)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = prepared.run(query, buffer, prepared.cut(lengths), 0.09)
-        for now in ([17, 4000], [4096, 1]):
-            lengths.copy_(whole(now))
-            graph.replay()
-            assert error(found, reference_decode(query, buffer, layout, now, 0.09)) < 1e-2
-        seen = prepared.trace(query, buffer, prepared.cut(lengths), 0.09)
-        assert (seen.end >= seen.begin).all()
-        assert error(seen.output, reference_decode(query, buffer, layout, now, 0.09)) < 1e-2
-        assert int(seen.multiprocessor.min()) >= 0
-        assert int(seen.multiprocessor.max()) < prepared.multiprocessors
+    prepared = decode_step(layout, DEVICE)
+    prepared.run(query, buffer, prepared.cut(lengths), 0.09)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = prepared.run(query, buffer, prepared.cut(lengths), 0.09)
+    for now in ([17, 4000], [4096, 1]):
+        lengths.copy_(whole(now))
+        graph.replay()
+        assert error(found, reference_decode(query, buffer, layout, now, 0.09)) < 1e-2

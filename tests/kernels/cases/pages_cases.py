@@ -101,14 +101,11 @@ gaps = st.sampled_from([0, 32, 448])
     st.integers(1, 6),
     st.sampled_from(DTYPES),
     gaps,
-    st.sampled_from(["equal", "lpt"]),
     st.sampled_from(TILES),
     st.booleans(),
     st.booleans(),
 )
-def test_decoding_from_pages_is_attention(
-    pool, heads, group, dtype, gap, schedule, tile, windows, sunk
-):
+def test_decoding_from_pages_is_attention(pool, heads, group, dtype, gap, tile, windows, sunk):
     keys, values = zip(*heads, strict=True)
     layout = RaggedLayout(keys, values, group, pool.pages, pool.page)
     buffer = pool.with_gaps(layout.packed(*pool.sides(layout)).to(dtype), gap)
@@ -123,7 +120,6 @@ def test_decoding_from_pages_is_attention(
         multiprocessors=2,
         page_tokens=pool.page,
         rows=rows,
-        schedule=schedule,
     )
     cut = step.cut(whole(pool.lengths), None if starts is None else whole(starts))
     found = step.run(query, buffer, cut, 0.09, sinks=sinks, table=pool.table)

@@ -168,17 +168,15 @@ def test_every_tile_is_cut_once_and_the_longest_come_first(rows, group, height):
     tiles = [block for block in blocks if block[column(BlockRow, "sequence")] >= 0]
     assert blocks[: len(tiles)] == tiles
     wanted = [
-        BlockRow(row, 0, first, min(2 * height, own * group - first), 0)
+        BlockRow(row, 0, first, min(2 * height, own * group - first))
         for row, own in enumerate(new)
         for first in range(0, own * group, 2 * height)
     ]
     drop = column(BlockRow, "head")
     assert sorted(b[:drop] + b[drop + 1 :] for b in tiles) == sorted(
-        (w.sequence, w.first, w.rows, w.kind) for w in wanted
+        (w.sequence, w.first, w.rows) for w in wanted
     )
-    seen = [
-        lengths[row] - new[row] + -(-(first + rows) // group) for row, _, first, rows, _ in tiles
-    ]
+    seen = [lengths[row] - new[row] + -(-(first + rows) // group) for row, _, first, rows in tiles]
     assert all(one >= other for one, other in pairwise(seen))
 
 
