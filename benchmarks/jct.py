@@ -46,10 +46,6 @@ def parts() -> dict[str, str]:
         own = sweep.format(shape, tp, METHODS, rate)
         found[f"inputs-{name}"] = f"{own} --input-len {LONG} --output-len 256 --repeats 7"
         found[f"outputs-{name}"] = f"{own} --input-len 256 --output-len {LONG} --repeats 7"
-    found["check"] = (
-        "--check --model Llama-3.1-8B --layers 4 --methods full,fdc --batch 8 --input-len 32k "
-        "--output-len 32"
-    )
     found["instrumented"] = (
         "--real --model Llama-3.1-8B --layers 8 --methods full,fdc --batch 8 --input-len 8k "
         "--output-len 64 --kernels on"
@@ -147,7 +143,7 @@ def run(name: str, line: str, records: Path, limit: float) -> str | None:
 
 
 def condensed(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page needs of a result: cases, parts, and what was checked."""
+    """Return what the page needs of a result: cases and parts."""
     data = result["data"]
     kept = {name: data[name] for name in ("mode", "shape", "baseline", "cases")}
     keys = (
@@ -163,7 +159,7 @@ def condensed(result: dict[str, Any]) -> dict[str, Any]:
         "by_difference",
     )
     kept["parts"] = [{key: row[key] for key in keys} for row in data["parts"]]
-    kept["requests"], kept["check"] = data.get("requests"), data.get("check")
+    kept["requests"] = data.get("requests")
     kept["warnings"], kept["inputs"] = result["warnings"], result["inputs"]
     return kept
 
@@ -184,8 +180,6 @@ def show(name: str, part: dict[str, Any]) -> None:
         if case["overhead"] is not None:
             line += f", timing costs {100 * case['overhead']:.1f} %"
         print(line)
-    for row in (part.get("check") or {}).get("rows", ()):
-        print(f"  {name}: {json.dumps(row)[:240]}")
     for text in part.get("warnings", ()):
         print(f"  note: {text}"[:240])
 

@@ -10,7 +10,6 @@ from kvprof.commands import completion
 from kvprof.commands.bench_jct import (
     BaselineOption,
     CapacityOption,
-    CheckOption,
     InputLenOption,
     JctOption,
     JctOptions,
@@ -198,7 +197,6 @@ def bench(
     layers: LayersOption = None,
     kernels: KernelsOption = None,
     capacity: CapacityOption = False,
-    check: CheckOption = False,
     vllm: VllmOption = False,
     load: LoadOption = False,
     lengths: LengthsOption = None,
@@ -258,7 +256,6 @@ def bench(
         layers=layers,
         kernels=kernels,
         capacity=capacity,
-        check=check,
         vllm=vllm,
     )
     sent = LoadOptions(

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BaselineOption",
     "CapacityOption",
-    "CheckOption",
     "InputLenOption",
     "JctOption",
     "JctOptions",
@@ -91,7 +90,7 @@ TpOption = Annotated[
     ),
 ]
 LayersOption = Annotated[
-    int | None, _option("--layers", text="Take only so many of a shape's layers. --check takes 4.")
+    int | None, _option("--layers", text="Take only so many of a shape's layers.")
 ]
 KernelsOption = Annotated[
     str | None,
@@ -109,13 +108,6 @@ CapacityOption = Annotated[
     bool,
     _option("--capacity", text="Also what fits, and throughput against batch at equal memory."),
 ]
-CheckOption = Annotated[
-    bool,
-    _option(
-        "--check",
-        text="Run a shape's layers with random weights and compose them too; print the difference.",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -132,7 +124,6 @@ class JctOptions:
     layers: int | None = None
     kernels: str | None = None
     capacity: bool = False
-    check: bool = False
     vllm: bool = False
 
     def refuse_without_jct(self) -> None:
@@ -174,7 +165,6 @@ class JctOptions:
             "--layers": self.layers is not None,
             "--kernels": self.kernels is not None,
             "--capacity": self.capacity,
-            "--check": self.check,
             "--vllm": self.vllm,
         }
         return [option for option, there in given.items() if there]
@@ -240,22 +230,16 @@ def _request(
         raise UsageError(f"--trace {asked.trace} has lengths of its own; leave out {said[0]}")
     if asked.trace is None and asked.requests is not None:
         raise UsageError("--requests are sampled from a --trace; name one, such as fdc/arxiv")
-    if asked.check and asked.real is False:
-        raise UsageError("--check runs each case both ways; leave out --composed")
 
     # Everything from here on needs torch.
     with loading():
         from kvprof.benchmark.jct.request import DEFAULT_METHODS, JctRequest
         from kvprof.benchmark.shapes import has_weights
 
-    name = model
-    if name is None:
-        name = "Llama-3.1-8B" if asked.check else "reference"
-    chosen = methods or (("full", "fdc") if asked.check else DEFAULT_METHODS)
+    name = model or "reference"
+    chosen = methods or DEFAULT_METHODS
     composed = asked.real is False or (
-        asked.real is None
-        and not asked.check
-        and (not has_weights(name) or _only_composed(asked, chosen))
+        asked.real is None and (not has_weights(name) or _only_composed(asked, chosen))
     )
     if composed and asked.kernels is not None:
         raise UsageError("--kernels is for a real run; a composed one times the kernels themselves")
@@ -281,7 +265,6 @@ def _request(
         layers=asked.layers,
         trace=asked.trace,
         requests=_count("--requests", asked.requests, 200),
-        check=asked.check,
         capacity=asked.capacity,
         kernels="auto" if asked.kernels is None else asked.kernels,
         vllm=asked.vllm,

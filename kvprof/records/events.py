@@ -558,8 +558,7 @@ class RunFinished(Event):
     reason : str or None
         Why it is not complete.
     extra : dict
-        Keys of the result's `data` that no other event carries: ``requests``, ``capacity``,
-        ``check``.
+        Keys of the result's `data` that no other event carries: ``requests``, ``capacity``.
     """
 
     type: ClassVar[str] = "run_finished"

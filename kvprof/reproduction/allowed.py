@@ -30,7 +30,6 @@ _FREE = frozenset(
         "--calibrate-tokens",
         "--capacity",
         "--chat",
-        "--check",
         "--composed",
         "--context",
         "--describe",

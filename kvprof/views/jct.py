@@ -56,7 +56,6 @@ _HEIGHT = 14
 _EXTRA = {
     "requests": "Requests of a trace",
     "capacity": "Memory and capacity",
-    "check": "A real and a composed run of the same case",
 }
 
 

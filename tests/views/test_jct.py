@@ -55,8 +55,6 @@ EXTRA: dict[str, Any] = {
             {"method": "fdc", "batch": 8, "step_seconds": 0.02, "tokens_per_s": 400.0},
         ],
     },
-    "check": {"rows": [{"method": "fdc", "phase": "decode", "real_seconds": 1.0,
-                        "composed_seconds": 1.03, "difference": 0.03}]},
 }  # fmt: skip
 
 
@@ -292,11 +290,11 @@ def test_a_sweep_shows_shares_by_length_and_the_longest_in_full() -> None:
     assert "3 more requests were measured" in shown
 
 
-def test_requests_capacity_and_a_check_are_shown_when_measured() -> None:
+def test_requests_and_capacity_are_shown_when_measured() -> None:
     result = copy.deepcopy(WHOLE)
     result["data"] |= EXTRA
     shown = text(result, 100)
-    for expected in ("fdc/arxiv", "900 ms", "0.7 %", "128.0 GiB", "123,456", "3.0 %", "tokens/s"):
+    for expected in ("fdc/arxiv", "900 ms", "0.7 %", "128.0 GiB", "123,456", "tokens/s"):
         assert expected in shown
     assert "fdc/arxiv" not in text(WHOLE, 100)
 

@@ -38,9 +38,6 @@ __all__ = [
     "random_model",
 ]
 
-# Enough for a check, and little memory.
-_CHECKED_LAYERS = 4
-
 
 def check_names(request: JctRequest) -> None:
     """Refuse methods that the model of a request cannot run, before it is loaded.
@@ -84,10 +81,7 @@ def load_run_model(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]
         return loaded, None
     device = main_device(request.device)
     shape = load_model_shape(request.model)
-    layers = request.layers
-    if layers is None and request.check:
-        layers = min(_CHECKED_LAYERS, shape.layers)
-    shape = shape.of_layers(layers)
+    shape = shape.of_layers(request.layers)
     return random_model(shape, device, parse_dtype(request.dtype, device), request.seed), shape
 
 
@@ -219,8 +213,7 @@ def _drawn(name: str, loaded: LoadedModel, shape: ModelShape, request: JctReques
         request.rate,
         tokens=max(request.input_lens) + max(request.output_lens),
         itemsize=loaded.dtype.itemsize,
-        # Checked against a composed run, which has one layer's ranks in all.
-        laid=None if request.check else loaded,
+        laid=loaded,
     )
     return replace(found.plan, method=name, fingerprint=loaded.fingerprint)
 

@@ -227,7 +227,6 @@ def measure_real(
     sample_layers: str | int = "auto",
     kernels: str | None = None,
     graph: bool | None = False,
-    fused: bool = True,
     energy: Callable[[float, float], float | None] | None = None,
 ) -> CaseFinished | None:
     """Measure one request under one plan and tell what happens as events.
@@ -265,8 +264,6 @@ def measure_real(
         As `kvprof.runtime.compressed.compressed` takes it.
     graph : bool or None
         Replay decoding steps as CUDA graphs; None where that can be, as ``generate`` does.
-    fused : bool
-        As `kvprof.runtime.compressed.compressed` takes it.
     energy : callable, optional
         From two times of `now` to joules (`kvprof.benchmark.jct.telemetry`).
 
@@ -286,7 +283,7 @@ def measure_real(
     _check(loaded, input_ids, output_len, repeats, sample_layers)
     try:
         with _opened(
-            loaded, plan, kernels, case, input_ids, output_len, emit, now, should_stop, fused
+            loaded, plan, kernels, case, input_ids, output_len, emit, now, should_stop
         ) as measured:
             measured.start(measured.replays(graph))
             measured.run(repeats, repeats if most is None else most, sample_layers)
@@ -335,14 +332,13 @@ def _opened(
     emit: Emit,
     now: Callable[[], float],
     should_stop: Callable[[], bool],
-    fused: bool = True,
 ) -> Iterator["_RealCase"]:
     """Compress the model while the body runs a request on it."""
     on_gpu = loaded.device.type == "cuda"
     with (
         torch.cuda.device(loaded.device) if on_gpu else nullcontext(),
         # Steps are replayed by the runner, which marks what is in them.
-        compressed(loaded, plan, kernels, graphs=False, fused=fused) as session,
+        compressed(loaded, plan, kernels, graphs=False) as session,
     ):
         ids = input_ids.to(loaded.device)
         yield _RealCase(loaded, plan, session, case, ids, output_len, emit, now, should_stop)

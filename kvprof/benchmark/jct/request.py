@@ -63,13 +63,11 @@ class JctRequest:
     tp : int
         GPUs of tensor parallelism: the figures are one GPU's.
     layers : int or None
-        How many of a shape's layers; None for all, and for four of them with `check`.
+        How many of a shape's layers; None for all.
     trace : str or None
         Lengths of requests; see `kvprof.serving.load.traces`.
     requests : int
         To sample from the trace.
-    check : bool
-        Run each case both ways.
     capacity : bool
         Also what fits, and throughput against batch at equal memory.
     kernels : str
@@ -98,7 +96,6 @@ class JctRequest:
     layers: int | None = None
     trace: str | None = None
     requests: int = 200
-    check: bool = False
     capacity: bool = False
     kernels: str = "auto"
     vllm: bool = False

@@ -195,39 +195,19 @@ def test_names_with_weights_are_told_from_shapes(tmp_path, folder):
     assert not has_weights(str(folder / "config.json"))
 
 
-def test_a_shape_runs_with_random_weights_and_is_checked(tmp_path, folder):
+def test_a_shape_runs_with_random_weights(tmp_path, folder):
     events, result, problem = ran(
-        tmp_path, folder, mode="real", check=True, repeats=1, input_lens=(40,), output_lens=(6,)
+        tmp_path, folder, mode="real", repeats=1, input_lens=(40,), output_lens=(6,)
     )
     assert problem is None
     validate_result(result)
-    methods = [case["method"] for case in result["data"]["cases"]]
-    assert methods == ["full", "full composed", "fdc", "fdc composed"]
+    assert [case["method"] for case in result["data"]["cases"]] == ["full", "fdc"]
     assert list(events[0].cases) == [case["case"] for case in result["data"]["cases"]]
-    rows = result["data"]["check"]["rows"]
-    assert result["data"]["check"]["layers"] == 2
-    assert {(row["method"], row["phase"]) for row in rows} == {
-        (method, phase) for method in ("full", "fdc") for phase in ("prefill", "decode", "both")
-    }
-    by_case = {case["method"]: case for case in result["data"]["cases"]}
-    for row in rows:
-        key = {"prefill": "ttft_seconds", "decode": "decode_seconds", "both": "jct_seconds"}
-        assert row["real_seconds"] == by_case[row["method"]][key[row["phase"]]]
-        made = by_case[f"{row['method']} composed"][key[row["phase"]]]
-        assert row["composed_seconds"] == pytest.approx(made)
-        assert row["difference"] == pytest.approx(made / row["real_seconds"] - 1)
-    # Both ways have the same ranks.
-    ranks = {
-        row["case"]: (row["key_ranks"], row["value_ranks"]) for row in result["data"]["layers"]
-    }
-    assert ranks["fdc b1 in40 out6"] == ranks["fdc composed b1 in40 out6"]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"check": True, "methods": ("palu",)}, "does not use the kernels"),
-        ({"check": True, "model": "reference"}, "draws random weights"),
         ({"model": "reference", "layers": 2}, "--layers is for a shape"),
         ({"layers": 3}, "1 to 2 layers"),
         ({"model": "gpt-oss-120b"}, "experts"),
