@@ -9,7 +9,6 @@ from kvprof import console
 from kvprof.commands import completion
 from kvprof.commands.bench_jct import (
     BaselineOption,
-    CapacityOption,
     InputLenOption,
     JctOption,
     JctOptions,
@@ -196,7 +195,6 @@ def bench(
     tp: TpOption = None,
     layers: LayersOption = None,
     kernels: KernelsOption = None,
-    capacity: CapacityOption = False,
     vllm: VllmOption = False,
     load: LoadOption = False,
     lengths: LengthsOption = None,
@@ -255,7 +253,6 @@ def bench(
         tp=tp,
         layers=layers,
         kernels=kernels,
-        capacity=capacity,
         vllm=vllm,
     )
     sent = LoadOptions(

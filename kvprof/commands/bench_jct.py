@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaselineOption",
-    "CapacityOption",
     "InputLenOption",
     "JctOption",
     "JctOptions",
@@ -104,10 +103,6 @@ VllmOption = Annotated[
         "starts for it.",
     ),
 ]
-CapacityOption = Annotated[
-    bool,
-    _option("--capacity", text="Also what fits, and throughput against batch at equal memory."),
-]
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,6 @@ class JctOptions:
     tp: str | None = None
     layers: int | None = None
     kernels: str | None = None
-    capacity: bool = False
     vllm: bool = False
 
     def refuse_without_jct(self) -> None:
@@ -164,7 +158,6 @@ class JctOptions:
             "--tp": self.tp is not None,
             "--layers": self.layers is not None,
             "--kernels": self.kernels is not None,
-            "--capacity": self.capacity,
             "--vllm": self.vllm,
         }
         return [option for option, there in given.items() if there]
@@ -265,7 +258,6 @@ def _request(
         layers=asked.layers,
         trace=asked.trace,
         requests=_count("--requests", asked.requests, 200),
-        capacity=asked.capacity,
         kernels="auto" if asked.kernels is None else asked.kernels,
         vllm=asked.vllm,
         command=_command(sys.argv[1:]),
@@ -275,7 +267,7 @@ def _request(
 def _only_composed(asked: JctOptions, methods: Sequence[str]) -> bool:
     """Whether something is asked for that a model with weights cannot tell."""
     ablated = any(":no-" in method for method in methods)
-    return asked.capacity or asked.tp is not None or asked.trace is not None or ablated
+    return asked.tp is not None or asked.trace is not None or ablated
 
 
 def _one_tp(text: str | None) -> int:

@@ -558,7 +558,7 @@ class RunFinished(Event):
     reason : str or None
         Why it is not complete.
     extra : dict
-        Keys of the result's `data` that no other event carries: ``requests``, ``capacity``.
+        Keys of the result's `data` that no other event carries, as ``requests``.
     """
 
     type: ClassVar[str] = "run_finished"

@@ -139,7 +139,7 @@ class Fold(Generic[_Case]):
         cases = list(self.cases.values())
         extra = self.end.extra if self.end is not None else {}
         return {
-            **dict.fromkeys(("requests", "capacity")),
+            "requests": None,
             **extra,
             "mode": self.run.mode if self.run else None,
             "shape": self.run.shape if self.run else {},

@@ -28,7 +28,6 @@ _FREE = frozenset(
         "--batch-size",
         "--calibrate-seq-len",
         "--calibrate-tokens",
-        "--capacity",
         "--chat",
         "--composed",
         "--context",

@@ -47,16 +47,12 @@ from kvprof.views.page import (
     weights_row,
 )
 from kvprof.views.part_table import PartColumns, PartTable
-from kvprof.views.plot import LinePlot, Series
+from kvprof.views.plot import LinePlot
 from kvprof.views.tables import DataTable, columns
 
 __all__ = ["figure", "notes", "report", "to_csv"]
 
 _HEIGHT = 14
-_EXTRA = {
-    "requests": "Requests of a trace",
-    "capacity": "Memory and capacity",
-}
 
 
 def report(
@@ -90,15 +86,8 @@ def report(
                 "dim",
             ),
         ]
-    for key, title in _EXTRA.items():
-        if extra := list(loose_parts(data[key])):
-            parts += [heading(title), *extra]
-    if curves := _throughput(data["capacity"]):
-        title = "Throughput of decoding, up to the batch that fills the memory"
-        parts += [
-            Text(),
-            LinePlot(curves, title, "sequences", "tokens/s", _HEIGHT, log_x=True, log_y=True),
-        ]
+    if requests := list(loose_parts(data["requests"])):
+        parts += [heading("Requests of a trace"), *requests]
     if table := _telemetry_table(data["telemetry"]):
         parts += [heading("Telemetry"), table, *_throttled(data["telemetry"])]
     return framed(
@@ -242,17 +231,6 @@ def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
         title = f"{method}: shares of the parts, by {curves.x_label}"
         parts += [Text(), StackedBars(bars, title, shares=True)]
     return parts
-
-
-def _throughput(capacity: Any) -> list[Series]:
-    rows = capacity.get("throughput", ()) if isinstance(capacity, Mapping) else ()
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        points.setdefault(row["method"], []).append((row["batch"], row["tokens_per_s"]))
-    return [
-        Series(method, [x for x, _ in sorted(own)], [y for _, y in sorted(own)])
-        for method, own in points.items()
-    ]
 
 
 # --- The tables of the report.

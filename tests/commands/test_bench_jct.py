@@ -102,7 +102,6 @@ def test_a_shape_is_composed_and_lengths_are_as_people_write_them(asked: Any) ->
     ("arguments", "mode"),
     [
         (("--trace", "fdc/arxiv"), "composed"),
-        (("--capacity",), "composed"),
         (("--methods", "fdc,fdc:no-post-rope"), "composed"),
         (("--composed",), "composed"),
         (("--model", "Llama-3.1-8B", "--real"), "real"),

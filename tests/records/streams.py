@@ -123,7 +123,7 @@ class _Run:
         for input_len in self.inputs:
             for method in self.methods:
                 events += self._case(method, input_len)
-        extra = {"requests": None, "capacity": None}
+        extra = {"requests": None}
         return [*events, RunFinished(time=self.now, complete=True, extra=extra)]
 
     def _started(self) -> RunStarted:

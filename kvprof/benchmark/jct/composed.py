@@ -23,7 +23,6 @@ from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest, Run, case_name
 from kvprof.benchmark.jct.serving import (
     WARNED_ERROR,
-    capacity,
     summary,
     trace_warnings,
     weight_bytes,
@@ -385,7 +384,7 @@ class _ComposedCase:
                 self.emit(one)
 
 
-# --- Composed runs: a request's cases, a trace's requests, and what fits into memory.
+# --- Composed runs: a request's cases, and a trace's requests.
 
 
 def run_composed(run: Run) -> None:
@@ -444,22 +443,8 @@ def run_composed(run: Run) -> None:
                 if lengths:
                     _run_trace(run, composers, lengths)
             finally:
-                if not request.capacity:
-                    _warn_of_spreads(run, bench)
-        if request.capacity:
-            with run.progress("capacity", 1) as bar, run.spared("capacity"):
-                bench.advance = lambda _: None
-                context = max(given for _, _, given, _ in cases)
-                try:
-                    run.extra["capacity"] = capacity(bench, chosen, context, request.batches[0])
-                finally:
-                    _warn_of_spreads(run, bench)
-                bar.advance()
-
-
-def _warn_of_spreads(run: Run, bench: LayerBench) -> None:
-    for text in bench.spread_warnings():
-        run.warn(text)
+                for text in bench.spread_warnings():
+                    run.warn(text)
 
 
 def _cases(

@@ -257,12 +257,6 @@ class LayerBench:
             self.seed,
         )
 
-    def release(self) -> None:
-        """Let the weights go; what is measured stays known."""
-        self._dense = DenseParts(self.model)
-        if self.machine.is_gpu:
-            torch.cuda.empty_cache()
-
     def point(
         self,
         method: Method,

@@ -68,8 +68,6 @@ class JctRequest:
         Lengths of requests; see `kvprof.serving.load.traces`.
     requests : int
         To sample from the trace.
-    capacity : bool
-        Also what fits, and throughput against batch at equal memory.
     kernels : str
         Of a real run; see `kvprof.runtime.compressed.compressed`.
     vllm : bool
@@ -96,7 +94,6 @@ class JctRequest:
     layers: int | None = None
     trace: str | None = None
     requests: int = 200
-    capacity: bool = False
     kernels: str = "auto"
     vllm: bool = False
     command: tuple[str, ...] = ()
@@ -140,7 +137,6 @@ class JctRequest:
         alone = {
             "--tp": self.tp > 1,
             "--trace": self.trace is not None,
-            "--capacity": self.capacity,
             "--ranks": self.ranks is not None,
         }
         if said := [option for option, given in alone.items() if given]:

@@ -258,10 +258,6 @@ def test_power_is_asked_for_where_a_cases_energy_needs_it():
     assert made.compose(others[1]).energy_joules is None
     assert {tokens for phase, tokens in made.bench.powered if phase == "prefill"} == {3000}
     assert made.watts(case) == [250.0, 250.0]
-    unasked = composer([case], watts=250.0)
-    unasked.powered = False
-    assert unasked.compose(case).energy_joules is None
-    assert not unasked.bench.powered
 
 
 def test_power_is_of_the_first_kind_of_layers_and_within_its_window():

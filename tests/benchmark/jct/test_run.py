@@ -74,7 +74,7 @@ def test_a_composed_run_is_whole(tmp_path, folder):
     assert result["data"]["shape"]["intermediate_size"] == 128
 
 
-def test_a_trace_gives_percentiles_and_capacity_what_fits(tmp_path, folder, monkeypatch):
+def test_a_trace_gives_percentiles(tmp_path, folder, monkeypatch):
     class AsItsParts:
         """Makes a layer the sum of its parts, which on a busy machine it is not."""
 
@@ -85,7 +85,7 @@ def test_a_trace_gives_percentiles_and_capacity_what_fits(tmp_path, folder, monk
 
     monkeypatch.setattr(layer_bench, "layer_sampler", lambda *arguments: AsItsParts())
     _, result, problem = ran(
-        tmp_path, folder, trace="fdc/humaneval", requests=8, capacity=True, methods=("full", "fdc")
+        tmp_path, folder, trace="fdc/humaneval", requests=8, methods=("full", "fdc")
     )
     assert problem is None
     validate_result(result)
@@ -96,8 +96,6 @@ def test_a_trace_gives_percentiles_and_capacity_what_fits(tmp_path, folder, monk
     assert {row["part"] for row in requests["overheads"]} == {"compress", "schedule"}
     case = result["data"]["cases"][0]
     assert (case["input_len"], case["output_len"]) == (204, 139)
-    assert [row["method"] for row in result["data"]["capacity"]["methods"]] == ["full", "fdc"]
-    assert result["data"]["capacity"]["context"] == 204
 
 
 def test_several_gpus_are_one_gpus_part_and_the_sum_is_left_out_here(tmp_path, folder):
