@@ -19,7 +19,6 @@ from kvprof.commands.bench_jct import (
     RequestsOption,
     TpOption,
     TraceOption,
-    VllmOption,
     bench_jct,
     refuse_kernel_options,
 )
@@ -195,7 +194,6 @@ def bench(
     tp: TpOption = None,
     layers: LayersOption = None,
     kernels: KernelsOption = None,
-    vllm: VllmOption = False,
     load: LoadOption = False,
     lengths: LengthsOption = None,
     tokenizer: TokenizerOption = None,
@@ -253,7 +251,6 @@ def bench(
         tp=tp,
         layers=layers,
         kernels=kernels,
-        vllm=vllm,
     )
     sent = LoadOptions(
         lengths=lengths,

@@ -32,7 +32,6 @@ __all__ = [
     "RequestsOption",
     "TpOption",
     "TraceOption",
-    "VllmOption",
     "bench_jct",
     "refuse_kernel_options",
 ]
@@ -95,14 +94,6 @@ KernelsOption = Annotated[
     str | None,
     _option("--kernels", text="Of a real run: auto, on (CUDA graphs on a GPU) or off."),
 ]
-VllmOption = Annotated[
-    bool,
-    _option(
-        "--vllm",
-        text="Of a real run: vLLM's own time between tokens too, of the same shape; an engine "
-        "starts for it.",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,6 @@ class JctOptions:
     tp: str | None = None
     layers: int | None = None
     kernels: str | None = None
-    vllm: bool = False
 
     def refuse_without_jct(self) -> None:
         """Refuse them all where ``--jct`` is missing.
@@ -158,7 +148,6 @@ class JctOptions:
             "--tp": self.tp is not None,
             "--layers": self.layers is not None,
             "--kernels": self.kernels is not None,
-            "--vllm": self.vllm,
         }
         return [option for option, there in given.items() if there]
 
@@ -259,7 +248,6 @@ def _request(
         trace=asked.trace,
         requests=_count("--requests", asked.requests, 200),
         kernels="auto" if asked.kernels is None else asked.kernels,
-        vllm=asked.vllm,
         command=_command(sys.argv[1:]),
     )
 

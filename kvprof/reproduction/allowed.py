@@ -95,7 +95,6 @@ _FREE = frozenset(
         "--top-p",
         "--tp",
         "--transfer",
-        "--vllm",
         "--vo-weight",
     )
 )

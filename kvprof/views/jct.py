@@ -144,7 +144,7 @@ def _measured(
         for name, case in zip(group.names, group.cases, strict=True)
     ]
     parts += [StackedBars(bars, "Job completion time in parts"), Text()]
-    parts.append(_summary_table(group, result["data"].get("external")))
+    parts.append(_summary_table(group))
     if table := _reliability_table(group, known):
         parts += [Text(), table]
     parts += [Text(), _part_table(group, known, _apart(result))]
@@ -236,27 +236,13 @@ def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
 # --- The tables of the report.
 
 
-def _summary_table(group: Group, external: Mapping[str, Any] | None = None) -> DataTable:
-    """Return one row per case of a request: job completion time, first token, between tokens.
-
-    Parameters
-    ----------
-    group : Group
-    external : mapping, optional
-        ``data.external``: an engine's own figures of the same request are the last row.
-    """
+def _summary_table(group: Group) -> DataTable:
+    """Return one row per case of a request: job completion time, first token, between tokens."""
     against = group.against()
-    request = {key: getattr(group, key) for key in ("batch", "input_len", "output_len")}
-    beside = [
-        {"rate": 0.0, "jct_seconds": None, **row}
-        for row in (external or {"rows": ()})["rows"]
-        if {key: row[key] for key in request} == request
-    ]
-    shown = [*group.cases, *beside]
-    named = f"{external['engine']} {external['version']}" if external else ""
+    shown = group.cases
     titles = ["rate"]
     cells: list[list[str]] = [
-        [*group.names, *[named] * len(beside)],
+        group.names,
         [MISSING if case["rate"] is None else f"{case['rate']:.3f}" for case in shown],
     ]
     for key, title in (("jct_seconds", "JCT"), ("ttft_seconds", "TTFT"), ("tbt_seconds", "TBT")):
@@ -519,12 +505,6 @@ _LONGEST = (
     "lpt: FDC's longest-first assignment, which gives a head of a sequence to one multiprocessor "
     "whole; with fewer of them than multiprocessors the others have nothing to do."
 )
-_EXTERNAL = (
-    "{engine} {version}: the engine alone, in a process of its own after the others, at full width "
-    "with weights of its own drawing, {graphs}, no torch.compile; its time between tokens is the "
-    "median over {runs} of a request's mean."
-)
-_NO_EXTERNAL = "{engine}'s own time between tokens was not measured{some}: {why}."
 _PROCESS = "Process peak: resident memory of the whole process, its weights and libraries included."
 
 
@@ -546,8 +526,6 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         found.append(_APART)
     if any(case["energy_per_token_joules"] is not None for case in data["cases"]):
         found.append(_ENERGY)
-    if external := data.get("external"):
-        found += _external(external)
     if peak_name(result["inputs"]) == "process peak" and data["memory"]:
         found.append(_PROCESS)
     if any(row["schedule"] == "lpt" for row in data["balance"]):
@@ -561,22 +539,6 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         of = _whose(result, own)
         found.append(f"{capitalised(name.replace('_', ' '))}{of}: {text}.")
     return found
-
-
-def _external(external: Mapping[str, Any]) -> Iterator[str]:
-    rows = external["rows"]
-    if rows:
-        runs = sorted({len(row["tbt_samples"]) for row in rows})
-        yield _EXTERNAL.format(
-            **{key: external[key] for key in ("engine", "version")},
-            graphs="no CUDA graphs"
-            if external["settings"]["cuda_graphs"] == "NONE"
-            else "decoding steps in CUDA graphs",
-            runs=f"{runs[0]} runs" if len(runs) == 1 else f"{runs[0]} to {runs[-1]} runs",
-        )
-    if external["why"] is not None:
-        some = " of every request" if rows else ""
-        yield _NO_EXTERNAL.format(engine=external["engine"], some=some, why=external["why"])
 
 
 def _whose(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:

@@ -70,8 +70,6 @@ class JctRequest:
         To sample from the trace.
     kernels : str
         Of a real run; see `kvprof.runtime.compressed.compressed`.
-    vllm : bool
-        Of a real run: vLLM's own time between tokens too.
     command : tuple of str
         As the user wrote it.
     """
@@ -95,7 +93,6 @@ class JctRequest:
     trace: str | None = None
     requests: int = 200
     kernels: str = "auto"
-    vllm: bool = False
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -129,11 +126,7 @@ class JctRequest:
     def _exclude(self) -> None:
         """Refuse options that mean nothing together."""
         if self.composed:
-            if self.vllm:
-                raise UsageError("--vllm stands beside a real run: add --real")
             return
-        if self.vllm and max(self.output_lens) < 2:
-            raise UsageError("--vllm: one token has no time to the next; give --output-len 2")
         alone = {
             "--tp": self.tp > 1,
             "--trace": self.trace is not None,

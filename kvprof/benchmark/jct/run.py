@@ -1,20 +1,11 @@
 """``run_jct``: every case of a request, as events in a journal."""
 
-import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from kvprof.benchmark.external import (
-    VllmShape,
-    check_measured,
-    check_vllm,
-    measure_vllm,
-    not_asked,
-    not_reached,
-)
 from kvprof.benchmark.jct.composed import run_composed
 from kvprof.benchmark.jct.model import (
     check_names,
@@ -51,33 +42,12 @@ _REPEATS = {"cuda": (3, 10), "cpu": (3, 9)}
 
 
 def run_real(run: Run) -> None:
-    """Load the model, plan every method, and let the model answer every case; then vLLM, if asked.
+    """Load the model, plan every method, and let the model answer every case.
 
     Parameters
     ----------
     run : Run
     """
-    request = run.request
-    if request.vllm:
-        check_vllm()
-    run.extra["external"] = not_reached() if request.vllm else not_asked()
-    shape = _model_answers(run)
-    if not request.vllm or run.should_stop():
-        return
-    # The model is no longer needed, and its memory is the engine's.
-    gc.collect()
-    cases = [(batch, given, written) for _, batch, given, written in request.cases()]
-    external = measure_vllm(
-        shape, cases, seed=request.seed, progress=run.progress, should_stop=run.should_stop
-    )
-    run.extra["external"] = external
-    if run.should_stop():
-        raise Interrupted
-    with run.spared("vLLM"):
-        check_measured(external)
-
-
-def _model_answers(run: Run) -> VllmShape:
     request = run.request
     check_names(request)
     with run.progress(f"loading {request.model}", 1) as bar:
@@ -122,7 +92,6 @@ def _model_answers(run: Run) -> VllmShape:
                 if found is None or run.should_stop():
                     raise Interrupted
             bar.advance()
-    return VllmShape.of(loaded)
 
 
 def _look_ahead(run: Run, loaded: LoadedModel, cases: list[tuple[str, str, int, int, int]]) -> None:
