@@ -349,7 +349,7 @@ class Case:
     ----------
     started : CaseStarted
     finished : CaseFinished or None
-    measured : Account
+    account : Account
         Where the time of the request went so far.
     layers : dict of int to Layer
         Those that were stated, timed or measured.
@@ -362,7 +362,7 @@ class Case:
     def __init__(self, started: CaseStarted, most: int | None = None) -> None:
         self.started = started
         self.finished: CaseFinished | None = None
-        self.measured = Account()
+        self.account = Account()
         self.layers: dict[int, Layer] = {}
         self._most = most
         self.steps: Series[StepFinished] = Series(most)
@@ -379,9 +379,9 @@ class Case:
         known = self.steps.last
         if isinstance(event, StepFinished) and known is not None and event.runs > known.runs:
             self.steps = Series(self._most)
-            self.measured.walked.clear()
+            self.account.walked.clear()
         if isinstance(event, PartSample | StepFinished | CaseFinished):
-            self.measured.add(event)
+            self.account.add(event)
         match event:
             case PartSample():
                 if event.layer is not None and event.part in CACHE_PARTS:
@@ -400,11 +400,6 @@ class Case:
                 self.finished = event
 
     @property
-    def account(self) -> Account:
-        """Where the time of the request went."""
-        return self.measured
-
-    @property
     def instrumented(self) -> float | None:
         """Seconds of the same request with every part timed."""
         done = self.finished
@@ -414,7 +409,7 @@ class Case:
 
     def overhead(self) -> float | None:
         """Return what instrumentation added, as a share of the uninstrumented wall time."""
-        with_it, without = self.instrumented, self.measured.jct
+        with_it, without = self.instrumented, self.account.jct
         return with_it / without - 1 if with_it and without else None
 
     def tbt_seconds(self, share: float = 0.5) -> float | None:

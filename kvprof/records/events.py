@@ -26,7 +26,6 @@ __all__ = [
     "LoadStep",
     "MemorySample",
     "PartSample",
-    "Preview",
     "Progress",
     "RunFinished",
     "RunStarted",
@@ -36,9 +35,8 @@ __all__ = [
     "event_line",
 ]
 
-#: Written into every run's first event. The number grows when an older kvprof would misread it;
-#: 2 added `Preview` and `Progress`, 3 what happens under load, 4 steps sampled in it (`LoadStep`).
-EVENTS = "kvprof-events/4"
+#: Written into every run's first event; grows when events change, and others are refused.
+EVENTS = "kvprof-events/5"
 
 #: Phases of a request.
 PHASES = ("prefill", "decode")
@@ -118,31 +116,6 @@ class CaseStarted(Event):
     output_len: int
     layers: list[dict[str, Any]] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Preview(Event):
-    """What a case's parts may cost, by its first, short pass: shown until they are measured.
-
-    It enters no result. It may come before the case has started, and a newer one replaces it.
-
-    Attributes
-    ----------
-    case, method : str
-    batch, input_len, output_len : int
-    prefill, decode : dict of float
-        Seconds of the request by part, of `kvprof.records.parts.PARTS`; empty where the pass has
-        not come so far.
-    """
-
-    type: ClassVar[str] = "preview"
-    case: str
-    method: str
-    batch: int
-    input_len: int
-    output_len: int
-    prefill: dict[str, float]
-    decode: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

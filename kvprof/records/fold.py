@@ -16,7 +16,6 @@ from kvprof.records.events import (
     LoadSample,
     LoadServer,
     LoadStep,
-    Preview,
     Progress,
     RunFinished,
     RunStarted,
@@ -105,7 +104,7 @@ class Fold(Generic[_Case]):
                 self.run = event
             case RunFinished():
                 self.end = event
-            case Preview() | Progress():
+            case Progress():
                 pass  # for who looks on: nothing of a result
             case CaseStarted():
                 self.cases[event.case] = self._begin(event)

@@ -36,7 +36,6 @@ from kvprof.views.numbers import MISSING, count, number, span
 from kvprof.views.part_table import PartColumns, PartTable
 
 __all__ = [
-    "PROVISIONAL",
     "TABLE_WIDTH",
     "CacheBars",
     "LayerTable",
@@ -52,9 +51,6 @@ __all__ = [
 
 # --- Stacked bars: a method's job completion time in parts, on a scale that all methods share.
 
-
-#: In front of what the first, short pass says.
-PROVISIONAL = "≈"
 
 _LONGEST_NAME = 18
 
@@ -87,8 +83,6 @@ def stacked_bars(bars: Sequence[MethodBar], ink: Ink, airy: bool = False) -> Ren
 
 def _end(bar: MethodBar, ink: Ink) -> Text:
     text = Text(f"{duration(bar.seconds):>8}")
-    if bar.case.provisional:
-        return Text(f"{PROVISIONAL + duration(bar.seconds):>8} provisional")
     if not bar.measured:
         return text.append(" so far")
     if bar.is_baseline:
@@ -147,7 +141,7 @@ def part_table(
     return PartTable(
         [
             PartColumns(
-                short(PROVISIONAL * case.provisional + case.method, _LONGEST_METHOD),
+                short(case.method, _LONGEST_METHOD),
                 case.account,
                 totals=[_total(case, figure, baseline, ink) for figure in _TOTALS.values()],
             )
@@ -170,7 +164,7 @@ def _total(
 ) -> tuple[Text, Text]:
     """Return one of the request's own times, and its difference from the baseline's."""
     value = figure(case)
-    # Until it has finished: of one run of the request, or of the short pass.
+    # Until it has finished: of one run of the request.
     time = Text(duration(value), style="bold" if case.finished is not None else "")
     against = figure(base) if base is not None and base.finished is not None else None
     if case is base or case.finished is None or value is None or against is None:

@@ -450,7 +450,6 @@ _READING = (
     "a case has finished it is what was measured so far, afterwards the time without "
     "instrumentation.",
     "Shares are of the method's own time; until its case has finished, of what is in parts so far.",
-    "≈ is provisional: what a first, short pass says until parts are measured. No result has it.",
     "A case runs its request several times, without marks and with them: a pass each. A composed "
     "run measures one layer at several lengths: its points.",
     "Differences are against the baseline, once both are measured. › marks the chosen method.",

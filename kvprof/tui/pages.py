@@ -11,7 +11,6 @@ from textual.events import Resize
 from textual.widgets import Input, RichLog, Static
 
 from kvprof.tui.drawings import (
-    PROVISIONAL,
     CacheBars,
     LayerTable,
     Levels,
@@ -162,11 +161,6 @@ class OverviewScreen(RunScreen):
                 caveats.append(Text(words, style=self.live.ink.warn(), overflow="fold"))
             if (overhead := case.overhead()) is not None:
                 overheads.append(f"{case.method} {share(overhead)}")
-        if early := [case.method for case in cases if case.provisional]:
-            lines.append(
-                f"{PROVISIONAL} {', '.join(early)}: provisional, by a first, short pass; no result "
-                "has it"
-            )
         lines += [f"{', '.join(methods)}: {words}" for words, methods in labels.items()]
         if overheads:
             lines.append(f"timing the parts cost {', '.join(overheads)}; bars are without it")

@@ -6,7 +6,7 @@ Nobody runs them: `kvprof.benchmark.jct.composer` says how their time comes abou
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from kvprof.benchmark.cases import ragged_case
 from kvprof.benchmark.jct.ablations import make_variants
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
 from kvprof.benchmark.jct.held import level_tokens
-from kvprof.benchmark.jct.layer import PartSeconds
 from kvprof.benchmark.jct.layer_bench import LayerBench, LayerTimes, measure_all_reduce
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest, Run, case_name
@@ -54,7 +53,6 @@ from kvprof.records.events import (
     LayerMeasured,
     MemorySample,
     PartSample,
-    Preview,
     StepFinished,
     Warned,
 )
@@ -182,21 +180,9 @@ class _ComposedCase:
     case: str
     emit: Emit
     now: Callable[[], float]
-    #: Parts of prefill and of decode as they were last looked at.
-    seen: list[PartSeconds] = field(default_factory=lambda: [{}, {}])
 
     def run(self) -> ComposedRequest:
         composer, request, now = self.composer, self.request, self.now
-        bench = composer.bench
-        before, bench.preview = bench.preview, self._preview
-        try:
-            return self._composed(composer, request, now)
-        finally:
-            bench.preview = before
-
-    def _composed(
-        self, composer: Composer, request: RequestLengths, now: Callable[[], float]
-    ) -> ComposedRequest:
         named = composer.points_of(request)
         self._start(named)
         prefill, seconds = composer.prefill(request.input_len, self._prefill_part)
@@ -228,28 +214,6 @@ class _ComposedCase:
             )
         )
         return found
-
-    def _preview(self, workload: Workload, parts: PartSeconds, passes: PartSeconds) -> None:
-        """Emit what the request may take, by the first samples of one layer at one length."""
-        request, layers = self.request, self.composer.bench.model.attention.layers
-        decode = workload.phase == "decode"
-        times = request.output_len - 1 if decode else request.input_len / workload.seq
-        found = {part: times * layers * seconds for part, seconds in parts.items()}
-        for part, seconds in passes.items():
-            found[part] = found.get(part, 0.0) + times * seconds
-        # As a difference of two single samples a part may be left with less than nothing.
-        self.seen[decode] = {part: seconds for part, seconds in found.items() if seconds > 0}
-        self.emit(
-            Preview(
-                self.now(),
-                self.case,
-                self.composer.method.name,
-                self.composer.batch,
-                request.input_len,
-                request.output_len,
-                *self.seen,
-            )
-        )
 
     def _warn(self, text: str) -> None:
         self.emit(Warned(self.now(), text, self.case))

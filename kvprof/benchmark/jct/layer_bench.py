@@ -214,9 +214,6 @@ class LayerBench:
         Whether to end; what is said of the figures; that one more point is done.
     clock, energy : callable
         Seconds since the start of the run; joules between two such times, None where nothing tells.
-    preview : callable
-        Given where a point stands, and its parts and what a pass does once as the first sample of
-        each has them: something to look at while the others are taken.
     """
 
     model: ModelShape
@@ -230,7 +227,6 @@ class LayerBench:
     advance: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     energy: Callable[[float, float], float | None] | None = None
-    preview: Callable[[Workload, PartSeconds, PartSeconds], None] = lambda *_: None
 
     def __post_init__(self) -> None:
         kind = self.machine.device.type
@@ -373,16 +369,11 @@ class LayerBench:
                 )
                 names.append((call.key, True))
 
-        def look(samples: Sequence[float]) -> None:
-            known = self._known | _by_call(new, names, samples[1:])
-            self.preview(workload, *_added([*calls, *once], known))
-
         found = interleaved(
             samplers,
             self._repeats,
             seconds=self._budget * len(samplers) ** 0.5,
             should_stop=self.should_stop,
-            first=look,
         )
         for one in samplers:
             if one.note is not None:

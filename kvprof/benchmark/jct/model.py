@@ -24,7 +24,7 @@ from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
-from kvprof.progress import Progress, silent
+from kvprof.progress import Progress
 from kvprof.runtime.compressed import check_runs
 
 __all__ = [
@@ -32,8 +32,6 @@ __all__ = [
     "check_names",
     "load_run_model",
     "make_plans",
-    "needs_calibration",
-    "plan_ready",
     "prompt",
     "random_model",
 ]
@@ -177,26 +175,6 @@ def make_plans(
         family = calibrator.family(name, **options)
         plans[method] = at_rate(family, request.rate, tokens, loaded.dtype.itemsize)
     return plans
-
-
-def needs_calibration(method: str, request: JctRequest) -> bool:
-    """Whether a method's plan takes runs of a model with weights; a saved one does not."""
-    if method in named_plans(request.plans):
-        return False
-    name, options = _named(method)
-    return calibration_needs(name, **options) is not None
-
-
-def plan_ready(loaded: LoadedModel, method: str, request: JctRequest) -> Plan:
-    """Return the plan of a method that needs no calibration, as `make_plans` does.
-
-    Raises
-    ------
-    UsageError
-        As `make_plans` does.
-    """
-    alone = replace(request, methods=(method,))
-    return make_plans(loaded, None, alone, progress=silent, should_stop=lambda: False)[method]
 
 
 def _named(method: str) -> tuple[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ runs, and what its figures are:
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,22 +28,21 @@ from kvprof.benchmark.jct.interleaved import (
     CaseEvents,
     InterleavedRuns,
     RequestRun,
-    is_part,
     run_warnings,
 )
-from kvprof.benchmark.jct.steps import Runner, Step, uncaptured
-from kvprof.benchmark.jct.timed_layers import TimedLayers, choose_timed_layers
+from kvprof.benchmark.jct.steps import Runner, uncaptured
+from kvprof.benchmark.jct.timed_layers import choose_timed_layers
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.models.noise import quiet
-from kvprof.records.events import CaseFinished, CaseStarted, Event, LayerMeasured, Preview, Warned
+from kvprof.records.events import CaseFinished, CaseStarted, Event, LayerMeasured, Warned
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
 
-__all__ = ["layer_errors", "measure_real", "preview_real"]
+__all__ = ["layer_errors", "measure_real"]
 
 # --- How far each layer's attention is from full width in float64, on the very same inputs.
 #
@@ -298,29 +297,6 @@ def measure_real(
     return measured.finish(energy)
 
 
-def preview_real(
-    loaded: LoadedModel,
-    plan: Plan,
-    *,
-    case: str,
-    input_ids: Tensor,
-    output_len: int,
-    emit: Emit,
-    now: Callable[[], float],
-    should_stop: Callable[[], bool],
-    kernels: str | None = None,
-) -> None:
-    """Run a prompt and a few steps of a request, and tell what it may be made of.
-
-    Nothing of it is measured; parameters and errors are those of `measure_real`.
-    """
-    _check(loaded, input_ids, output_len, 1, 1)
-    with _opened(
-        loaded, plan, kernels, case, input_ids, output_len, emit, now, should_stop
-    ) as seen:
-        seen.preview()
-
-
 @contextmanager
 def _opened(
     loaded: LoadedModel,
@@ -398,28 +374,6 @@ class _RealCase:
         """How often the request has run both ways, its parts emitted."""
         return 0 if self._runs is None else len(self._runs.attributed())
 
-    def preview(self) -> None:
-        """Run the first, short pass alone."""
-        self._runner = Runner(self._loaded, self._session, self._ids, self._output_len, False)
-
-        def show(marked: Sequence[Step]) -> None:
-            self._preview(marked)
-            if self._should_stop():
-                raise Interrupted
-
-        self._choose_layers("auto", show)
-
-    def _choose_layers(
-        self, sample_layers: str | int, preview: Callable[[Sequence[Step]], None]
-    ) -> TimedLayers:
-        return choose_timed_layers(
-            self._runner,
-            sample_layers,
-            layers=len(self._plan.layers),
-            steps=self._output_len - 1,
-            preview=preview,
-        )
-
     def replays(self, graph: bool | None) -> bool:
         """Say whether steps are replayed, where `measure_real` was not told."""
         if graph is not None:
@@ -464,7 +418,12 @@ class _RealCase:
     def run(self, repeats: int, most: int, sample_layers: str | int) -> None:
         """Run the request without marks and with them, in turns."""
         runner = self._runner
-        choice = self._choose_layers(sample_layers, self._preview)
+        choice = choose_timed_layers(
+            runner,
+            sample_layers,
+            layers=len(self._plan.layers),
+            steps=self._output_len - 1,
+        )
         events = CaseEvents(
             self._loaded,
             self._plan,
@@ -488,23 +447,6 @@ class _RealCase:
         self._compare([one for ended in runs.whole() for one in ended])
         if runner.on_gpu and (warning := events.wait_warning(runs.timed)) is not None:
             self._warn(warning)
-
-    def _preview(self, marked: Sequence[Step]) -> None:
-        """Emit what the request may be made of, by the steps of a first, short pass."""
-        phases: list[dict[str, float]] = []
-        for steps, times in ((marked[:1], 1), (marked[1:], self._output_len - 1)):
-            found: dict[str, float] = {}
-            middle = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2 :][:1]
-            for stretch in (one for step in middle for one in step.stretches):
-                if is_part((stretch.part, stretch.layer), self._runner.on_gpu):
-                    cost = stretch.seconds * times
-                    found[stretch.part] = found.get(stretch.part, 0.0) + cost
-            phases.append(found)
-        batch, input_len = self._ids.shape
-        event = Preview(
-            self._now(), self._case, self._plan.method, batch, input_len, self._output_len, *phases
-        )
-        self._emit(event)
 
     def _compare(self, runs: list[RequestRun]) -> None:
         first, *others = ([step.tokens for step in one.steps] for one in runs)

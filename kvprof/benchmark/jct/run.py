@@ -1,22 +1,17 @@
 """``run_jct``: every case of a request, as events in a journal."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
-
-import torch
 
 from kvprof.benchmark.jct.composed import run_composed
 from kvprof.benchmark.jct.model import (
     check_names,
     load_run_model,
     make_plans,
-    needs_calibration,
-    plan_ready,
     prompt,
 )
 from kvprof.benchmark.jct.model_shape import ModelShape
-from kvprof.benchmark.jct.real import measure_real, preview_real
+from kvprof.benchmark.jct.real import measure_real
 from kvprof.benchmark.jct.request import JctRequest, Run, case_name
 from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.machine import all_threads, gpu_warnings
@@ -56,8 +51,6 @@ def run_real(run: Run) -> None:
     run.device = loaded.device
     cases = [(case_name(*case), *case) for case in request.cases()]
     run.start([name for name, *_ in cases], _described(loaded, shape))
-    if shape is None:
-        _look_ahead(run, loaded, cases)
     if run.should_stop():
         raise Interrupted
     plans = make_plans(loaded, shape, request, progress=run.progress, should_stop=run.should_stop)
@@ -92,28 +85,6 @@ def run_real(run: Run) -> None:
                 if found is None or run.should_stop():
                     raise Interrupted
             bar.advance()
-
-
-def _look_ahead(run: Run, loaded: LoadedModel, cases: list[tuple[str, str, int, int, int]]) -> None:
-    """Show parts of the first case that can run as it is, where others are calibrated first."""
-    ready = [case for case in cases if not needs_calibration(case[1], run.request)]
-    if not ready or len(ready) == len(cases) or run.should_stop():
-        return  # a case's own measurement begins with the same
-    name, method, batch, given, written = ready[0]
-    # What is wrong with it is said once, by the measurement.
-    known = (KvprofError, MemoryError, torch.OutOfMemoryError)
-    with run.spared(name), suppress(*known), run.progress(f"first look at {name}", 1):
-        preview_real(
-            loaded,
-            plan_ready(loaded, method, run.request),
-            case=name,
-            input_ids=prompt(loaded, batch, given, run.request.seed),
-            output_len=written,
-            emit=run.emit,
-            now=run.now,
-            should_stop=run.should_stop,
-            kernels=run.request.kernels,
-        )
 
 
 def _described(loaded: LoadedModel, shape: ModelShape | None) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvprof.benchmark.jct.steps import Runner, Step
+from kvprof.benchmark.jct.steps import Runner
 
 __all__ = [
     "OVERHEAD",
@@ -126,7 +125,6 @@ def choose_timed_layers(
     *,
     layers: int,
     steps: int,
-    preview: Callable[[Sequence[Step]], None] = lambda _: None,
 ) -> TimedLayers:
     """Warm a request up, and find out how many layers can be timed at once.
 
@@ -143,27 +141,19 @@ def choose_timed_layers(
         divide the number of layers.
     layers, steps : int
         Of the model, and of the request's decoding.
-    preview : callable
-        Given the steps that had marks so far, prefill first, whenever there is another one. They
-        are a first, short pass, and tell what the request may be made of.
     """
     every = tuple(range(layers))
     runner.begin()
     # What is compiled or awaited in a GPU's first steps would stand in the parts.
     first = runner.step(None if runner.on_gpu else every)
-    if not runner.on_gpu:
-        preview([first])
     if runner.on_gpu or first.seconds < _SOON:
         runner.begin()
-        first = runner.step(every, after=first.queued if runner.on_gpu else None)
-        preview([first])
-    marked = [first]
+        runner.step(every, after=first.queued if runner.on_gpu else None)
     pairs = max(0, min(_PAIRS, (steps - 2) // 2))
     if steps:
         plain = runner.step()
     if steps > 1:
-        marked.append(runner.step(every, after=plain.queued if runner.on_gpu else None))
-        preview(marked)
+        runner.step(every, after=plain.queued if runner.on_gpu else None)
 
     def sampled(every: int, one_in: int = 0) -> TimedLayers:
         blocks = math.ceil(steps / _block(steps))
@@ -179,9 +169,6 @@ def choose_timed_layers(
     for _ in range(pairs):
         plain, timed = runner.step(), runner.step(every)
         ratios.append(timed.seconds / plain.seconds)
-        if not runner.on_gpu:  # there they were not held back
-            marked.append(timed)
-            preview(marked)
     if not ratios:
         return TimedLayers(layers, steps)
     overhead = statistics.median(ratios) - 1.0

@@ -22,7 +22,6 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     PartSample,
-    Preview,
     RunFinished,
     RunStarted,
     StepFinished,
@@ -47,8 +46,6 @@ class Formula:
     powered: set = field(default_factory=set)
     ends: object = None  # from a length to its interval
     uncut: tuple = ()  # prompts whose work needs no cutting
-    looks: bool = False  # whether it says what the first samples are
-    preview: object = None
 
     workload = staticmethod(tiny_bench().workload)
 
@@ -63,8 +60,6 @@ class Formula:
         once = {"head": 1e-4, "schedule": 1e-5}
         if workload.phase == "prefill" and workload.seq in self.uncut:
             del once["schedule"]
-        if self.looks:
-            self.preview(workload, {"attention": 2 * attention, "mlp": 0.0}, {"head": 1e-3})
         return LayerTimes(
             workload.seq,
             parts,
@@ -351,31 +346,6 @@ def test_what_ran_is_said_of_a_requests_own_lengths():
         assert done.prefill_interval == pytest.approx(
             [0.9 * done.prefill_seconds, 1.2 * done.prefill_seconds]
         )
-
-
-def looking(request, looks):
-    bench = Formula(looks=looks)
-    return Composer(bench, method_on("full", bench.model.attention), 1, [request], FAST)
-
-
-def test_the_first_samples_of_a_case_are_told_and_enter_no_result():
-    request = RequestLengths(64, 17)
-    plain, looked = (events_of(request, looking(request, on)) for on in (False, True))
-    previews = [event for event in looked if isinstance(event, Preview)]
-    first = previews[0]
-    # Before the case starts: twice the attention of each of its layers, and the head once.
-    assert looked[0] is first
-    assert (first.method, first.input_len, first.decode) == ("full", 64, {})
-    layers = tiny_shape().attention.layers
-    assert first.prefill == pytest.approx({"attention": layers * 2e-9 * 64**2, "head": 1e-3})
-    steps = 16
-    assert previews[-1].decode["head"] == pytest.approx(steps * 1e-3)
-    assert set(previews[-1].decode) == {"attention", "head"}  # what took nothing is left out
-    rest = [event for event in looked if not isinstance(event, Preview)]
-    assert [replace(event, time=0.0) for event in rest] == [
-        replace(event, time=0.0) for event in plain
-    ]
-    assert fold(looked) == fold(rest)
 
 
 def test_events_come_as_points_are_measured():

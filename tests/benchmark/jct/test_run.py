@@ -2,18 +2,16 @@
 
 import pytest
 
-from kvprof.benchmark.jct import layer_bench, real
-from kvprof.benchmark.jct import run as run_module
+from kvprof.benchmark.jct import layer_bench
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.jct.run import run_jct
 from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.records.events import Preview, RunFinished, RunStarted, Warned
+from kvprof.records.events import RunFinished, RunStarted, Warned
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
 from kvprof.records.schema import validate_result
 from tests.benchmark.jct.shapes import tiny_folder
-from tests.runtime.plans import loaded
 
 
 @pytest.fixture(scope="module")
@@ -241,39 +239,8 @@ def test_a_rate_out_of_reach_ends_the_run_with_its_reason(tmp_path, monkeypatch)
         raise UsageError("fdc reaches rates from 0 to 0.875, not 0.95")
 
     monkeypatch.setattr("kvprof.benchmark.jct.run.make_plans", unreachable)
-    events, result, problem = ran(tmp_path, "reference", mode="real")
+    _, result, problem = ran(tmp_path, "reference", mode="real")
     assert isinstance(problem, UsageError)
     assert result["complete"] is False
     assert "0.875" in result["incomplete_reason"]
-    # Before anything is calibrated, the case that needs none was looked at; no result has that.
-    seen = [event for event in events if isinstance(event, Preview)]
-    assert {event.method for event in seen} == {"full"}
-    assert seen[0].prefill["attention"] > 0
-    assert seen[-1].decode["mlp"] > 0
     assert result["data"]["cases"] == result["data"]["parts"] == []
-
-
-def test_an_end_asked_for_while_parts_are_shown_calibrates_nothing(tmp_path, monkeypatch):
-    model = loaded("Llama")
-    monkeypatch.setattr(run_module, "load_run_model", lambda _request: (model, None))
-    monkeypatch.setattr(run_module, "make_plans", lambda *_, **__: pytest.fail("it went on"))
-    previewed = real._RealCase._preview
-    stop = []
-
-    def seen(self, marked):
-        previewed(self, marked)
-        stop.append(True)
-
-    monkeypatch.setattr(real._RealCase, "_preview", seen)
-    events, _, problem = ran(
-        tmp_path,
-        tmp_path,
-        mode="real",
-        methods=("full", "kq"),
-        input_lens=(8,),
-        output_lens=(6,),
-        should_stop=lambda: bool(stop),
-    )
-    assert problem is None
-    assert len(stop) == 1  # of the first look itself no further step is taken
-    assert (events[-1].complete, events[-1].reason) == (False, "interrupted")
