@@ -16,7 +16,6 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     Event,
-    LayerMeasured,
     MemorySample,
     PartSample,
     StepFinished,
@@ -322,8 +321,6 @@ class Layer:
         strange record holds.
     nbytes : int or None
         Of its cache.
-    error : float or None
-        Relative Frobenius error of its attention.
     seconds : float or None
         What its attention and the method's own work on it cost the request; None where no part was
         timed by layer.
@@ -332,7 +329,6 @@ class Layer:
     key_ranks: Any = None
     value_ranks: Any = None
     nbytes: int | None = None
-    error: float | None = None
     seconds: float | None = None
 
 
@@ -352,7 +348,7 @@ class Case:
     account : Account
         Where the time of the request went so far.
     layers : dict of int to Layer
-        Those that were stated, timed or measured.
+        Those that were stated or timed.
     steps : Series of StepFinished
         Of as many runs as are known: those of several take the place of a single one's.
     memory : Series of MemorySample
@@ -389,9 +385,6 @@ class Case:
                     layer.seconds = (layer.seconds or 0.0) + event.seconds * event.weight
             case StepFinished():
                 self.steps.add(event)
-            case LayerMeasured():
-                layer = self.layers.setdefault(event.layer, Layer())
-                layer.error, layer.nbytes = event.error, event.nbytes
             case MemorySample():
                 self.memory.add(event)
             case Balance():
@@ -495,6 +488,6 @@ def step_rows(case: Case) -> Iterable[dict[str, Any]]:
 
 
 def layer_rows(case: Case) -> Iterable[dict[str, Any]]:
-    """Return the case's rows of ``data.layers``: what was said of each layer, and measured."""
+    """Return the case's rows of ``data.layers``: what was said of each layer, and its time."""
     for number, layer in sorted(case.layers.items()):
         yield {"case": case.started.case, "layer": number, **vars(layer)}

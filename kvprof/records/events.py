@@ -17,7 +17,6 @@ __all__ = [
     "CaseFinished",
     "CaseStarted",
     "Event",
-    "LayerMeasured",
     "LoadRateFinished",
     "LoadRateStarted",
     "LoadRequest",
@@ -205,17 +204,6 @@ class StepFinished(Event):
     seconds: float
     weight: float = 1.0
     runs: int = 1
-
-
-@dataclass(frozen=True)
-class LayerMeasured(Event):
-    """A layer's attention against float64 on the same inputs: relative Frobenius error."""
-
-    type: ClassVar[str] = "layer"
-    case: str
-    layer: int
-    error: float | None
-    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -345,9 +345,8 @@ _TITLES = {
     "bytes": "bytes",
     "K": "K rank",
     "V": "V rank",
-    "error": "error",
 }
-_WIDTHS = {"layer": 7, "ms": 9, "bytes": 11, "K": 14, "V": 14, "error": 9}
+_WIDTHS = {"layer": 7, "ms": 9, "bytes": 11, "K": 14, "V": 14}
 _BAR = 10  # columns of a layer's time as a bar, where there is room
 
 #: Columns of the table without its bars.
@@ -394,7 +393,6 @@ def _layer_words(row: LayerRow) -> str:
         "bytes": size(row.nbytes),
         "K": _rank(row.key_ranks),
         "V": _rank(row.value_ranks),
-        "error": number(row.error),
     }
     return "".join(text.rjust(_WIDTHS[name]) for name, text in texts.items())
 

@@ -137,7 +137,7 @@ KEYS = (
         "open or fold the parts of little time",
         ("overview",),
     ),
-    Key("slash", "/", "filter", "filter", "show some layers: 0-7,12 or error>0.01", ("layers",)),
+    Key("slash", "/", "filter", "filter", "show some layers: 0-7,12 or k<64", ("layers",)),
     Key("space", "space", "pause", "pause", "hold the view still; the measurement goes on"),
     Key("end", "End", "jump", "jump", "play the rest of a replay at once"),
     Key("x", "x", "save svg", "save_svg", "save this screen as an SVG file"),

@@ -186,7 +186,7 @@ class LayersScreen(RunScreen):
     def compose_body(self) -> ComposeResult:
         """Return the widgets, from top to bottom."""
         yield Static(id="layers-top")
-        yield Input(placeholder="0-7,12  or  error>0.01  or  k<64,ms>=2", id="filter")
+        yield Input(placeholder="0-7,12  or  k<64,ms>=2", id="filter")
         with Container(id="layer-body"):
             with Vertical(id="table"):
                 yield Static(id="head")

@@ -11,7 +11,6 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     Event,
-    LayerMeasured,
     LoadRateFinished,
     LoadRateStarted,
     LoadSample,
@@ -439,10 +438,6 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
         if part["part"] != UNATTRIBUTED:
             case.account.add_part(part["phase"], part["part"], part["seconds"])
     for layer in own("layers"):
-        if layer["error"] is not None:
-            state.add(
-                LayerMeasured(0.0, name, layer["layer"], layer["error"], layer["nbytes"] or 0)
-            )
         case.layers.setdefault(layer["layer"], Layer()).seconds = layer["seconds"]
     for step in own("steps"):
         state.add(

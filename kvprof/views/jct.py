@@ -389,7 +389,7 @@ def _memory_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
 
 
 def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
-    """Return a row per case: what its layers keep, cost and get wrong; None without any."""
+    """Return a row per case: what its layers keep and cost; None without any."""
     rows = []
     own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
     times = [row["seconds"] for row in result["data"]["layers"] if row["case"] in own]
@@ -401,18 +401,16 @@ def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
         layers = [row for row in result["data"]["layers"] if row["case"] == case]
         if not layers:
             continue
-        errors = [(row["error"], row["layer"]) for row in layers if row["error"] is not None]
         seconds = [row["seconds"] * factor for row in layers if row["seconds"] is not None]
         rows.append(
             (
                 name,
                 *(_kept(layers, key, heads) for key in ("key_ranks", "value_ranks")),
                 *([span(seconds)] if timed else []),
-                _largest(errors),
             )
         )
     work = [f"cache work ({unit} a layer)"] if timed else []
-    titles = ("key ranks", "value ranks", *work, "largest error")
+    titles = ("key ranks", "value ranks", *work)
     return DataTable(columns("method", figures=titles), rows) if rows else None
 
 
@@ -421,13 +419,6 @@ def _kept(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> s
     return shared(
         span([rank for ranks in known for rank in ranks]), heads, len(known[0]) if known else 0
     )
-
-
-def _largest(errors: Sequence[tuple[float, int]]) -> str:
-    if not errors:
-        return MISSING
-    error, layer = max(errors)
-    return f"{number(error, 2)} (layer {layer})" if error > 0 else "0"
 
 
 def _scaled(value: float | None, factor: float) -> str:
@@ -627,7 +618,6 @@ _COLUMNS = (
     "key_rank_mean",
     "value_rank_mean",
     "nbytes",
-    "error",
     "logical",
     "allocated",
     "full_width",
@@ -680,7 +670,7 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {
             "kind": "layer",
             **request[row["case"]],
-            **{key: row[key] for key in ("layer", "nbytes", "error", "seconds")},
+            **{key: row[key] for key in ("layer", "nbytes", "seconds")},
             "key_rank_mean": mean(row["key_ranks"]),
             "value_rank_mean": mean(row["value_ranks"]),
         }

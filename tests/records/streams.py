@@ -13,7 +13,6 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     Event,
-    LayerMeasured,
     MemorySample,
     PartSample,
     RunFinished,
@@ -78,7 +77,7 @@ def whole_first(events: Sequence[Event]) -> list[Event]:
     found: list[Event] = []
     own: list[Event] = []
     for event in events:
-        if isinstance(event, CaseStarted | LayerMeasured | RunFinished):
+        if isinstance(event, CaseStarted | Balance | CaseFinished | RunFinished):
             found += [*sorted(own, key=rank), event]
             own = []
         else:
@@ -173,10 +172,6 @@ class _Run:
             before = self.now
             yield from self._pass(case, phase, step, input_len + step, kept, added)
             walls[phase] += self.now - before
-        for layer in range(self.layers):
-            error = 0.0 if kept == 1 else 0.01 * (1 + layer) * self.chance.uniform(0.9, 1.1)
-            nbytes = round(self._full_width(input_len + self.steps) * kept / self.layers)
-            yield LayerMeasured(time=self.now, case=case, layer=layer, error=error, nbytes=nbytes)
         for schedule, spread in (("equal", 0.3), ("lpt", 0.02)):
             work = [max(0.1, self.chance.gauss(1.0, spread)) for _ in range(16)]
             yield Balance(

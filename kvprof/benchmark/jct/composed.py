@@ -50,7 +50,6 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     Event,
-    LayerMeasured,
     MemorySample,
     PartSample,
     StepFinished,
@@ -199,7 +198,7 @@ class _ComposedCase:
                 f"decode may be off by {error / found.decode_seconds:.1%}: times between the "
                 "contexts that were measured do not lie on a line"
             )
-        self._layer(named)
+        self._balance()
         self.emit(
             CaseFinished(
                 now(),
@@ -325,16 +324,10 @@ class _ComposedCase:
             )
         )
 
-    def _layer(self, named: Sequence[LayerTimes]) -> None:
-        """Emit the measured layer's error, and how its work is spread."""
+    def _balance(self) -> None:
+        """Emit how a step's work is spread."""
         composer = self.composer
-        bench, method, shape = composer.bench, composer.method, composer.bench.model.attention
-        known = [point.error for point in named if point.error is not None]
-        if known:
-            plan, itemsize = method.plan, bench.dtype.itemsize
-            stored = bytes_at(plan, self.request.stored, itemsize=itemsize, batch=composer.batch)
-            each = stored.total // shape.layers
-            self.emit(LayerMeasured(self.now(), self.case, 0, max(known), each))
+        bench, method = composer.bench, composer.method
         if method.form == "ragged":
             context = max(self.request.first, self.request.last)
             workload = bench.workload("decode", composer.batch, context)

@@ -13,15 +13,11 @@ runs, and what its figures are:
   first mark to its last. Kernels that belong to no part stay unattributed.
 """
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvprof.benchmark.jct.held import layer_facts
 from kvprof.benchmark.jct.interleaved import (
@@ -37,176 +33,11 @@ from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
-from kvprof.models.noise import quiet
-from kvprof.records.events import CaseFinished, CaseStarted, Event, LayerMeasured, Warned
+from kvprof.records.events import CaseFinished, CaseStarted, Event, Warned
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.session import Compression
 
-__all__ = ["layer_errors", "measure_real"]
-
-# --- How far each layer's attention is from full width in float64, on the very same inputs.
-#
-# Inputs and outputs of every attention module are caught while the model decodes through the
-# compressed cache. Then the uncompressed model runs over the same tokens, and a float64 copy of
-# each module attends to what its compressed twin was given. Both ends are hidden states, so
-# that folded projections and rotated bases do not matter.
-
-
-# Attention in float64 over more tokens would take longer than the run itself.
-_CPU_TOKENS = 1024
-_GPU_TOKENS = 4096
-_HELD_BYTES = 2**29  # of hidden states
-_DECODED = 16
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What went through the attention modules of one sequence.
-
-    Attributes
-    ----------
-    ids : Tensor
-        ``[1, T]``.
-    inputs, outputs : list of Tensor
-        Per layer ``[1, T, hidden]``; the outputs of the decoded tokens alone, ``[1, n, hidden]``.
-    """
-
-    ids: Tensor
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-@dataclass(frozen=True)
-class ErrorSample:
-    """The part of a request on which errors are measured.
-
-    Attributes
-    ----------
-    prefill, decoded : int
-        Tokens; only what is decoded is compared.
-    """
-
-    prefill: int
-    decoded: int
-
-    @property
-    def label(self) -> str:
-        """What a reader of the errors must know."""
-        return (
-            f"of {self.decoded} decoded tokens after the first {self.prefill:,}, one sequence, "
-            "behind the output projection"
-        )
-
-    @torch.no_grad()
-    def captured(self, session: Compression, tokens: list[int]) -> Captured:
-        """Run the sample through a compressed cache.
-
-        Parameters
-        ----------
-        session : Compression
-            Open.
-        tokens : list of int
-            Of the request, prompt first; as many as the sample has at least.
-        """
-        loaded = session.loaded
-        total = self.prefill + self.decoded
-        ids = torch.tensor([tokens[:total]], device=loaded.device)
-        inputs: list[list[Tensor]] = [[] for _ in loaded.layout.layers]
-        outputs: list[list[Tensor]] = [[] for _ in loaded.layout.layers]
-
-        def catch(index: int, args: Any, kwargs: Any, result: Any) -> None:
-            inputs[index].append(_hidden(args, kwargs).detach().clone())
-            output = result[0] if isinstance(result, tuple) else result
-            outputs[index].append(output.detach().clone())
-
-        with ExitStack() as stack:
-            for facts in loaded.layout.layers:
-                hook = loaded.model.get_submodule(facts.attention).register_forward_hook(
-                    lambda m, a, k, r, i=facts.index: catch(i, a, k, r), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-            cache = session.new_cache()
-            cache.reach = total
-            cuts = [0, *range(self.prefill, total + 1)]
-            for start, stop in pairwise(cuts):
-                loaded.model(ids[:, start:stop], past_key_values=cache, use_cache=True)
-        return Captured(
-            ids, [torch.cat(x, 1) for x in inputs], [torch.cat(x[1:], 1) for x in outputs]
-        )
-
-
-def error_sample(loaded: LoadedModel, input_len: int, output_len: int) -> ErrorSample | None:
-    """Choose how much of a request errors are measured on; None where not even two tokens fit.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    input_len, output_len : int
-    """
-    layout = loaded.layout
-    each = len(layout.layers) * layout.hidden_size * loaded.dtype.itemsize
-    most = _GPU_TOKENS if loaded.device.type == "cuda" else _CPU_TOKENS
-    tokens = min(input_len + output_len, most, _HELD_BYTES // each)
-    if tokens < 2:
-        return None
-    decoded = min(_DECODED, tokens // 2)
-    return ErrorSample(tokens - decoded, decoded)
-
-
-@torch.no_grad()
-def layer_errors(loaded: LoadedModel, captured: Captured) -> list[float | None]:
-    """Return each layer's relative Frobenius error; None where nothing was put out.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Uncompressed.
-    captured : Captured
-    """
-    found: list[float | None] = [None] * len(loaded.layout.layers)
-    decoded = captured.outputs[0].shape[1]
-
-    def compare(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        exact = _in_float64(module)
-        given = captured.inputs[index].double()
-        kwargs = {name: _wide(value) for name, value in kwargs.items()}
-        if args:
-            result = exact(given, *map(_wide, args[1:]), **kwargs)
-        else:
-            result = exact(**{**kwargs, "hidden_states": given})
-        wanted = (result[0] if isinstance(result, tuple) else result)[:, -decoded:]
-        norm = float(wanted.norm())
-        if norm > 0:
-            found[index] = float((captured.outputs[index].double() - wanted).norm()) / norm
-
-    with ExitStack() as stack, quiet():
-        for facts in loaded.layout.layers:
-            hook = loaded.model.get_submodule(facts.attention).register_forward_pre_hook(
-                lambda m, a, k, i=facts.index: compare(i, m, a, k), with_kwargs=True
-            )
-            stack.callback(hook.remove)
-        loaded.model(captured.ids, use_cache=False)
-    return found
-
-
-def _hidden(args: Any, kwargs: Any) -> Tensor:
-    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    return hidden
-
-
-def _in_float64(module: nn.Module) -> nn.Module:
-    made = copy.deepcopy(module)
-    made._forward_pre_hooks.clear()  # the one that asks for this copy is among them
-    return made.double()
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(map(_wide, value))
-    return value
-
+__all__ = ["measure_real"]
 
 Emit = Callable[[Event], None]
 
@@ -288,8 +119,6 @@ def measure_real(
             measured.run(repeats, repeats if most is None else most, sample_layers)
             if not measured.pairs:
                 return None
-            captured = measured.captured()
-        measured.tell_layers(captured)
     except torch.OutOfMemoryError as problem:
         raise LackingError(
             f"out of memory on {loaded.device}: {case}; a smaller batch or a shorter input may fit"
@@ -364,8 +193,6 @@ class _RealCase:
         self._case, self._ids, self._output_len = case, ids, output_len
         self._emit, self._now, self._should_stop = emit, now, should_stop
         self._runs: InterleavedRuns | None = None
-        self._sample: ErrorSample | None = None
-        self._layer_bytes: list[int] = []
         if loaded.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(loaded.device)
 
@@ -386,8 +213,7 @@ class _RealCase:
         batch, input_len = self._ids.shape
         tokens, itemsize = input_len + self._output_len - 1, self._loaded.dtype.itemsize
         self._runner = Runner(self._loaded, self._session, self._ids, self._output_len, graph)
-        self._sample = error_sample(self._loaded, input_len, self._output_len)
-        labels: dict[str, str] = {"error": self._sample.label} if self._sample else {}
+        labels: dict[str, str] = {}
         route = self._session.route
         if None in route.reasons and input_len >= route.least_tokens:
             labels["merge"] = "within attention: one operator does both"
@@ -442,8 +268,6 @@ class _RealCase:
                 self._warn(f"interrupted after {self.pairs} of {repeats} runs each way")
         if not self.pairs:
             return
-        assert runner.cache is not None
-        self._layer_bytes = runner.cache.layer_bytes
         self._compare([one for ended in runs.whole() for one in ended])
         if runner.on_gpu and (warning := events.wait_warning(runs.timed)) is not None:
             self._warn(warning)
@@ -461,29 +285,6 @@ class _RealCase:
 
     def _warn(self, message: str) -> None:
         self._emit(Warned(self._now(), message, self._case))
-
-    def captured(self) -> Captured | None:
-        """Run part of the request once more for the layers' errors; None where they are not had."""
-        if self._sample is None or self._should_stop():
-            return None
-        assert self._runs is not None
-        written = [step.tokens[0] for step in self._runs.plain[0].steps]
-        try:
-            return self._sample.captured(self._session, self._ids[0].tolist() + written)
-        except torch.OutOfMemoryError:
-            self._warn("the layers' errors were not measured: memory ran out")
-            return None
-
-    def tell_layers(self, captured: Captured | None) -> None:
-        """Hold what was captured against the uncompressed model; outside the context."""
-        errors: list[float | None] = [None] * len(self._layer_bytes)
-        if captured is not None:
-            try:
-                errors = layer_errors(self._loaded, captured)
-            except torch.OutOfMemoryError:
-                self._warn("the layers' errors were not measured: memory ran out")
-        for index, (error, nbytes) in enumerate(zip(errors, self._layer_bytes, strict=True)):
-            self._emit(LayerMeasured(self._now(), self._case, index, error, nbytes))
 
     def finish(self, energy: Callable[[float, float], float | None] | None) -> CaseFinished:
         """Emit the times of the whole request."""

@@ -65,7 +65,6 @@ class Formula:
             parts,
             once,
             sum(parts.values()) + 3e-6 * tokens,
-            1e-6,
             {"store": "counted", f"{workload.phase} of": str(workload.seq)},
             self.watts if powered else None,
             self.ends(workload.seq) if self.ends else None,
@@ -189,7 +188,7 @@ def test_what_costs_the_same_at_every_length_does_so_between_lengths_too():
     sampled = [RequestLengths(64 + n, 2) for n in range(0, 640, 9)]
     several = composer([RequestLengths(300, 2)], sampled=sampled)
     several.bench.point = lambda v, workload, window=None, powered=False: LayerTimes(
-        workload.seq, {"mlp": 1e-3}, {"head": 1e-4}, 1e-3, None, {}
+        workload.seq, {"mlp": 1e-3}, {"head": 1e-4}, 1e-3, {}
     )
     for request in sampled:
         assert several.compose(request).prefill_seconds == pytest.approx(2 * 1e-3 + 1e-4)
@@ -380,7 +379,7 @@ def test_a_ragged_method_tells_its_balance_and_a_bent_curve_its_error():
     assert told["equal"].measured is None
     bent = composer([RequestLengths(64, 40_000)])
     bent.bench.point = lambda v, workload, window=None, powered=False: LayerTimes(
-        workload.seq, {"attention": 1e-12 * workload.seq**3}, {}, 1e-12 * workload.seq**3, None, {}
+        workload.seq, {"attention": 1e-12 * workload.seq**3}, {}, 1e-12 * workload.seq**3, {}
     )
     events = events_of(RequestLengths(64, 40_000), bent)
     assert any(isinstance(event, Warned) and "may be off" in event.message for event in events)

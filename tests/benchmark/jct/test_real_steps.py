@@ -11,7 +11,6 @@ from kvprof.benchmark.jct.interleaved import CaseEvents, InterleavedRuns, Reques
 from kvprof.benchmark.jct.marks import OTHER_LAYERS
 from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.benchmark.jct.timed_layers import TimedLayers, choose_timed_layers
-from kvprof.methods.plan import Placement
 from kvprof.runtime.clock import REST, Stretch, WallClock
 from kvprof.runtime.compressed import compressed
 from tests.benchmark.jct.real_runs import NEW, PROMPT, Ticks, measured, of, seconds_by
@@ -286,46 +285,6 @@ def test_different_tokens_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Runner, "step", other)
     _, events = measured(loaded("Llama"), make_plan(loaded("Llama")))
     assert any("different tokens from the 3." in w.message for w in of(events, "warning"))
-
-
-def test_errors_are_those_of_attention_on_its_own_inputs() -> None:
-    """The first layer's inputs do not depend on the plan, so two plain passes give its error."""
-    model = loaded("Llama")
-    ids = token_ids(1, PROMPT)
-    plan = make_plan(model, ranks=ragged)
-    _, events = measured(model, plan, input_ids=ids, sample_layers=1)
-    found = [layer.error for layer in of(events, "layer")]
-
-    outputs: list[torch.Tensor] = []
-    attention = model.model.get_submodule(model.layout.layers[0].attention)
-    hook = attention.register_forward_hook(lambda m, a, r: outputs.append(r[0]))
-    with torch.no_grad():
-        tokens = ids
-        with compressed(model, plan) as session:
-            tokens = model.model.generate(
-                ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
-            outputs.clear()
-            cache = session.new_cache()
-            decoded = (PROMPT + NEW) // 2
-            prefill = PROMPT + NEW - decoded
-            model.model(tokens[:, :prefill], past_key_values=cache)
-            for place in range(prefill, PROMPT + NEW):
-                model.model(tokens[:, place : place + 1], past_key_values=cache)
-        lossy = torch.cat(outputs[1:], 1)
-        outputs.clear()
-        model.model(tokens, use_cache=False)
-    hook.remove()
-    exact = outputs[0][:, prefill:]
-    assert found[0] == pytest.approx(float((lossy - exact).norm() / exact.norm()), rel=1e-4)
-    assert min(found) > 1e-3
-
-
-def test_full_width_has_no_error_but_rounding() -> None:
-    for arch in ("Llama", "Gemma2", "GPT2"):
-        plan = make_plan(loaded(arch), placement=Placement.NONE, project_values=False)
-        _, events = measured(loaded(arch), plan, sample_layers=1)
-        assert all(0 < layer.error < 1e-5 for layer in of(events, "layer"))
 
 
 def test_on_a_gpu_parts_come_from_steps_that_were_held_back(
