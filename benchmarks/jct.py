@@ -177,8 +177,6 @@ def show(name: str, part: dict[str, Any]) -> None:
             line += f", a step {1e3 * case['tbt_seconds']:.4g} ms"
         if case["unattributed_share"] is not None:
             line += f", unattributed {100 * case['unattributed_share']:.1f} %"
-        if case["overhead"] is not None:
-            line += f", timing costs {100 * case['overhead']:.1f} %"
         print(line)
     for text in part.get("warnings", ()):
         print(f"  note: {text}"[:240])

@@ -392,19 +392,6 @@ class Case:
             case CaseFinished():
                 self.finished = event
 
-    @property
-    def instrumented(self) -> float | None:
-        """Seconds of the same request with every part timed."""
-        done = self.finished
-        if done is None or done.instrumented_prefill_seconds is None:
-            return None
-        return done.instrumented_prefill_seconds + (done.instrumented_decode_seconds or 0.0)
-
-    def overhead(self) -> float | None:
-        """Return what instrumentation added, as a share of the uninstrumented wall time."""
-        with_it, without = self.instrumented, self.account.jct
-        return with_it / without - 1 if with_it and without else None
-
     def tbt_seconds(self, share: float = 0.5) -> float | None:
         """Return the time between tokens that `share` of the decode steps so far do not exceed."""
         decode = [step for step in self.steps if step.phase == "decode"]
@@ -437,9 +424,6 @@ def case_row(case: Case) -> dict[str, Any]:
         "decode_seconds_interval": decoding,
         "tbt_seconds": case.tbt_seconds(),
         "tbt_p99_seconds": case.tbt_seconds(0.99),
-        "instrumented_seconds": case.instrumented,
-        "overhead": case.overhead(),
-        "decode_overhead": _decode_overhead(done),
         "measured_seconds": account.seconds,
         "unattributed_share": account.unattributed_share(),
         "excess_share": account.excess_share(),
@@ -447,12 +431,6 @@ def case_row(case: Case) -> dict[str, Any]:
         "labels": started.labels,
         "complete": done is not None,
     }
-
-
-def _decode_overhead(done: CaseFinished | None) -> float | None:
-    if done is None or done.instrumented_decode_seconds is None or not done.decode_seconds:
-        return None
-    return done.instrumented_decode_seconds / done.decode_seconds - 1
 
 
 def part_rows(case: Case) -> Iterable[dict[str, Any]]:

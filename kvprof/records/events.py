@@ -285,15 +285,13 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class CaseFinished(Event):
-    """The case's wall times without instrumentation, and with it.
+    """The case's wall times, without instrumentation.
 
     Attributes
     ----------
     prefill_seconds, decode_seconds : float
         An uninstrumented run of the same request; of a composed run, the whole layers' times
         integrated.
-    instrumented_prefill_seconds, instrumented_decode_seconds : float or None
-        The same with every part timed; None for a composed run.
     energy_joules : float or None
         Of the uninstrumented run, from telemetry.
     prefill_interval, decode_interval : list of float or None
@@ -304,8 +302,6 @@ class CaseFinished(Event):
     case: str
     prefill_seconds: float
     decode_seconds: float
-    instrumented_prefill_seconds: float | None = None
-    instrumented_decode_seconds: float | None = None
     energy_joules: float | None = None
     prefill_interval: list[float] | None = None
     decode_interval: list[float] | None = None

@@ -152,18 +152,13 @@ class OverviewScreen(RunScreen):
         caveats: list[RenderableType] = []
         lines: list[str] = []
         labels: dict[str, list[str]] = {}
-        overheads = []
         for case in cases:
             for what, words in case.started.labels.items():
                 labels.setdefault(f"{what.replace('_', ' ')}: {words}", []).append(case.method)
             if (caveat := case.account.caveat()) is not None:
                 words = f"! {case.method}: {caveat}"
                 caveats.append(Text(words, style=self.live.ink.warn(), overflow="fold"))
-            if (overhead := case.overhead()) is not None:
-                overheads.append(f"{case.method} {share(overhead)}")
         lines += [f"{', '.join(methods)}: {words}" for words, methods in labels.items()]
-        if overheads:
-            lines.append(f"timing the parts cost {', '.join(overheads)}; bars are without it")
         return Group(*caveats, bullets(lines, "dim"))
 
 

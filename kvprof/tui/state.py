@@ -456,15 +456,4 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
     for one in own("balance"):
         state.add(Balance(time=0.0, **one))
     if row["jct_seconds"] is not None:
-        with_it = row["instrumented_seconds"]
-        state.add(
-            CaseFinished(
-                0.0,
-                name,
-                row["ttft_seconds"],
-                row["decode_seconds"],
-                # A result keeps the sum alone.
-                with_it,
-                0.0 if with_it is not None else None,
-            )
-        )
+        state.add(CaseFinished(0.0, name, row["ttft_seconds"], row["decode_seconds"]))

@@ -271,8 +271,6 @@ def _reliability_table(group: Group, accounts: Mapping[str, Account]) -> DataTab
             (
                 name,
                 _scaled(case["tbt_p99_seconds"], factor),
-                signed_percent(case["overhead"]),
-                signed_percent(case["decode_overhead"]),
                 _unattributed(accounts[case["case"]]),
                 number(case["energy_per_token_joules"]),
             )
@@ -281,8 +279,6 @@ def _reliability_table(group: Group, accounts: Mapping[str, Account]) -> DataTab
         "method",
         figures=(
             f"TBT p99 ({unit})",
-            "timing costs",
-            "of decode",
             UNATTRIBUTED,
             "J per token",
         ),
@@ -483,10 +479,6 @@ _TIMES = (
     "JCT: prefill and all output tokens. TTFT: prefill. TBT: the median decode step; p99, its 99th "
     "percentile."
 )
-_TIMING = (
-    "Timing costs: what timing every part added to the request, and to its decode steps; the times "
-    "above are without it."
-)
 _APART = (
     "In brackets: the 95 % interval of the difference between two job completion times, from those "
     "of both."
@@ -511,8 +503,6 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     composed = data["mode"] == "composed"
     found = [_MODES[data["mode"]], _TIMES, _COMPOSED_PARTS if composed else _PARTS]
     found.append(_SHARES.format(baseline=data["baseline"]))
-    if any(case["overhead"] is not None for case in data["cases"]):
-        found.append(_TIMING)
     if any(group.apart(case) for group in groups(result) for case in group.cases):
         found.append(_APART)
     if any(case["energy_per_token_joules"] is not None for case in data["cases"]):
@@ -593,9 +583,6 @@ _FIGURES = (
     "decode_seconds",
     "tbt_seconds",
     "tbt_p99_seconds",
-    "instrumented_seconds",
-    "overhead",
-    "decode_overhead",
     "measured_seconds",
     "unattributed_share",
     "excess_share",

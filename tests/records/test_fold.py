@@ -185,24 +185,14 @@ def test_the_intervals_of_two_phases_add_up() -> None:
     assert case["jct_seconds_interval"] is None
 
 
-def test_overhead_and_energy_are_of_the_uninstrumented_run() -> None:
+def test_energy_is_of_the_uninstrumented_run() -> None:
     done = finished(
         1.0,
         3.0,
-        instrumented_prefill_seconds=1.5,
-        instrumented_decode_seconds=3.3,
         energy_joules=16.0,
     )
     case = fold(small_run(done))["cases"][0]
-    assert case["overhead"] == pytest.approx(0.2)
-    assert case["decode_overhead"] == pytest.approx(0.1)
     assert case["energy_per_token_joules"] == 2.0  # of 2 sequences with 4 tokens each
-
-
-def test_a_composed_run_has_no_overhead() -> None:
-    case = fold(small_run(finished(1.0, 3.0)))["cases"][0]
-    assert case["overhead"] is None
-    assert case["instrumented_seconds"] is None
 
 
 def test_a_part_by_difference_is_marked() -> None:

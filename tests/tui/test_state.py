@@ -33,7 +33,6 @@ def figures(state: RunState) -> dict:
             "jct": pytest.approx(case.account.seconds),
             "ttft": case.ttft_seconds(),
             "tbt": case.tbt_seconds(),
-            "overhead": pytest.approx(case.overhead()),
             "layers": {
                 number: (layer.key_ranks, layer.nbytes, pytest.approx(layer.seconds))
                 for number, layer in case.layers.items()
@@ -64,7 +63,6 @@ class TestAgainstTheFold:
             assert case.account.seconds == pytest.approx(row["jct_seconds"])
             assert case.ttft_seconds() == row["ttft_seconds"]
             assert case.tbt_seconds() == pytest.approx(row["tbt_seconds"])
-            assert case.overhead() == pytest.approx(row["overhead"])
 
     def test_a_killed_run_has_come_as_far_here_as_there(self):
         for events in (self.events, whole_first(self.events)):

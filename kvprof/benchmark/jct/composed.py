@@ -205,8 +205,6 @@ class _ComposedCase:
                 self.case,
                 found.prefill_seconds,
                 found.decode_seconds,
-                None,
-                None,
                 found.energy_joules,
                 list(found.prefill_interval) if found.prefill_interval else None,
                 list(found.decode_interval) if found.decode_interval else None,

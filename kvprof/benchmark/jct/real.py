@@ -6,9 +6,9 @@ runs, and what its figures are:
 - On a CPU a monotonic clock is read at every mark. ``host`` is what lies within a forward pass and
   in no other part: Python between modules, masks, positions.
 - On a GPU events are recorded into the stream and read between steps. Steps that are not replayed
-  from a CUDA graph leave the GPU waiting for the host; for their parts the request runs another
-  time, and each step is held back until the host has queued it whole, so that a part's time is the
-  GPU's. What the events themselves add between kernels is measured and taken off.
+  from a CUDA graph leave the GPU waiting for the host: with marks each is held back until the host
+  has queued it whole, so that a part's time is the GPU's. Where a step's parts take longer than
+  the step without marks, its marks are taken to have added the same to each stretch.
   ``host`` is what the GPU waited: a step's wall time without marks minus the GPU's time from its
   first mark to its last. Kernels that belong to no part stay unattributed.
 """
@@ -26,8 +26,7 @@ from kvprof.benchmark.jct.interleaved import (
     RequestRun,
     run_warnings,
 )
-from kvprof.benchmark.jct.steps import Runner, uncaptured
-from kvprof.benchmark.jct.timed_layers import choose_timed_layers
+from kvprof.benchmark.jct.steps import Runner, uncaptured, warm_up
 from kvprof.benchmark.timing import Interrupted
 from kvprof.errors import LackingError, UsageError
 from kvprof.methods.accounting import rate
@@ -54,7 +53,6 @@ def measure_real(
     should_stop: Callable[[], bool],
     repeats: int,
     most: int | None = None,
-    sample_layers: str | int = "auto",
     kernels: str | None = None,
     graph: bool | None = False,
     energy: Callable[[float, float], float | None] | None = None,
@@ -88,8 +86,6 @@ def measure_real(
     most : int, optional
         Up to so many are made, until the share of the time that is in parts stays the same from
         pair to pair. Without it, exactly `repeats`.
-    sample_layers : str or int
-        As `kvprof.benchmark.jct.timed_layers.choose_timed_layers` takes it.
     kernels : str, optional
         As `kvprof.runtime.compressed.compressed` takes it.
     graph : bool or None
@@ -110,13 +106,13 @@ def measure_real(
     LackingError
         When memory runs out.
     """
-    _check(loaded, input_ids, output_len, repeats, sample_layers)
+    _check(loaded, input_ids, output_len, repeats)
     try:
         with _opened(
             loaded, plan, kernels, case, input_ids, output_len, emit, now, should_stop
         ) as measured:
             measured.start(measured.replays(graph))
-            measured.run(repeats, repeats if most is None else most, sample_layers)
+            measured.run(repeats, repeats if most is None else most)
             if not measured.pairs:
                 return None
     except torch.OutOfMemoryError as problem:
@@ -149,17 +145,13 @@ def _opened(
         yield _RealCase(loaded, plan, session, case, ids, output_len, emit, now, should_stop)
 
 
-def _check(
-    loaded: LoadedModel, ids: Tensor, output_len: int, repeats: int, sample_layers: str | int
-) -> None:
+def _check(loaded: LoadedModel, ids: Tensor, output_len: int, repeats: int) -> None:
     if ids.dim() != 2 or not ids.numel():
         raise UsageError(f"input ids of shape {tuple(ids.shape)} are no batch of prompts")
     if output_len < 1:
         raise UsageError(f"an output of {output_len} tokens makes no sense")
     if repeats < 1:
         raise UsageError(f"{repeats} repeats measure nothing")
-    if sample_layers != "auto" and not (isinstance(sample_layers, int) and sample_layers > 0):
-        raise UsageError(f"sample_layers is {sample_layers!r}; give auto, or one of how many")
     total = ids.shape[1] + output_len
     if total > loaded.context_length:
         raise UsageError(
@@ -222,10 +214,9 @@ class _RealCase:
         if self._runner.on_gpu:
             labels["decode"] = "CUDA graph" if graph else "eager"
             labels["by_difference"] = "host"
-            eager, captured = (1e6 * seconds for seconds in self._runner.own_seconds)
             labels["marks"] = (
-                f"what a mark adds between two kernels is taken off: {captured:.2g} µs in decoding "
-                f"steps, {eager:.2g} µs in prefill"
+                "where the parts of a step take longer than the step without marks, the marks are "
+                "taken to have added the same to each"
             )
         facts = layer_facts(self._plan, tokens, itemsize=itemsize, batch=batch)
         event = CaseStarted(
@@ -241,26 +232,22 @@ class _RealCase:
         )
         self._emit(event)
 
-    def run(self, repeats: int, most: int, sample_layers: str | int) -> None:
+    def run(self, repeats: int, most: int) -> None:
         """Run the request without marks and with them, in turns."""
         runner = self._runner
-        choice = choose_timed_layers(
-            runner,
-            sample_layers,
-            layers=len(self._plan.layers),
-            steps=self._output_len - 1,
-        )
+        steps = self._output_len - 1
+        warm_up(runner, steps)
         events = CaseEvents(
             self._loaded,
             self._plan,
             self._case,
             self._ids,
-            choice,
+            steps,
             runner.on_gpu,
             self._emit,
             self._now,
         )
-        runs = self._runs = InterleavedRuns(runner, events, choice, self._should_stop, self._now)
+        runs = self._runs = InterleavedRuns(runner, events, steps, self._should_stop, self._now)
         try:
             runs.run(repeats, most)
         except Interrupted:
@@ -269,7 +256,7 @@ class _RealCase:
         if not self.pairs:
             return
         self._compare([one for ended in runs.whole() for one in ended])
-        if runner.on_gpu and (warning := events.wait_warning(runs.timed)) is not None:
+        if runner.on_gpu and (warning := events.wait_warning(runs.marked)) is not None:
             self._warn(warning)
 
     def _compare(self, runs: list[RequestRun]) -> None:
@@ -289,14 +276,13 @@ class _RealCase:
     def finish(self, energy: Callable[[float, float], float | None] | None) -> CaseFinished:
         """Emit the times of the whole request."""
         assert self._runs is not None
-        plain, marked, _ = self._runs.whole()
-        for warning in run_warnings(plain, marked, self._runs.attributed(), self._runs.alike()):
+        plain, marked = self._runs.whole()
+        for warning in run_warnings(plain, marked, self._runs.attributed()):
             self._warn(warning)
         finished = CaseFinished(
             self._now(),
             self._case,
             *self._runs.seconds(plain),
-            *self._runs.seconds(marked),
             None if energy is None else self._runs.energy(energy),
             *self._runs.intervals(plain),
         )
