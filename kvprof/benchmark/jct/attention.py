@@ -59,13 +59,10 @@ class FullAttention:
     seconds : float
         To spend on one kernel's samples.
     should_stop : callable
-    named : dict
-        From (phase, batch, tokens) to the kernel that was chosen there.
     """
 
     seconds: float
     should_stop: Callable[[], bool] = lambda: False
-    named: dict[tuple[str, int, int], str] = field(default_factory=dict)
     _tried: dict[tuple[str, int, int], list[str]] = field(default_factory=dict)
 
     def call(
@@ -85,10 +82,8 @@ class FullAttention:
                 widths.keys, widths.values, workload.shape.group, workload.batch, workload.seq
             )
             calls = ragged_prefill(workload, layout, window)
-            self.named[where] = "kvprof"
             return calls[-1], {"prefill attention": "kvprof's own kernel, with its window"}
         case = self._fastest(workload)
-        self.named[where] = case.name
         call = PartCall("attention", case.runs, ("full", *where))
         label = {f"{workload.phase} attention": case.name}
         if case.note is not None:
