@@ -100,7 +100,7 @@ def shortened(result: dict[str, Any]) -> dict[str, Any]:
     if result["kind"] == "load":
         data["series"] = []
     if result["kind"] == "jct":
-        data |= {"parts": [], "steps": [], "layers": [], "memory": [], "balance": []}
+        data |= {"parts": [], "steps": [], "layers": [], "memory": []}
     return {**result, "data": data}
 
 

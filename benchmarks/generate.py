@@ -12,14 +12,10 @@ set against both.
 A long or wide context is read once, for one row, in pieces, and its cache repeated for the batch:
 rows are then alike, which no kernel takes advantage of. Its prompt is not timed.
 
-With ``--vllm`` vLLM's own time between tokens of the same cases comes last, where it is installed:
-the engine alone, in a process of its own, when the model has gone.
-
     python benchmarks/generate.py --cases 32k,100k,32k*8,100k*8 --methods fdc,fdc-4bit
 """
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -35,7 +31,6 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from kvprof import console
-from kvprof.benchmark.external import VllmShape, check_vllm, measure_vllm
 from kvprof.benchmark.jct.model import load_run_model, make_plans, prompt
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.machine import free_bytes
@@ -50,8 +45,6 @@ from kvprof.sizes import format_bytes, parse_counts
 
 # Tokens of one row that a prompt's pass takes at once, and of a piece beyond that.
 _AT_ONCE, _PIECE = 40_000, 32_768
-# Of a case of vLLM's, after which no further run begins: runs of one differ by tenths of a percent.
-_VLLM_SECONDS = 20.0
 # Steps until one is captured.
 _SETTLING = 4
 
@@ -208,11 +201,8 @@ def main() -> None:
     parser.add_argument("--transformers", default="32k", help="cases that it runs too")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--vllm", action="store_true", help="vLLM's own time of each case too")
     add_out(parser)
     arguments = parser.parse_args()
-    if arguments.vllm:
-        check_vllm()
     methods = arguments.methods.split(",")
     request = JctRequest(
         model=arguments.model,
@@ -236,11 +226,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     known = arguments.transformers.split(",")
-    cases: list[tuple[int, int]] = []
     for case in arguments.cases.split(","):
         written, _, many = case.partition("*")
         ((context,), batch) = parse_counts(written), int(many or 1)
-        cases.append((context, batch))
         own = [] if case not in known else ["uncompressed"]
         for name in (*own, "full", *methods, "full"):
             plan = None if name == "uncompressed" else plans[name]
@@ -266,12 +254,6 @@ def main() -> None:
                 flush=True,
             )
             _write(arguments, inputs, with_ratios(rows), left_out)
-    if arguments.vllm:
-        known_shape = VllmShape.of(loaded)
-        del loaded, plans
-        gc.collect()
-        rows += vllm_rows(known_shape, cases, arguments.tokens)
-        _write(arguments, inputs, with_ratios(rows), left_out)
     for row in with_ratios(rows):
         if row.get("times_full") is not None:
             print(
@@ -299,43 +281,6 @@ def too_large(loaded: LoadedModel, plan: Plan, tokens: int, batch: int) -> str |
     if needed <= free:
         return None
     return f"its cache takes {format_bytes(needed)}, and {format_bytes(free)} are free"
-
-
-def vllm_rows(shape: VllmShape, cases: list[tuple[int, int]], tokens: int) -> list[dict[str, Any]]:
-    """Return what vLLM takes by itself; say why where it does not answer.
-
-    Parameters
-    ----------
-    shape : VllmShape
-    cases : list of (int, int)
-        Contexts and batches.
-    tokens : int
-        To write.
-    """
-    asked = [(batch, context, tokens) for context, batch in cases]
-    found = measure_vllm(shape, asked, seconds=_VLLM_SECONDS, progress=console.track)
-    if found["why"] is not None:
-        print(f"{found['engine']} was not measured: {found['why']}", flush=True)
-    name = f"{found['engine']} {found['version']}"
-    rows = [
-        {
-            "method": name,
-            "context": row["input_len"],
-            "batch": row["batch"],
-            "ttft_s": row["ttft_seconds"],
-            "tbt_s": row["tbt_samples"],
-            "tbt_median_s": row["tbt_seconds"],
-            "settings": found["settings"],
-        }
-        for row in found["rows"]
-    ]
-    for row in rows:
-        print(
-            f"{row['context']:7,} tokens x {row['batch']}: {name:14} between tokens "
-            f"{row['tbt_median_s'] * 1e3:.2f} ms",
-            flush=True,
-        )
-    return rows
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from recording import add_out, keep, times_of_full
+from vllm_alone import AT_ONCE, case_times
 
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.methods.plan_files import save_plan
-from kvprof.serving.alone import AT_ONCE, case_times
 from kvprof.serving.settings import engine_variables
 from kvprof.serving.shapes import drawn_plan, write_shape
 from kvprof.sizes import parse_counts

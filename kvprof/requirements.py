@@ -90,7 +90,7 @@ COMMAND_NEEDS = {
         (*_MODEL_PACKAGES, "plotext", "pyyaml", "psutil", "nvidia-ml-py"),
         (
             ("matplotlib", "--svg and --png"),
-            ("vllm", "--jct --vllm, --load without --url or --simulate"),
+            ("vllm", "--load without --url or --simulate"),
         ),
         uses_gpu=True,
     ),

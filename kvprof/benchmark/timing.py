@@ -200,7 +200,6 @@ def interleaved(
     *,
     seconds: float,
     should_stop: Callable[[], bool],
-    first: Callable[[list[float]], None] = lambda _: None,
 ) -> list[list[float]]:
     """Take turns: one sample of each per round, every second round in reverse.
 
@@ -213,8 +212,6 @@ def interleaved(
         After which no further round begins once there are three, nor after three times as long.
     should_stop : callable
         Asked before every round.
-    first : callable
-        Given the first round's samples as soon as they are there.
 
     Returns
     -------
@@ -238,8 +235,6 @@ def interleaved(
         for index in order:
             found[index].append(samplers[index].sample())
         order.reverse()
-        if not done:
-            first([samples[0] for samples in found])
     return found
 
 

@@ -8,8 +8,6 @@ import typer
 from kvprof import console
 from kvprof.commands.bench_jct import (
     BaselineOption,
-    CapacityOption,
-    CheckOption,
     InputLenOption,
     JctOption,
     JctOptions,
@@ -20,7 +18,6 @@ from kvprof.commands.bench_jct import (
     RequestsOption,
     TpOption,
     TraceOption,
-    VllmOption,
     bench_jct,
     refuse_kernel_options,
 )
@@ -181,9 +178,6 @@ def bench(
     tp: TpOption = None,
     layers: LayersOption = None,
     kernels: KernelsOption = None,
-    capacity: CapacityOption = False,
-    check: CheckOption = False,
-    vllm: VllmOption = False,
     load: LoadOption = False,
     lengths: LengthsOption = None,
     tokenizer: TokenizerOption = None,
@@ -238,9 +232,6 @@ def bench(
         tp=tp,
         layers=layers,
         kernels=kernels,
-        capacity=capacity,
-        check=check,
-        vllm=vllm,
     )
     sent = LoadOptions(
         lengths=lengths,

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaselineOption",
-    "CapacityOption",
-    "CheckOption",
     "InputLenOption",
     "JctOption",
     "JctOptions",
@@ -34,7 +32,6 @@ __all__ = [
     "RequestsOption",
     "TpOption",
     "TraceOption",
-    "VllmOption",
     "bench_jct",
     "refuse_kernel_options",
 ]
@@ -91,30 +88,11 @@ TpOption = Annotated[
     ),
 ]
 LayersOption = Annotated[
-    int | None, _option("--layers", text="Take only so many of a shape's layers. --check takes 4.")
+    int | None, _option("--layers", text="Take only so many of a shape's layers.")
 ]
 KernelsOption = Annotated[
     str | None,
     _option("--kernels", text="Of a real run: auto, on (CUDA graphs on a GPU) or off."),
-]
-VllmOption = Annotated[
-    bool,
-    _option(
-        "--vllm",
-        text="Of a real run: vLLM's own time between tokens too, of the same shape; an engine "
-        "starts for it.",
-    ),
-]
-CapacityOption = Annotated[
-    bool,
-    _option("--capacity", text="Also what fits, and throughput against batch at equal memory."),
-]
-CheckOption = Annotated[
-    bool,
-    _option(
-        "--check",
-        text="Run a shape's layers with random weights and compose them too; print the difference.",
-    ),
 ]
 
 
@@ -131,9 +109,6 @@ class JctOptions:
     tp: str | None = None
     layers: int | None = None
     kernels: str | None = None
-    capacity: bool = False
-    check: bool = False
-    vllm: bool = False
 
     def refuse_without_jct(self) -> None:
         """Refuse them all where ``--jct`` is missing.
@@ -173,9 +148,6 @@ class JctOptions:
             "--tp": self.tp is not None,
             "--layers": self.layers is not None,
             "--kernels": self.kernels is not None,
-            "--capacity": self.capacity,
-            "--check": self.check,
-            "--vllm": self.vllm,
         }
         return [option for option, there in given.items() if there]
 
@@ -240,22 +212,16 @@ def _request(
         raise UsageError(f"--trace {asked.trace} has lengths of its own; leave out {said[0]}")
     if asked.trace is None and asked.requests is not None:
         raise UsageError("--requests are sampled from a --trace; name one, such as fdc/arxiv")
-    if asked.check and asked.real is False:
-        raise UsageError("--check runs each case both ways; leave out --composed")
 
     # Everything from here on needs torch.
     with loading():
         from kvprof.benchmark.jct.request import DEFAULT_METHODS, JctRequest
         from kvprof.benchmark.shapes import has_weights
 
-    name = model
-    if name is None:
-        name = "Llama-3.1-8B" if asked.check else "reference"
-    chosen = methods or (("full", "fdc") if asked.check else DEFAULT_METHODS)
+    name = model or "reference"
+    chosen = methods or DEFAULT_METHODS
     composed = asked.real is False or (
-        asked.real is None
-        and not asked.check
-        and (not has_weights(name) or _only_composed(asked, chosen))
+        asked.real is None and (not has_weights(name) or _only_composed(asked, chosen))
     )
     if composed and asked.kernels is not None:
         raise UsageError("--kernels is for a real run; a composed one times the kernels themselves")
@@ -281,10 +247,7 @@ def _request(
         layers=asked.layers,
         trace=asked.trace,
         requests=_count("--requests", asked.requests, 200),
-        check=asked.check,
-        capacity=asked.capacity,
         kernels="auto" if asked.kernels is None else asked.kernels,
-        vllm=asked.vllm,
         command=_command(sys.argv[1:]),
     )
 
@@ -292,7 +255,7 @@ def _request(
 def _only_composed(asked: JctOptions, methods: Sequence[str]) -> bool:
     """Whether something is asked for that a model with weights cannot tell."""
     ablated = any(":no-" in method for method in methods)
-    return asked.capacity or asked.tp is not None or asked.trace is not None or ablated
+    return asked.tp is not None or asked.trace is not None or ablated
 
 
 def _one_tp(text: str | None) -> int:

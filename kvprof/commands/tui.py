@@ -24,7 +24,7 @@ from kvprof.commands.run_source import (
 )
 from kvprof.errors import ExitCode, FailedError, UsageError
 from kvprof.leash import Leash
-from kvprof.records.events import CaseStarted, Preview
+from kvprof.records.events import CaseStarted
 from kvprof.records.files import RESULT_NAME, ensure_writable, read_result, what_was_read
 from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events
 from kvprof.tui.session import Session
@@ -218,7 +218,6 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 _DEMO_SECONDS = 20.0
-_SEEN = (CaseStarted, Preview)
 
 
 def open_run(name: str, speed: float | None = None) -> Session:
@@ -251,7 +250,7 @@ def open_run(name: str, speed: float | None = None) -> Session:
         if name == DEMO and speed is None:
             events = read_events(record).events
             # Before it, a machine is looked at and a layer compiled: nothing to see.
-            start = next((event.time for event in events if isinstance(event, _SEEN)), 0.0)
+            start = next((event.time for event in events if isinstance(event, CaseStarted)), 0.0)
             speed = max(1.0, (events[-1].time - start) / _DEMO_SECONDS)
         source = Live(record) if speed is None else Replay(record, speed, start=start)
         return Session(name, source, record=record)

@@ -15,7 +15,6 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     Event,
-    LayerMeasured,
     MemorySample,
     PartSample,
     StepFinished,
@@ -321,8 +320,6 @@ class Layer:
         strange record holds.
     nbytes : int or None
         Of its cache.
-    error : float or None
-        Relative Frobenius error of its attention.
     seconds : float or None
         What its attention and the method's own work on it cost the request; None where no part was
         timed by layer.
@@ -331,7 +328,6 @@ class Layer:
     key_ranks: Any = None
     value_ranks: Any = None
     nbytes: int | None = None
-    error: float | None = None
     seconds: float | None = None
 
 
@@ -348,10 +344,10 @@ class Case:
     ----------
     started : CaseStarted
     finished : CaseFinished or None
-    measured : Account
+    account : Account
         Where the time of the request went so far.
     layers : dict of int to Layer
-        Those that were stated, timed or measured.
+        Those that were stated or timed.
     steps : Series of StepFinished
         Of as many runs as are known: those of several take the place of a single one's.
     memory : Series of MemorySample
@@ -360,7 +356,7 @@ class Case:
     def __init__(self, started: CaseStarted, most: int | None = None) -> None:
         self.started = started
         self.finished: CaseFinished | None = None
-        self.measured = Account()
+        self.account = Account()
         self.layers: dict[int, Layer] = {}
         self._most = most
         self.steps: Series[StepFinished] = Series(most)
@@ -376,9 +372,9 @@ class Case:
         known = self.steps.last
         if isinstance(event, StepFinished) and known is not None and event.runs > known.runs:
             self.steps = Series(self._most)
-            self.measured.walked.clear()
+            self.account.walked.clear()
         if isinstance(event, PartSample | StepFinished | CaseFinished):
-            self.measured.add(event)
+            self.account.add(event)
         match event:
             case PartSample():
                 if event.layer is not None and event.part in CACHE_PARTS:
@@ -386,31 +382,10 @@ class Case:
                     layer.seconds = (layer.seconds or 0.0) + event.seconds * event.weight
             case StepFinished():
                 self.steps.add(event)
-            case LayerMeasured():
-                layer = self.layers.setdefault(event.layer, Layer())
-                layer.error, layer.nbytes = event.error, event.nbytes
             case MemorySample():
                 self.memory.add(event)
             case CaseFinished():
                 self.finished = event
-
-    @property
-    def account(self) -> Account:
-        """Where the time of the request went."""
-        return self.measured
-
-    @property
-    def instrumented(self) -> float | None:
-        """Seconds of the same request with every part timed."""
-        done = self.finished
-        if done is None or done.instrumented_prefill_seconds is None:
-            return None
-        return done.instrumented_prefill_seconds + (done.instrumented_decode_seconds or 0.0)
-
-    def overhead(self) -> float | None:
-        """Return what instrumentation added, as a share of the uninstrumented wall time."""
-        with_it, without = self.instrumented, self.measured.jct
-        return with_it / without - 1 if with_it and without else None
 
     def tbt_seconds(self, share: float = 0.5) -> float | None:
         """Return the time between tokens that `share` of the decode steps so far do not exceed."""
@@ -444,9 +419,6 @@ def case_row(case: Case) -> dict[str, Any]:
         "decode_seconds_interval": decoding,
         "tbt_seconds": case.tbt_seconds(),
         "tbt_p99_seconds": case.tbt_seconds(0.99),
-        "instrumented_seconds": case.instrumented,
-        "overhead": case.overhead(),
-        "decode_overhead": _decode_overhead(done),
         "measured_seconds": account.seconds,
         "unattributed_share": account.unattributed_share(),
         "excess_share": account.excess_share(),
@@ -454,12 +426,6 @@ def case_row(case: Case) -> dict[str, Any]:
         "labels": started.labels,
         "complete": done is not None,
     }
-
-
-def _decode_overhead(done: CaseFinished | None) -> float | None:
-    if done is None or done.instrumented_decode_seconds is None or not done.decode_seconds:
-        return None
-    return done.instrumented_decode_seconds / done.decode_seconds - 1
 
 
 def part_rows(case: Case) -> Iterable[dict[str, Any]]:
@@ -495,6 +461,6 @@ def step_rows(case: Case) -> Iterable[dict[str, Any]]:
 
 
 def layer_rows(case: Case) -> Iterable[dict[str, Any]]:
-    """Return the case's rows of ``data.layers``: what was said of each layer, and measured."""
+    """Return the case's rows of ``data.layers``: what was said of each layer, and its time."""
     for number, layer in sorted(case.layers.items()):
         yield {"case": case.started.case, "layer": number, **vars(layer)}

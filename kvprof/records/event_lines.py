@@ -13,7 +13,6 @@ from kvprof.records.events import (
     Event,
     LoadRateStarted,
     LoadRequest,
-    Preview,
     RunFinished,
     RunStarted,
     Warned,
@@ -118,8 +117,8 @@ class EventReader:
         if isinstance(event, CaseStarted | LoadRateStarted):
             self._cases.add(event.case)
         elif (
-            # A warning may say why a case was never started, and a preview comes before it is.
-            not isinstance(event, Warned | Preview)
+            # A warning may say why a case was never started.
+            not isinstance(event, Warned)
             and (case := getattr(event, "case", None)) is not None
             and case not in self._cases
         ):
@@ -141,14 +140,18 @@ def _check_format(name: str, entry: dict[str, Any]) -> None:
     family, _, version = str(stated).partition("/")
     own_family, _, own_version = EVENTS.partition("/")
     known = family == own_family and version.isdecimal() and len(version) < 10
-    if known and 1 <= int(version) <= int(own_version):
-        return
     if known and int(version) > int(own_version):
         raise FailedError(
             f"{name} was written by a newer kvprof (format {stated}, this one reads {EVENTS}); "
             "upgrade kvprof to read it"
         )
-    raise FailedError(f"{name} is no record of a kvprof run: its first line states no {EVENTS}")
+    if known and 1 <= int(version) < int(own_version):
+        raise FailedError(
+            f"{name} was written by an earlier kvprof (format {stated}, this one reads {EVENTS}); "
+            "its result.json can still be read"
+        )
+    if stated != EVENTS:
+        raise FailedError(f"{name} is no record of a kvprof run: its first line states no {EVENTS}")
 
 
 def _check_types(event: Event) -> None:

@@ -16,7 +16,6 @@ __all__ = [
     "CaseFinished",
     "CaseStarted",
     "Event",
-    "LayerMeasured",
     "LoadRateFinished",
     "LoadRateStarted",
     "LoadRequest",
@@ -24,7 +23,6 @@ __all__ = [
     "LoadServer",
     "MemorySample",
     "PartSample",
-    "Preview",
     "Progress",
     "RunFinished",
     "RunStarted",
@@ -34,9 +32,8 @@ __all__ = [
     "event_line",
 ]
 
-#: Written into every run's first event. The number grows when an older kvprof would misread it;
-#: 2 added `Preview` and `Progress`, 3 what happens under load, 4 what is no longer written.
-EVENTS = "kvprof-events/4"
+#: Written into every run's first event; grows when events change, and others are refused.
+EVENTS = "kvprof-events/5"
 
 #: Phases of a request.
 PHASES = ("prefill", "decode")
@@ -116,31 +113,6 @@ class CaseStarted(Event):
     output_len: int
     layers: list[dict[str, Any]] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Preview(Event):
-    """What a case's parts may cost, by its first, short pass: shown until they are measured.
-
-    It enters no result. It may come before the case has started, and a newer one replaces it.
-
-    Attributes
-    ----------
-    case, method : str
-    batch, input_len, output_len : int
-    prefill, decode : dict of float
-        Seconds of the request by part, of `kvprof.records.parts.PARTS`; empty where the pass has
-        not come so far.
-    """
-
-    type: ClassVar[str] = "preview"
-    case: str
-    method: str
-    batch: int
-    input_len: int
-    output_len: int
-    prefill: dict[str, float]
-    decode: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -233,17 +205,6 @@ class StepFinished(Event):
 
 
 @dataclass(frozen=True)
-class LayerMeasured(Event):
-    """A layer's attention against float64 on the same inputs: relative Frobenius error."""
-
-    type: ClassVar[str] = "layer"
-    case: str
-    layer: int
-    error: float | None
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class MemorySample(Event):
     """Bytes of the cache at a context, and of the process's device at most so far.
 
@@ -301,15 +262,13 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class CaseFinished(Event):
-    """The case's wall times without instrumentation, and with it.
+    """The case's wall times, without instrumentation.
 
     Attributes
     ----------
     prefill_seconds, decode_seconds : float
         An uninstrumented run of the same request; of a composed run, the whole layers' times
         integrated.
-    instrumented_prefill_seconds, instrumented_decode_seconds : float or None
-        The same with every part timed; None for a composed run.
     energy_joules : float or None
         Of the uninstrumented run, from telemetry.
     prefill_interval, decode_interval : list of float or None
@@ -320,8 +279,6 @@ class CaseFinished(Event):
     case: str
     prefill_seconds: float
     decode_seconds: float
-    instrumented_prefill_seconds: float | None = None
-    instrumented_decode_seconds: float | None = None
     energy_joules: float | None = None
     prefill_interval: list[float] | None = None
     decode_interval: list[float] | None = None
@@ -496,8 +453,7 @@ class RunFinished(Event):
     reason : str or None
         Why it is not complete.
     extra : dict
-        Keys of the result's `data` that no other event carries: ``requests``, ``capacity``,
-        ``check``.
+        Keys of the result's `data` that no other event carries, as ``requests``.
     """
 
     type: ClassVar[str] = "run_finished"

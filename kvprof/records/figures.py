@@ -190,13 +190,6 @@ def _jct(data: Row) -> Iterator[Figure]:
             )
         yield from _given(case, "tbt_p99_seconds", key, "lower")
         yield from _given(case, "energy_per_token_joules", key, "lower")
-    external = data.get("external") or {"rows": ()}
-    for row in external["rows"]:
-        # Another version is another engine. Of three runs there is no interval.
-        engine: Key = (("engine", f"{external['engine']} {external['version']}"),)
-        samples = row["tbt_samples"] if len(row["tbt_samples"]) >= _LEAST_SAMPLES else None
-        key = (*engine, *_key(row, ("batch", "input_len", "output_len")))
-        yield Figure(key, "tbt_seconds", row["tbt_seconds"], "lower", samples)
     whole: dict[str, float] = {}
     for row in data["parts"]:
         whole[row["case"]] = whole.get(row["case"], 0.0) + max(0.0, row["seconds"])

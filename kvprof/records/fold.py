@@ -15,7 +15,6 @@ from kvprof.records.events import (
     LoadRequest,
     LoadSample,
     LoadServer,
-    Preview,
     Progress,
     RunFinished,
     RunStarted,
@@ -104,7 +103,7 @@ class Fold(Generic[_Case]):
                 self.run = event
             case RunFinished():
                 self.end = event
-            case Preview() | Progress():
+            case Progress():
                 pass  # for who looks on: nothing of a result
             case CaseStarted():
                 self.cases[event.case] = self._begin(event)
@@ -133,7 +132,7 @@ class Fold(Generic[_Case]):
         cases = list(self.cases.values())
         extra = self.end.extra if self.end is not None else {}
         return {
-            **dict.fromkeys(("requests", "capacity", "check")),
+            "requests": None,
             **extra,
             "mode": self.run.mode if self.run else None,
             "shape": self.run.shape if self.run else {},

@@ -28,9 +28,7 @@ _FREE = frozenset(
         "--batch-size",
         "--calibrate-seq-len",
         "--calibrate-tokens",
-        "--capacity",
         "--chat",
-        "--check",
         "--composed",
         "--context",
         "--describe",
@@ -74,7 +72,6 @@ _FREE = frozenset(
         "--revision",
         "--router",
         "--sample",
-        "--schedule",
         "--seconds",
         "--seed",
         "--seeds",
@@ -96,7 +93,6 @@ _FREE = frozenset(
         "--top-p",
         "--tp",
         "--transfer",
-        "--vllm",
         "--vo-weight",
     )
 )

@@ -124,8 +124,7 @@ class Clock(ABC):
     Attributes
     ----------
     muted : bool
-        Marks of the runtime are passed over (in layers that are not sampled); `enter` and `leave`
-        still work.
+        Marks of the runtime are passed over; `enter` and `leave` still work.
     leaving : context manager
         Calls `leave` at its end.
     """
@@ -212,17 +211,12 @@ class EventClock(Clock):
     watched : bool
         At each mark ask whether the device has passed the one before. Where it has, it may have
         waited for the host within the stretch, which is then not exact. Not while capturing.
-    own : float
-        Seconds that recording one event adds between two kernels, to be taken off each stretch.
-        Without that, layers that are sampled would stand for others that were not marked with
-        their marks.
     """
 
-    def __init__(self, *, captured: bool = False, watched: bool = False, own: float = 0.0) -> None:
+    def __init__(self, *, captured: bool = False, watched: bool = False) -> None:
         super().__init__()
         self._captured = captured
         self._watched = watched
-        self._own = own
         self._events: list[Any] = []  # made once, recorded anew in every step
         self._used = 0
         self._passed: list[bool] = []
@@ -248,6 +242,6 @@ class EventClock(Clock):
         events = self._events[: self._used]
         passed = self._passed or [False] * (len(events) - 1)
         return [
-            (max(0.0, float(a.elapsed_time(b)) / 1e3 - self._own), not late)
+            (float(a.elapsed_time(b)) / 1e3, not late)
             for a, b, late in zip(events, events[1:], passed, strict=False)
         ]

@@ -130,7 +130,6 @@ def compressed(
     kernels: str | None = None,
     *,
     graphs: bool = True,
-    fused: bool = True,
 ) -> Iterator[Compression]:
     """Run a model with a plan's compressed cache while the body runs.
 
@@ -152,10 +151,8 @@ def compressed(
     graphs : bool
         On a GPU, where all layers run on the kernels, decoding steps are captured in a CUDA graph
         and replayed, in ``generate`` as in loops of one's own (`kvprof.runtime.graphs`);
-        `Compression.graph_reason` says why they are not.
-    fused : bool
-        There too, norms, rotations and gated units of single tokens are run in one launch each
-        (`kvprof.runtime.pointwise`).
+        `Compression.graph_reason` says why they are not. Norms, rotations and gated units of single
+        tokens are run in one launch each there (`kvprof.runtime.pointwise`).
 
     Yields
     ------
@@ -175,7 +172,7 @@ def compressed(
     check_fits(plan, loaded.layout, fingerprint)
     session = Compression(loaded, plan, kernels)
     check_runs(loaded, fingerprint)
-    with _running(session), _faster(session, graphs, fused):
+    with _running(session), _faster(session, graphs):
         yield session
 
 
@@ -347,7 +344,7 @@ def _running(session: Compression) -> Iterator[None]:
 
 
 @contextmanager
-def _faster(session: Compression, graphs: bool, fused: bool) -> Iterator[None]:
+def _faster(session: Compression, graphs: bool) -> Iterator[None]:
     """Spare a GPU what the host would launch piece by piece."""
     model = session.loaded.model
     with ExitStack() as stack:
@@ -355,6 +352,5 @@ def _faster(session: Compression, graphs: bool, fused: bool) -> Iterator[None]:
             if graphs:
                 session.graphs = stack.enter_context(replaying(session, model))
                 stack.callback(setattr, session, "graphs", None)
-            if fused:
-                stack.enter_context(few_launches(model, rotations=not session.rebuilds))
+            stack.enter_context(few_launches(model, rotations=not session.rebuilds))
         yield

@@ -32,7 +32,6 @@ from kvprof.views.numbers import MISSING, count, number, span
 from kvprof.views.part_table import PartColumns, PartTable
 
 __all__ = [
-    "PROVISIONAL",
     "TABLE_WIDTH",
     "CacheBars",
     "LayerTable",
@@ -47,9 +46,6 @@ __all__ = [
 
 # --- Stacked bars: a method's job completion time in parts, on a scale that all methods share.
 
-
-#: In front of what the first, short pass says.
-PROVISIONAL = "≈"
 
 _LONGEST_NAME = 18
 
@@ -82,8 +78,6 @@ def stacked_bars(bars: Sequence[MethodBar], ink: Ink, airy: bool = False) -> Ren
 
 def _end(bar: MethodBar, ink: Ink) -> Text:
     text = Text(f"{duration(bar.seconds):>8}")
-    if bar.case.provisional:
-        return Text(f"{PROVISIONAL + duration(bar.seconds):>8} provisional")
     if not bar.measured:
         return text.append(" so far")
     if bar.is_baseline:
@@ -142,7 +136,7 @@ def part_table(
     return PartTable(
         [
             PartColumns(
-                short(PROVISIONAL * case.provisional + case.method, _LONGEST_METHOD),
+                short(case.method, _LONGEST_METHOD),
                 case.account,
                 totals=[_total(case, figure, baseline, ink) for figure in _TOTALS.values()],
             )
@@ -165,7 +159,7 @@ def _total(
 ) -> tuple[Text, Text]:
     """Return one of the request's own times, and its difference from the baseline's."""
     value = figure(case)
-    # Until it has finished: of one run of the request, or of the short pass.
+    # Until it has finished: of one run of the request.
     time = Text(duration(value), style="bold" if case.finished is not None else "")
     against = figure(base) if base is not None and base.finished is not None else None
     if case is base or case.finished is None or value is None or against is None:
@@ -281,9 +275,8 @@ _TITLES = {
     "bytes": "bytes",
     "K": "K rank",
     "V": "V rank",
-    "error": "error",
 }
-_WIDTHS = {"layer": 7, "ms": 9, "bytes": 11, "K": 14, "V": 14, "error": 9}
+_WIDTHS = {"layer": 7, "ms": 9, "bytes": 11, "K": 14, "V": 14}
 _BAR = 10  # columns of a layer's time as a bar, where there is room
 
 #: Columns of the table without its bars.
@@ -330,7 +323,6 @@ def _layer_words(row: LayerRow) -> str:
         "bytes": size(row.nbytes),
         "K": _rank(row.key_ranks),
         "V": _rank(row.value_ranks),
-        "error": number(row.error),
     }
     return "".join(text.rjust(_WIDTHS[name]) for name, text in texts.items())
 

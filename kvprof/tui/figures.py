@@ -77,7 +77,7 @@ def request_words(request: tuple[int, int, int]) -> str:
 
 
 #: Columns in the order of the table, each with what it is called in a filter.
-COLUMNS = {"layer": "layer", "ms": "ms", "bytes": "bytes", "K": "k", "V": "v", "error": "error"}
+COLUMNS = {"layer": "layer", "ms": "ms", "bytes": "bytes", "K": "k", "V": "v"}
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -88,7 +88,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }
 _COMPARISON = re.compile(r"([a-zA-Z]+)\s*(<=|>=|<|>|=)\s*([0-9][0-9.eE+-]*)")
 _RANGE = re.compile(r"([0-9]{1,5})(?:\s*[-–]\s*([0-9]{1,5}))?")
-_HOW = "write layers (0-7, 12) or a comparison (error>0.01, k<64, ms>=2, bytes>1e6)"
+_HOW = "write layers (0-7, 12) or a comparison (k<64, ms>=2, bytes>1e6)"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,6 @@ class LayerRow:
     nbytes : int or None
     key_ranks, value_ranks : list of float
         Per KV head.
-    error : float or None
     """
 
     layer: int
@@ -110,7 +109,6 @@ class LayerRow:
     nbytes: int | None
     key_ranks: list[float]
     value_ranks: list[float]
-    error: float | None
 
     def figure(self, column: str) -> float | None:
         """Return what a column sorts and filters by; ranks by their mean."""
@@ -123,8 +121,6 @@ class LayerRow:
                 return mean(self.key_ranks)
             case "V":
                 return mean(self.value_ranks)
-            case "error":
-                return self.error
         return self.layer
 
 
@@ -148,7 +144,7 @@ class LayerFilter:
 
     @classmethod
     def parse(cls, text: str) -> "LayerFilter":
-        """Read a filter: ``0-7,12``, ``error>0.01``, or both, joined by commas.
+        """Read a filter: ``0-7,12``, ``k<64``, or both, joined by commas.
 
         Raises
         ------
@@ -199,7 +195,6 @@ def layer_rows(
             layer.nbytes if isinstance(layer.nbytes, int) else None,
             _figures(layer.key_ranks),
             _figures(layer.value_ranks),
-            layer.error,
         )
         for number, layer in sorted(case.layers.items())
     ]

@@ -136,7 +136,7 @@ KEYS = (
         "open or fold the parts of little time",
         ("overview",),
     ),
-    Key("slash", "/", "filter", "filter", "show some layers: 0-7,12 or error>0.01", ("layers",)),
+    Key("slash", "/", "filter", "filter", "show some layers: 0-7,12 or k<64", ("layers",)),
     Key("space", "space", "pause", "pause", "hold the view still; the measurement goes on"),
     Key("end", "End", "jump", "jump", "play the rest of a replay at once"),
     Key("x", "x", "save svg", "save_svg", "save this screen as an SVG file"),
@@ -449,7 +449,6 @@ _READING = (
     "a case has finished it is what was measured so far, afterwards the time without "
     "instrumentation.",
     "Shares are of the method's own time; until its case has finished, of what is in parts so far.",
-    "≈ is provisional: what a first, short pass says until parts are measured. No result has it.",
     "A case runs its request several times, without marks and with them: a pass each. A composed "
     "run measures one layer at several lengths: its points.",
     "Differences are against the baseline, once both are measured. › marks the chosen method.",

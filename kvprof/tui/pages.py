@@ -11,7 +11,6 @@ from textual.events import Resize
 from textual.widgets import Input, RichLog, Static
 
 from kvprof.tui.drawings import (
-    PROVISIONAL,
     CacheBars,
     LayerTable,
     Levels,
@@ -151,23 +150,13 @@ class OverviewScreen(RunScreen):
         caveats: list[RenderableType] = []
         lines: list[str] = []
         labels: dict[str, list[str]] = {}
-        overheads = []
         for case in cases:
             for what, words in case.started.labels.items():
                 labels.setdefault(f"{what.replace('_', ' ')}: {words}", []).append(case.method)
             if (caveat := case.account.caveat()) is not None:
                 words = f"! {case.method}: {caveat}"
                 caveats.append(Text(words, style=self.live.ink.warn(), overflow="fold"))
-            if (overhead := case.overhead()) is not None:
-                overheads.append(f"{case.method} {share(overhead)}")
-        if early := [case.method for case in cases if case.provisional]:
-            lines.append(
-                f"{PROVISIONAL} {', '.join(early)}: provisional, by a first, short pass; no result "
-                "has it"
-            )
         lines += [f"{', '.join(methods)}: {words}" for words, methods in labels.items()]
-        if overheads:
-            lines.append(f"timing the parts cost {', '.join(overheads)}; bars are without it")
         return Group(*caveats, bullets(lines, "dim"))
 
 
@@ -190,7 +179,7 @@ class LayersScreen(RunScreen):
     def compose_body(self) -> ComposeResult:
         """Return the widgets, from top to bottom."""
         yield Static(id="layers-top")
-        yield Input(placeholder="0-7,12  or  error>0.01  or  k<64,ms>=2", id="filter")
+        yield Input(placeholder="0-7,12  or  k<64,ms>=2", id="filter")
         with Container(id="layer-body"):
             with Vertical(id="table"):
                 yield Static(id="head")

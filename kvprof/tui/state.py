@@ -5,19 +5,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from kvprof.records.cases import Account, Case, Layer, Series
+from kvprof.records.cases import Case, Layer, Series
 from kvprof.records.events import (
-    PHASES,
     CaseFinished,
     CaseStarted,
     Event,
-    LayerMeasured,
     LoadRateFinished,
     LoadRateStarted,
     LoadSample,
     LoadServer,
     MemorySample,
-    Preview,
     Progress,
     RunFinished,
     RunStarted,
@@ -40,8 +37,6 @@ class CaseState(Case):
 
     Attributes
     ----------
-    preview : Preview or None
-        What its parts may cost, while some of them are not measured.
     peak : int or None
         Bytes of the device at most.
     version : int
@@ -50,25 +45,9 @@ class CaseState(Case):
 
     def __init__(self, started: CaseStarted) -> None:
         super().__init__(started, _KEPT)
-        self.preview: Preview | None = None
         self.peak: int | None = None
         self.version = 0
         self._first_token: float | None = None
-
-    @classmethod
-    def seen(cls, event: Preview) -> "CaseState":
-        """Return a case that was looked at, and has not started."""
-        return cls(
-            CaseStarted(
-                event.time,
-                event.case,
-                event.method,
-                None,
-                event.batch,
-                event.input_len,
-                event.output_len,
-            )
-        )
 
     @property
     def name(self) -> str:
@@ -86,51 +65,22 @@ class CaseState(Case):
         return self.started.batch, self.started.input_len, self.started.output_len
 
     def add(self, event: Event) -> None:
-        """Take the next event of this case, or what its first, short pass says."""
+        """Take the next event of this case."""
         self.version += 1
         super().add(event)
         match event:
-            case Preview():
-                self.preview = event
             case StepFinished(phase="prefill") if self._first_token is None:
                 self._first_token = event.seconds
             case MemorySample() if event.peak is not None:
                 self.peak = max(self.peak or 0, event.peak)
 
-    @property
-    def provisional(self) -> bool:
-        """Whether some of its parts are those of the first, short pass."""
-        return (
-            self.preview is not None
-            and self.finished is None
-            and any(getattr(self.preview, phase) for phase in self._unmeasured())
-        )
-
-    @property
-    def account(self) -> Account:
-        """Where the time went; of a phase without measured parts, by the first, short pass."""
-        if not self.provisional:
-            return self.measured
-        mixed = Account(dict(self.measured.parts), dict(self.measured.walked))
-        for phase in self._unmeasured():
-            for part, seconds in getattr(self.preview, phase).items():
-                mixed.add_part(phase, part, seconds)
-        return mixed
-
-    def _unmeasured(self) -> list[str]:
-        named = {phase for phase, _ in self.measured.parts}
-        return [phase for phase in PHASES if phase not in named]
-
     def ttft_seconds(self) -> float | None:
         """Return the time to the first token, without instrumentation.
 
-        Until the case has finished: of the first run of the request, or what the first, short pass
-        says.
+        Until the case has finished: of the first run of the request.
         """
         if self.finished is not None:
             return self.finished.prefill_seconds
-        if self._first_token is None and self.preview is not None:
-            return sum(self.preview.prefill.values())
         return self._first_token
 
 
@@ -192,8 +142,6 @@ class RunState(Fold[CaseState]):
                 self._telemetry(event)
             case CaseStarted():
                 self._case_started(event)
-            case Preview():
-                self.cases.setdefault(event.case, CaseState.seen(event)).add(event)
             case Progress():
                 self._progress(event)
             case _:
@@ -330,10 +278,7 @@ class RunState(Fold[CaseState]):
         self.progress = event
 
     def _case_started(self, event: CaseStarted) -> None:
-        before = self.cases.get(event.case)
         super().add(event)
-        if before is not None and before.preview is not None:
-            self.cases[event.case].add(before.preview)
         self.current = event.case
         self.write("case", f"{event.case}: started", event.time)
         for what, words in event.labels.items():
@@ -481,12 +426,8 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
     case = state.cases[name]
     for part in own("parts"):
         if part["part"] != UNATTRIBUTED:
-            case.measured.add_part(part["phase"], part["part"], part["seconds"])
+            case.account.add_part(part["phase"], part["part"], part["seconds"])
     for layer in own("layers"):
-        if layer["error"] is not None:
-            state.add(
-                LayerMeasured(0.0, name, layer["layer"], layer["error"], layer["nbytes"] or 0)
-            )
         case.layers.setdefault(layer["layer"], Layer()).seconds = layer["seconds"]
     for step in own("steps"):
         state.add(
@@ -503,15 +444,4 @@ def _case(state: RunState, row: dict[str, Any], data: dict[str, Any]) -> None:
     for sample in own("memory"):
         state.add(MemorySample(time=0.0, **sample))
     if row["jct_seconds"] is not None:
-        with_it = row["instrumented_seconds"]
-        state.add(
-            CaseFinished(
-                0.0,
-                name,
-                row["ttft_seconds"],
-                row["decode_seconds"],
-                # A result keeps the sum alone.
-                with_it,
-                0.0 if with_it is not None else None,
-            )
-        )
+        state.add(CaseFinished(0.0, name, row["ttft_seconds"], row["decode_seconds"]))

@@ -47,17 +47,12 @@ from kvprof.views.page import (
     weights_row,
 )
 from kvprof.views.part_table import PartColumns, PartTable
-from kvprof.views.plot import LinePlot, Series
+from kvprof.views.plot import LinePlot
 from kvprof.views.tables import DataTable, columns
 
 __all__ = ["figure", "notes", "report", "to_csv"]
 
 _HEIGHT = 14
-_EXTRA = {
-    "requests": "Requests of a trace",
-    "capacity": "Memory and capacity",
-    "check": "A real and a composed run of the same case",
-}
 
 
 def report(
@@ -91,15 +86,8 @@ def report(
                 "dim",
             ),
         ]
-    for key, title in _EXTRA.items():
-        if extra := list(loose_parts(data[key])):
-            parts += [heading(title), *extra]
-    if curves := _throughput(data["capacity"]):
-        title = "Throughput of decoding, up to the batch that fills the memory"
-        parts += [
-            Text(),
-            LinePlot(curves, title, "sequences", "tokens/s", _HEIGHT, log_x=True, log_y=True),
-        ]
+    if requests := list(loose_parts(data["requests"])):
+        parts += [heading("Requests of a trace"), *requests]
     if table := _telemetry_table(data["telemetry"]):
         parts += [heading("Telemetry"), table, *_throttled(data["telemetry"])]
     return framed(
@@ -156,7 +144,7 @@ def _measured(
         for name, case in zip(group.names, group.cases, strict=True)
     ]
     parts += [StackedBars(bars, "Job completion time in parts"), Text()]
-    parts.append(_summary_table(group, result["data"].get("external")))
+    parts.append(_summary_table(group))
     if table := _reliability_table(group, known):
         parts += [Text(), table]
     parts += [Text(), _part_table(group, known, _apart(result))]
@@ -212,41 +200,16 @@ def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
     return parts
 
 
-def _throughput(capacity: Any) -> list[Series]:
-    rows = capacity.get("throughput", ()) if isinstance(capacity, Mapping) else ()
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        points.setdefault(row["method"], []).append((row["batch"], row["tokens_per_s"]))
-    return [
-        Series(method, [x for x, _ in sorted(own)], [y for _, y in sorted(own)])
-        for method, own in points.items()
-    ]
-
-
 # --- The tables of the report.
 
 
-def _summary_table(group: Group, external: Mapping[str, Any] | None = None) -> DataTable:
-    """Return one row per case of a request: job completion time, first token, between tokens.
-
-    Parameters
-    ----------
-    group : Group
-    external : mapping, optional
-        ``data.external``: an engine's own figures of the same request are the last row.
-    """
+def _summary_table(group: Group) -> DataTable:
+    """Return one row per case of a request: job completion time, first token, between tokens."""
     against = group.against()
-    request = {key: getattr(group, key) for key in ("batch", "input_len", "output_len")}
-    beside = [
-        {"rate": 0.0, "jct_seconds": None, **row}
-        for row in (external or {"rows": ()})["rows"]
-        if {key: row[key] for key in request} == request
-    ]
-    shown = [*group.cases, *beside]
-    named = f"{external['engine']} {external['version']}" if external else ""
+    shown = group.cases
     titles = ["rate"]
     cells: list[list[str]] = [
-        [*group.names, *[named] * len(beside)],
+        group.names,
         [MISSING if case["rate"] is None else f"{case['rate']:.3f}" for case in shown],
     ]
     for key, title in (("jct_seconds", "JCT"), ("ttft_seconds", "TTFT"), ("tbt_seconds", "TBT")):
@@ -275,8 +238,6 @@ def _reliability_table(group: Group, accounts: Mapping[str, Account]) -> DataTab
             (
                 name,
                 _scaled(case["tbt_p99_seconds"], factor),
-                signed_percent(case["overhead"]),
-                signed_percent(case["decode_overhead"]),
                 _unattributed(accounts[case["case"]]),
                 number(case["energy_per_token_joules"]),
             )
@@ -285,8 +246,6 @@ def _reliability_table(group: Group, accounts: Mapping[str, Account]) -> DataTab
         "method",
         figures=(
             f"TBT p99 ({unit})",
-            "timing costs",
-            "of decode",
             UNATTRIBUTED,
             "J per token",
         ),
@@ -393,7 +352,7 @@ def _memory_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
 
 
 def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
-    """Return a row per case: what its layers keep, cost and get wrong; None without any."""
+    """Return a row per case: what its layers keep and cost; None without any."""
     rows = []
     own = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
     times = [row["seconds"] for row in result["data"]["layers"] if row["case"] in own]
@@ -405,18 +364,16 @@ def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
         layers = [row for row in result["data"]["layers"] if row["case"] == case]
         if not layers:
             continue
-        errors = [(row["error"], row["layer"]) for row in layers if row["error"] is not None]
         seconds = [row["seconds"] * factor for row in layers if row["seconds"] is not None]
         rows.append(
             (
                 name,
                 *(_kept(layers, key, heads) for key in ("key_ranks", "value_ranks")),
                 *([span(seconds)] if timed else []),
-                _largest(errors),
             )
         )
     work = [f"cache work ({unit} a layer)"] if timed else []
-    titles = ("key ranks", "value ranks", *work, "largest error")
+    titles = ("key ranks", "value ranks", *work)
     return DataTable(columns("method", figures=titles), rows) if rows else None
 
 
@@ -425,13 +382,6 @@ def _kept(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> s
     return shared(
         span([rank for ranks in known for rank in ranks]), heads, len(known[0]) if known else 0
     )
-
-
-def _largest(errors: Sequence[tuple[float, int]]) -> str:
-    if not errors:
-        return MISSING
-    error, layer = max(errors)
-    return f"{number(error, 2)} (layer {layer})" if error > 0 else "0"
 
 
 def _scaled(value: float | None, factor: float) -> str:
@@ -496,21 +446,11 @@ _TIMES = (
     "JCT: prefill and all output tokens. TTFT: prefill. TBT: the median decode step; p99, its 99th "
     "percentile."
 )
-_TIMING = (
-    "Timing costs: what timing every part added to the request, and to its decode steps; the times "
-    "above are without it."
-)
 _APART = (
     "In brackets: the 95 % interval of the difference between two job completion times, from those "
     "of both."
 )
 _ENERGY = "J per token: the energy of the whole request over its output tokens."
-_EXTERNAL = (
-    "{engine} {version}: the engine alone, in a process of its own after the others, at full width "
-    "with weights of its own drawing, {graphs}, no torch.compile; its time between tokens is the "
-    "median over {runs} of a request's mean."
-)
-_NO_EXTERNAL = "{engine}'s own time between tokens was not measured{some}: {why}."
 _PROCESS = "Process peak: resident memory of the whole process, its weights and libraries included."
 
 
@@ -526,14 +466,10 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     composed = data["mode"] == "composed"
     found = [_MODES[data["mode"]], _TIMES, _COMPOSED_PARTS if composed else _PARTS]
     found.append(_SHARES.format(baseline=data["baseline"]))
-    if any(case["overhead"] is not None for case in data["cases"]):
-        found.append(_TIMING)
     if any(group.apart(case) for group in groups(result) for case in group.cases):
         found.append(_APART)
     if any(case["energy_per_token_joules"] is not None for case in data["cases"]):
         found.append(_ENERGY)
-    if external := data.get("external"):
-        found += _external(external)
     if peak_name(result["inputs"]) == "process peak" and data["memory"]:
         found.append(_PROCESS)
     labels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -545,22 +481,6 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         of = _whose(result, own)
         found.append(f"{capitalised(name.replace('_', ' '))}{of}: {text}.")
     return found
-
-
-def _external(external: Mapping[str, Any]) -> Iterator[str]:
-    rows = external["rows"]
-    if rows:
-        runs = sorted({len(row["tbt_samples"]) for row in rows})
-        yield _EXTERNAL.format(
-            **{key: external[key] for key in ("engine", "version")},
-            graphs="no CUDA graphs"
-            if external["settings"]["cuda_graphs"] == "NONE"
-            else "decoding steps in CUDA graphs",
-            runs=f"{runs[0]} runs" if len(runs) == 1 else f"{runs[0]} to {runs[-1]} runs",
-        )
-    if external["why"] is not None:
-        some = " of every request" if rows else ""
-        yield _NO_EXTERNAL.format(engine=external["engine"], some=some, why=external["why"])
 
 
 def _whose(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:
@@ -624,9 +544,6 @@ _FIGURES = (
     "decode_seconds",
     "tbt_seconds",
     "tbt_p99_seconds",
-    "instrumented_seconds",
-    "overhead",
-    "decode_overhead",
     "measured_seconds",
     "unattributed_share",
     "excess_share",
@@ -649,7 +566,6 @@ _COLUMNS = (
     "key_rank_mean",
     "value_rank_mean",
     "nbytes",
-    "error",
     "logical",
     "allocated",
     "full_width",
@@ -697,7 +613,7 @@ def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {
             "kind": "layer",
             **request[row["case"]],
-            **{key: row[key] for key in ("layer", "nbytes", "error", "seconds")},
+            **{key: row[key] for key in ("layer", "nbytes", "seconds")},
             "key_rank_mean": mean(row["key_ranks"]),
             "value_rank_mean": mean(row["value_ranks"]),
         }

@@ -59,16 +59,18 @@ def test_every_process_begins_with_its_longest(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_tests
+    import recording
 
     taken = {"a": 1.0, "b": 9.0, "c": 4.0, "d": 6.0, "e": 2.0, "f": 0.5}
     inputs = {"benchmark": "gpu tests"}
     for kind, factor in (("one", 1.0), ("two", 0.5)):  # the slower GPU's are taken
         tests = [{"test": name, "seconds": factor * own} for name, own in taken.items()]
-        gpu_tests.keep(tmp_path / f"gpu-tests-{kind}.json", inputs, {"together": {"tests": tests}})
+        monkeypatch.setattr(recording, "gpu_word", lambda _, kind=kind: kind)
+        gpu_tests.keep(tmp_path, inputs, {"together": {"tests": tests}}, {})
     monkeypatch.setattr(gpu_tests, "RECORDS", tmp_path)
     monkeypatch.setenv(gpu_tests.REPORTS, str(tmp_path / "reports"))
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
     items = [SimpleNamespace(nodeid=name) for name in ("a", "b", "new", "c", "d", "e", "f")]
     gpu_tests.pytest_collection_modifyitems(items)
     # The first of two processes gets three of seven tests.
-    assert [item.nodeid for item in items] == ["b", "c", "a", "new", "d", "e", "f"]
+    assert [item.nodeid for item in items] == ["d", "e", "f", "b", "c", "a", "new"]

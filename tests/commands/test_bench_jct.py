@@ -102,11 +102,9 @@ def test_a_shape_is_composed_and_lengths_are_as_people_write_them(asked: Any) ->
     ("arguments", "mode"),
     [
         (("--trace", "fdc/arxiv"), "composed"),
-        (("--capacity",), "composed"),
         (("--methods", "fdc,fdc:no-post-rope"), "composed"),
         (("--composed",), "composed"),
         (("--model", "Llama-3.1-8B", "--real"), "real"),
-        (("--check",), "real"),
     ],
 )
 def test_what_is_asked_for_decides_how_it_is_measured(
@@ -114,9 +112,6 @@ def test_what_is_asked_for_decides_how_it_is_measured(
 ) -> None:
     request = asked(*arguments)
     assert request.mode == mode
-    if "--check" in arguments:
-        assert request.model == "Llama-3.1-8B"
-        assert request.methods == ("full", "fdc")
     if "--trace" in arguments:
         assert request.requests == 200
 
@@ -129,12 +124,10 @@ def test_without_full_the_first_method_is_the_baseline(asked: Any) -> None:
     ("arguments", "says"),
     [
         (("--input-len", "1k"), "--input-len means nothing without --jct"),
-        (("--composed", "--check"), "--composed and --check means nothing without --jct"),
         (("--jct", "--seq", "4k"), "--seq means nothing with --jct"),
         (("--jct", "--seq", "4k", "--phase", "decode"), "--seq and --phase"),
         (("--jct", "--trace", "fdc/arxiv", "--input-len", "1k"), "lengths of its own"),
         (("--jct", "--requests", "10"), "--trace"),
-        (("--jct", "--check", "--composed"), "both ways"),
         (("--jct", "--composed", "--kernels", "on"), "--kernels is for a real run"),
         (("--jct", "--kernels", "maybe"), "auto, on, off"),
         (("--jct", "--baseline", "kq"), "--baseline kq is not measured"),

@@ -69,7 +69,7 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--lengths", "arxiv"], "--lengths means nothing without --load"),
         (["--jct", "--slo", "ttft=1s", "--url", "x"], "--slo and --url means nothing without"),
         (["--load", "--jct"], "--jct means nothing with --load"),
-        (["--load", "--seq", "4k", "--capacity"], "--capacity and --seq means nothing with"),
+        (["--load", "--seq", "4k", "--repeats", "3"], "--seq and --repeats means nothing with"),
         (["--load", "--layers", "2"], "--layers is for a shape without weights"),
         (["--load", "--simulate", "--layers", "2"], "--layers is for a shape without weights"),
         (["--load", "--model", "Qwen3-8B"], "Qwen3-8B has QK-norm; random weights are drawn"),

@@ -12,7 +12,6 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     Event,
-    LayerMeasured,
     MemorySample,
     PartSample,
     RunFinished,
@@ -77,7 +76,7 @@ def whole_first(events: Sequence[Event]) -> list[Event]:
     found: list[Event] = []
     own: list[Event] = []
     for event in events:
-        if isinstance(event, CaseStarted | LayerMeasured | RunFinished):
+        if isinstance(event, CaseStarted | CaseFinished | RunFinished):
             found += [*sorted(own, key=rank), event]
             own = []
         else:
@@ -122,7 +121,7 @@ class _Run:
         for input_len in self.inputs:
             for method in self.methods:
                 events += self._case(method, input_len)
-        extra = {"requests": None, "capacity": None, "check": None}
+        extra = {"requests": None}
         return [*events, RunFinished(time=self.now, complete=True, extra=extra)]
 
     def _started(self) -> RunStarted:
@@ -172,17 +171,11 @@ class _Run:
             before = self.now
             yield from self._pass(case, phase, step, input_len + step, kept, added)
             walls[phase] += self.now - before
-        for layer in range(self.layers):
-            error = 0.0 if kept == 1 else 0.01 * (1 + layer) * self.chance.uniform(0.9, 1.1)
-            nbytes = round(self._full_width(input_len + self.steps) * kept / self.layers)
-            yield LayerMeasured(time=self.now, case=case, layer=layer, error=error, nbytes=nbytes)
         yield CaseFinished(
             time=self.now,
             case=case,
             prefill_seconds=walls["prefill"] * 0.99,
             decode_seconds=walls["decode"] * 0.99,
-            instrumented_prefill_seconds=walls["prefill"],
-            instrumented_decode_seconds=walls["decode"],
             energy_joules=80.0 * sum(walls.values()),
         )
 

@@ -283,6 +283,7 @@ def test_keys_of_a_newer_minor_version_do_not_hurt(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (_line(format="kvprof-events/7"), "newer kvprof .*kvprof-events/7.*upgrade"),
+        (_line(format="kvprof-events/4"), "earlier kvprof .*kvprof-events/4"),
         (_line(format="other/1"), "no record of a kvprof run"),
         (b'{"tokens": [1, 2]}\n', "no record of a kvprof run"),
         (b"not JSON\n", "no record of a kvprof run: line 1 is damaged"),

@@ -152,15 +152,6 @@ def test_events_are_read_as_the_gpu_saw_them(monkeypatch: pytest.MonkeyPatch) ->
     assert gpu.made == 6  # once for both steps
 
 
-def test_what_events_add_is_not_in_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, clock = Gpu(monkeypatch), EventClock(own=0.25)
-    gpu.device = 10.0
-    with timing(clock), part("mlp", 1):
-        gpu.kernel(0.5, 3)
-        gpu.device += 0.25  # the mark behind it
-    assert totals(clock) == {("mlp", 1): 3}
-
-
 def test_a_watched_clock_knows_where_the_gpu_may_have_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

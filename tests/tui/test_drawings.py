@@ -297,7 +297,7 @@ class TestLayers:
     def test_the_order_is_shown_above_its_column(self):
         assert layer_head("ms", True).plain.count("▼") == 1
         assert "ms ▼" in layer_head("ms", True).plain
-        assert "error ▲" in layer_head("error", False).plain
+        assert "bytes ▲" in layer_head("bytes", False).plain
 
 
 class TestKeys:

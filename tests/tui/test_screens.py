@@ -61,10 +61,10 @@ class TestMouse:
         async def steps(app, pilot):
             await press(app, pilot, "2")
             for arrow in ("▼", "▲"):
-                column = whole_text(app, "head").index("error")
+                column = whole_text(app, "head").index("bytes")
                 await pilot.click("#head", offset=(column + 2, 0))
                 await settle(app, pilot)
-                assert f"error {arrow}" in text(app)
+                assert f"bytes {arrow}" in text(app)
 
         show(recorded(tmp_path), tmp_path, steps)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvprof.benchmark.baselines import baseline_builders, full_width
-from kvprof.benchmark.case import Case, Lack, Workload, relative_error
-from kvprof.benchmark.cases import ragged_samples, sinks_of
+from kvprof.benchmark.case import Case, Lack, Workload
+from kvprof.benchmark.cases import sinks_of
 from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
 from kvprof.benchmark.machine import free_bytes
 from kvprof.benchmark.methods import Method
@@ -59,19 +59,16 @@ class FullAttention:
     seconds : float
         To spend on one kernel's samples.
     should_stop : callable
-    named : dict
-        From (phase, batch, tokens) to the kernel that was chosen there.
     """
 
     seconds: float
     should_stop: Callable[[], bool] = lambda: False
-    named: dict[tuple[str, int, int], str] = field(default_factory=dict)
     _tried: dict[tuple[str, int, int], list[str]] = field(default_factory=dict)
 
     def call(
         self, workload: Workload, window: int | None = None
-    ) -> tuple[PartCall, Callable[[], float], dict[str, str]]:
-        """Return the fastest kernel's call, its error against float64, and its name as a label.
+    ) -> tuple[PartCall, dict[str, str]]:
+        """Return the fastest kernel's call, and its name as a label.
 
         Raises
         ------
@@ -84,16 +81,14 @@ class FullAttention:
             layout = RaggedLayout(
                 widths.keys, widths.values, workload.shape.group, workload.batch, workload.seq
             )
-            calls, error = ragged_prefill(workload, layout, window)
-            self.named[where] = "kvprof"
-            return calls[-1], error, {"prefill attention": "kvprof's own kernel, with its window"}
+            calls = ragged_prefill(workload, layout, window)
+            return calls[-1], {"prefill attention": "kvprof's own kernel, with its window"}
         case = self._fastest(workload)
-        self.named[where] = case.name
         call = PartCall("attention", case.runs, ("full", *where))
         label = {f"{workload.phase} attention": case.name}
         if case.note is not None:
             label["attention"] = case.note
-        return call, lambda: case.error(case.runs[0]()), label
+        return call, label
 
     def _fastest(self, workload: Workload) -> Case:
         inputs = full_width(workload)
@@ -165,14 +160,13 @@ def store_call(workload: Workload) -> PartCall:
 def full_attention(workload: Workload, full: FullAttention, window: int | None) -> AttentionCalls:
     """Return full-width attention and the store that feeds it."""
     shape = workload.shape
-    call, error, labels = full.call(workload, window)
+    call, labels = full.call(workload, window)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return AttentionCalls(
         [store_call(workload), call],
         (queries, keys, keys),
         queries,
         "both",
-        error,
         {**labels, "store": "K and V going into the cache count as attention"},
     )
 
@@ -204,7 +198,7 @@ def ragged_attention(method: Method, workload: Workload, window: int | None) -> 
         queries = shape.num_heads * shape.head_dim
         projections = (queries, shape.num_kv_heads * shape.head_dim, sum(widths.values))
     if workload.phase == "decode":
-        calls, error = _decode(workload, layout, method.balanced)
+        calls = _decode(workload, layout, method.balanced)
         if workload.device.type == "cuda":
             labels["by_difference"] = "attention"
             labels["merge"] = (
@@ -214,10 +208,8 @@ def ragged_attention(method: Method, workload: Workload, window: int | None) -> 
         else:
             labels["merge"] = "counted in attention"
     else:
-        calls, error = ragged_prefill(workload, layout, window, method.balanced)
-    return AttentionCalls(
-        [stored, *calls], projections, layout.output_offsets[-1], turned, error, labels
-    )
+        calls = ragged_prefill(workload, layout, window, method.balanced)
+    return AttentionCalls([stored, *calls], projections, layout.output_offsets[-1], turned, labels)
 
 
 def random_bases(workload: Workload, widths: Sequence[int], salt: int) -> BasisSet:
@@ -284,9 +276,7 @@ def store_latents(workload: Workload, layout: RaggedLayout) -> PartCall:
     return PartCall("compress", [run], key)
 
 
-def _decode(
-    workload: Workload, layout: RaggedLayout, balanced: bool
-) -> tuple[list[PartCall], Callable[[], float]]:
+def _decode(workload: Workload, layout: RaggedLayout, balanced: bool) -> list[PartCall]:
     shape, source = workload.shape, workload.generator(1)
     copies = workload.copies(layout.elements * workload.dtype.itemsize)
     buffers = [workload.random(source, layout.elements) for _ in range(copies)]
@@ -301,20 +291,6 @@ def _decode(
 
     def schedule() -> Tensor:
         return step.cut(lengths).lengths
-
-    def error() -> float:
-        return relative_error(
-            ragged_samples(
-                workload,
-                layout,
-                query,
-                run(buffers[0]),
-                lambda head: layout.head(buffers[0], head),
-                sinks,
-            ),
-            shape.scaling,
-            shape.softcap,
-        )
 
     key = (layout, balanced)
     contained = None
@@ -331,7 +307,7 @@ def _decode(
     if balanced:
         # Layers of the same widths share it, as in the runtime.
         calls.insert(0, PartCall("schedule", [schedule], ("schedule", *key), per_pass=True))
-    return calls, error
+    return calls
 
 
 def _bound(run: Callable[[Tensor], Tensor], buffer: Tensor) -> Callable[[], Tensor]:
@@ -386,8 +362,8 @@ def _merge(
 
 def ragged_prefill(
     workload: Workload, layout: RaggedLayout, window: int | None, balanced: bool = True
-) -> tuple[list[PartCall], Callable[[], float]]:
-    """Return a prompt's attention over ragged widths, and what cuts its work; and its error."""
+) -> list[PartCall]:
+    """Return a prompt's attention over ragged widths, and what cuts its work."""
     shape, source = workload.shape, workload.generator(2)
     buffer = workload.random(source, layout.elements)
     query = workload.random(source, workload.batch, workload.queries, layout.query_offsets[-1])
@@ -412,17 +388,6 @@ def ragged_prefill(
             host_lengths=[workload.seq] * workload.batch,
         )
 
-    def error() -> float:
-        if window is not None and window < workload.seq:
-            return float("nan")  # the float64 reference knows no windows
-        return relative_error(
-            ragged_samples(
-                workload, layout, query, run(), lambda head: layout.head(buffer, head), sinks
-            ),
-            shape.scaling,
-            shape.softcap,
-        )
-
     key = (layout, balanced, window)
     calls = [PartCall("attention", [run], ("ragged prefill", *key))]
     if workload.device.type == "cuda" and not _all_by_library(
@@ -442,7 +407,7 @@ def ragged_prefill(
             return torch.tensor(len(made.blocks.costs))
 
         calls.insert(0, PartCall("schedule", [cut], ("cut", *key), per_pass=True, on_host=True))
-    return calls, error
+    return calls
 
 
 def _all_by_library(

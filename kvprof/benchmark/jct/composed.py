@@ -5,23 +5,20 @@ Nobody runs them: `kvprof.benchmark.jct.composer` says how their time comes abou
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvprof.benchmark.case import Workload
 from kvprof.benchmark.jct.ablations import make_variants
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
 from kvprof.benchmark.jct.held import level_tokens
-from kvprof.benchmark.jct.layer import PartSeconds
 from kvprof.benchmark.jct.layer_bench import LayerBench, LayerTimes, measure_all_reduce
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest, Run, case_name
 from kvprof.benchmark.jct.serving import (
     WARNED_ERROR,
-    capacity,
     summary,
     trace_warnings,
     weight_bytes,
@@ -39,10 +36,8 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     Event,
-    LayerMeasured,
     MemorySample,
     PartSample,
-    Preview,
     StepFinished,
     Warned,
 )
@@ -94,21 +89,9 @@ class _ComposedCase:
     case: str
     emit: Emit
     now: Callable[[], float]
-    #: Parts of prefill and of decode as they were last looked at.
-    seen: list[PartSeconds] = field(default_factory=lambda: [{}, {}])
 
     def run(self) -> ComposedRequest:
         composer, request, now = self.composer, self.request, self.now
-        bench = composer.bench
-        before, bench.preview = bench.preview, self._preview
-        try:
-            return self._composed(composer, request, now)
-        finally:
-            bench.preview = before
-
-    def _composed(
-        self, composer: Composer, request: RequestLengths, now: Callable[[], float]
-    ) -> ComposedRequest:
         named = composer.points_of(request)
         self._start(named)
         prefill, seconds = composer.prefill(request.input_len, self._prefill_part)
@@ -125,43 +108,18 @@ class _ComposedCase:
                 f"decode may be off by {error / found.decode_seconds:.1%}: times between the "
                 "contexts that were measured do not lie on a line"
             )
-        self._layer(named)
         self.emit(
             CaseFinished(
                 now(),
                 self.case,
                 found.prefill_seconds,
                 found.decode_seconds,
-                None,
-                None,
                 found.energy_joules,
                 list(found.prefill_interval) if found.prefill_interval else None,
                 list(found.decode_interval) if found.decode_interval else None,
             )
         )
         return found
-
-    def _preview(self, workload: Workload, parts: PartSeconds, passes: PartSeconds) -> None:
-        """Emit what the request may take, by the first samples of one layer at one length."""
-        request, layers = self.request, self.composer.bench.model.attention.layers
-        decode = workload.phase == "decode"
-        times = request.output_len - 1 if decode else request.input_len / workload.seq
-        found = {part: times * layers * seconds for part, seconds in parts.items()}
-        for part, seconds in passes.items():
-            found[part] = found.get(part, 0.0) + times * seconds
-        # As a difference of two single samples a part may be left with less than nothing.
-        self.seen[decode] = {part: seconds for part, seconds in found.items() if seconds > 0}
-        self.emit(
-            Preview(
-                self.now(),
-                self.case,
-                self.composer.method.name,
-                self.composer.batch,
-                request.input_len,
-                request.output_len,
-                *self.seen,
-            )
-        )
 
     def _warn(self, text: str) -> None:
         self.emit(Warned(self.now(), text, self.case))
@@ -273,19 +231,8 @@ class _ComposedCase:
             )
         )
 
-    def _layer(self, named: Sequence[LayerTimes]) -> None:
-        """Emit the measured layer's error."""
-        composer = self.composer
-        bench, method, shape = composer.bench, composer.method, composer.bench.model.attention
-        known = [point.error for point in named if point.error is not None]
-        if known:
-            plan, itemsize = method.plan, bench.dtype.itemsize
-            stored = bytes_at(plan, self.request.stored, itemsize=itemsize, batch=composer.batch)
-            each = stored.total // shape.layers
-            self.emit(LayerMeasured(self.now(), self.case, 0, max(known), each))
 
-
-# --- Composed runs: a request's cases, a trace's requests, and what fits into memory.
+# --- Composed runs: a request's cases, and a trace's requests.
 
 
 def run_composed(run: Run) -> None:
@@ -344,22 +291,8 @@ def run_composed(run: Run) -> None:
                 if lengths:
                     _run_trace(run, composers, lengths)
             finally:
-                if not request.capacity:
-                    _warn_of_spreads(run, bench)
-        if request.capacity:
-            with run.progress("capacity", 1) as bar, run.spared("capacity"):
-                bench.advance = lambda _: None
-                context = max(given for _, _, given, _ in cases)
-                try:
-                    run.extra["capacity"] = capacity(bench, chosen, context, request.batches[0])
-                finally:
-                    _warn_of_spreads(run, bench)
-                bar.advance()
-
-
-def _warn_of_spreads(run: Run, bench: LayerBench) -> None:
-    for text in bench.spread_warnings():
-        run.warn(text)
+                for text in bench.spread_warnings():
+                    run.warn(text)
 
 
 def _cases(

@@ -228,8 +228,6 @@ class Composer:
         Of a matrix product, in flop/s.
     sampled : sequence of RequestLengths
         Many more, which are put together from points between which they lie.
-    powered : bool
-        Whether the requests' energy is wanted.
     """
 
     bench: LayerBench
@@ -238,7 +236,6 @@ class Composer:
     requests: Sequence[RequestLengths]
     rate: float
     sampled: Sequence[RequestLengths] = ()
-    powered: bool = True
     _prefill_rungs: list[int] = field(init=False)
     _longest: int = field(init=False)
     _decode_rungs: list[int] = field(init=False)
@@ -286,9 +283,7 @@ class Composer:
         workload = self.bench.workload(phase, self.batch, tokens)
         hidden = window if phase == "prefill" and window and window < tokens else None
         # Only where a case's energy is read from: it takes as long as all other samples together.
-        powered = self.powered and any(
-            (phase, tokens, window) in self._powered(one) for one in self.requests
-        )
+        powered = any((phase, tokens, window) in self._powered(one) for one in self.requests)
         return self.bench.point(self.method, workload, hidden, powered=powered)
 
     @property
@@ -544,12 +539,12 @@ class Composer:
         Returns
         -------
         list of float or None
-            None where nothing tells, or nobody asked.
+            None where nothing tells.
         """
         return [self._point(*workload).watts for workload in self._powered(request)]
 
     def _energy(self, request: RequestLengths, prefill: float, decode: float) -> float | None:
-        watts = self.watts(request) if self.powered else [None]
+        watts = self.watts(request)
         phases = [prefill, decode] if decode else [prefill]
         known = [power for power in watts[: len(phases)] if power is not None]
         if len(known) < len(phases):

@@ -4,20 +4,18 @@ What several runs of one request say together, and the events that tell of it.
 """
 
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from kvprof.benchmark.jct.held import memory_sample, peak_bytes
-from kvprof.benchmark.jct.marks import OTHER_LAYERS
 from kvprof.benchmark.jct.steps import Runner, Step
-from kvprof.benchmark.jct.timed_layers import OVERHEAD, TimedLayers
 from kvprof.benchmark.timing import Interrupted, median_interval
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
@@ -29,16 +27,20 @@ __all__ = [
     "InterleavedRuns",
     "RequestRun",
     "interval",
-    "is_part",
     "run_warnings",
     "step_seconds",
+    "told_steps",
 ]
 
 # --- One run of the request, and what several say together.
 
 
-#: Seconds by part and layer.
-LayerPartSeconds = dict[tuple[str, int | None], float]
+#: By part and layer: seconds, and in how many stretches.
+LayerParts = dict[tuple[str, int | None], tuple[float, int]]
+
+#: Decoding steps whose parts are emitted. Each stands for its neighbours where there are more: a
+#: run of 100,000 tokens would be tens of millions of lines.
+_MOST_STEPS = 256
 
 _UNSTEADY = 0.2  # between runs of one request
 _UNCERTAIN = 0.05  # of a request's time: half the share without a name that is a warning itself
@@ -54,8 +56,8 @@ class RequestRun:
         Of the run's clock; `ended` is None until it has run to its end.
     steps : list of Step
         Prefill first.
-    parts : dict of LayerPartSeconds
-        By step, of those that were marked and are emitted.
+    parts : dict of LayerParts
+        By step, of those that were marked.
     timed, inexact : float
         Seconds of these parts, and of those that are not exact.
     """
@@ -63,7 +65,7 @@ class RequestRun:
     started: float
     ended: float | None = None
     steps: list[Step] = field(default_factory=list)
-    parts: dict[int, LayerPartSeconds] = field(default_factory=dict)
+    parts: dict[int, LayerParts] = field(default_factory=dict)
     timed: float = 0.0
     inexact: float = 0.0
 
@@ -74,13 +76,30 @@ class RequestRun:
 
     def tell(self, number: int, stretches: Sequence[Stretch]) -> None:
         """Keep a step's parts."""
-        found: LayerPartSeconds = {}
+        found: LayerParts = {}
         for stretch in stretches:
             key = stretch.part, stretch.layer
-            found[key] = found.get(key, 0.0) + stretch.seconds
+            seconds, count = found.get(key, (0.0, 0))
+            found[key] = seconds + stretch.seconds, count + 1
             self.timed += stretch.seconds
             self.inexact += 0.0 if stretch.exact else stretch.seconds
         self.parts[number] = found
+
+
+def told_steps(steps: int) -> dict[int, int]:
+    """Return the passes whose parts are told, prefill first, and how many each stands for.
+
+    Parameters
+    ----------
+    steps : int
+        Of decoding.
+    """
+    block = max(1, math.ceil(steps / _MOST_STEPS))
+    found = {0: 1}
+    for first in range(1, steps + 1, block):
+        count = min(block, steps - first + 1)
+        found[first + count // 2] = count
+    return found
 
 
 def run_request(
@@ -90,7 +109,7 @@ def run_request(
     now: Callable[[], float],
     into: list[RequestRun],
     *,
-    choice: TimedLayers | None = None,
+    marked: Collection[int] = (),
     after: list[float] | None = None,
     on_step: Callable[[int, Step], None] | None = None,
 ) -> None:
@@ -104,8 +123,8 @@ def run_request(
     should_stop, now : callable
     into : list of RequestRun
         Where the run is kept, from its beginning on.
-    choice : TimedLayers, optional
-        Which layers to time in which step; without it nothing is marked.
+    marked : collection of int
+        Passes that are timed part by part.
     after : list of float, optional
         Per step, for `Runner.step`.
     on_step : callable, optional
@@ -121,13 +140,9 @@ def run_request(
         done = RequestRun(now())
         into.append(done)
         for number in range(steps + 1):
-            layers = None if choice is None else choice.at(number)
-            step = runner.step(
-                layers,
-                after=None if after is None else after[number],
-                outside=choice is None or choice.outside(number),
-            )
-            if choice is not None and choice.stands_for(number):
+            timed = number in marked
+            step = runner.step(timed, after=after[number] if timed and after is not None else None)
+            if timed:
                 done.tell(number, step.stretches)
             done.steps.append(replace(step, stretches=[]))  # they would only take memory
             if on_step is not None:
@@ -165,7 +180,6 @@ def run_warnings(
     plain: Sequence[RequestRun],
     marked: Sequence[RequestRun],
     shares: Sequence[float] = (),
-    alike: Sequence[object] = (),
 ) -> list[str]:
     """Return why a request's times may be off, one sentence each.
 
@@ -175,13 +189,10 @@ def run_warnings(
         Whole runs without marks and with them.
     shares : sequence of float
         Per pair of runs, the time in its parts over that of the run without marks.
-    alike : sequence of object
-        Per decoding step something equal for steps with about as many marks; without it all are.
     """
     for runs in (plain, marked):
         walls = [run.seconds for run in runs]
         if max(walls) - min(walls) > _UNSTEADY * statistics.median(walls):
-            # What timing the parts costs cannot be known then.
             return [
                 f"the same request took {min(walls):.3g} s once and {max(walls):.3g} s another "
                 "time: something else uses the machine, and shares of parts are as uncertain"
@@ -192,19 +203,7 @@ def run_warnings(
             f"its parts are between {low:.0%} and {high:.0%} of its time (95 % interval of "
             f"{len(shares)} pairs of runs): shares are as uncertain"
         ]
-    # Step by step: a neighbour that wakes up for some steps does not count.
-    decode = list(zip(step_seconds(marked)[1:], step_seconds(plain)[1:], strict=True))
-    ratios: dict[object, list[float]] = {}
-    for like, (slow, fast) in zip(alike or [None] * len(decode), decode, strict=True):
-        ratios.setdefault(like, []).append(slow / fast)
-    typical = sum(len(some) * statistics.median(some) for some in ratios.values())
-    overhead = typical / len(decode) - 1.0 if decode else 0.0
-    if overhead <= OVERHEAD:
-        return []
-    return [
-        f"timing its parts made decoding {overhead:.1%} slower; shares may lean towards parts of "
-        "many small pieces"
-    ]
+    return []
 
 
 # --- Steps, their parts and the cache, as events.
@@ -224,7 +223,8 @@ class CaseEvents:
     case : str
     ids : Tensor
         ``[batch, input_len]``.
-    choice : TimedLayers
+    steps : int
+        Of decoding.
     on_gpu : bool
         What no mark names is then nobody's, and `host` what the GPU waited.
     emit, now : callable
@@ -236,19 +236,19 @@ class CaseEvents:
         plan: Plan,
         case: str,
         ids: Tensor,
-        choice: TimedLayers,
+        steps: int,
         on_gpu: bool,
         emit: Callable[[Event], None],
         now: Callable[[], float],
     ) -> None:
         self._loaded, self._plan, self._case = loaded, plan, case
         self._batch, self._input_len = ids.shape
-        self._choice, self._on_gpu = choice, on_gpu
+        self.told, self._on_gpu = told_steps(steps), on_gpu
         self._emit, self._now = emit, now
         self._peak = 0
-        self._emitted: dict[int, float] = {}  # by step, seconds of its parts
-        steps = np.linspace(0, choice.steps, min(_MEMORY_SAMPLES, choice.steps + 1))
-        self._memory_at = {round(step) for step in steps}
+        self._memory_at = {
+            round(step) for step in np.linspace(0, steps, min(_MEMORY_SAMPLES, steps + 1))
+        }
 
     def progress(self, done: int, least: int, most: int, step: int, steps: int) -> None:
         """Emit how many runs of the request there were, and how far the next one is."""
@@ -266,64 +266,48 @@ class CaseEvents:
             )
         )
 
-    def parts(self, number: int, runs: Sequence[RequestRun]) -> None:
-        """Emit the parts of a step, unless they are emitted already: those of its median run.
+    def finish(self, plain: Sequence[RequestRun], timed: Sequence[RequestRun]) -> None:
+        """Emit each step's parts, those of its median run, and its time as all runs have it.
 
         Every part's own median would add up to less than any run took, because noise hits one part
-        here and another one there.
+        here and another one there. The time between tokens is of the same runs as the request's, of
+        which the first may be far off.
         """
-        known = [one.parts[number] for one in runs if number in one.parts]
-        if not known or number in self._emitted:
-            return
-        middle = sorted(known, key=lambda parts: sum(parts.values()))[(len(known) - 1) // 2]
-        self._emitted[number] = sum(middle.values())
-        for key, seconds in middle.items():
-            if is_part(key, self._on_gpu):
-                self._part(number, key, seconds)
-
-    def finish(self, plain: Sequence[RequestRun], timed: Sequence[RequestRun]) -> None:
-        """Emit all parts that are not emitted yet, and steps as all runs have them.
-
-        The time between tokens is then of the same runs as the request's, of which the first may
-        be far off. On a GPU what it waited is emitted as well.
-
-        A step's wait is its time without marks less the GPU's time with them. Where noise makes
-        that negative the phase's other steps give way: cut off at 0 each, waits would add up to
-        more than the phase has.
-        """
-        for number in sorted({number for one in timed for number in one.parts}):
-            self.parts(number, timed)
         whole = [one for one in plain if one.ended is not None]
         walls = step_seconds(whole) if whole else []
+        for number in self.told:
+            known = [one.parts[number] for one in timed if number in one.parts]
+            if known:
+                middle = sorted(known, key=_seconds)[(len(known) - 1) // 2]
+                self._parts(number, middle, walls[number] if walls else None)
         if len(whole) > 1:
             for number, seconds in enumerate(walls):
                 self._step(number, seconds, len(whole))
-        if not self._on_gpu or not whole:
-            return
-        gaps = {number: walls[number] - busy for number, busy in sorted(self._emitted.items())}
-        for phase in ("prefill", "decode"):
-            own = {number: gap for number, gap in gaps.items() if _phase(number) == phase}
-            total = sum(gap * self._choice.stands_for(number) for number, gap in own.items())
-            positive = sum(max(0.0, gap) * self._choice.stands_for(n) for n, gap in own.items())
-            share = max(0.0, total) / positive if positive else 0.0
-            for number, gap in own.items():
-                self._part(number, (REST, None), share * max(0.0, gap))
 
-    def attributed_seconds(self, one: RequestRun) -> float:
+    def _parts(self, number: int, parts: LayerParts, wall: float | None) -> None:
+        for key, (seconds, _) in self._told(parts, wall).items():
+            self._part(number, key, seconds)
+        if self._on_gpu and wall is not None:
+            self._part(number, (REST, None), max(0.0, wall - _seconds(parts)))
+
+    def _told(self, parts: LayerParts, wall: float | None) -> LayerParts:
+        """Return what belongs to a part; on a GPU without what the marks added, or was waited."""
+        if not self._on_gpu:
+            return parts
+        excess = max(0.0, _seconds(parts) - wall) if wall is not None else 0.0
+        each = excess / max(1, sum(count for _, count in parts.values()))
+        return {
+            key: (max(0.0, seconds - each * count), count)
+            for key, (seconds, count) in parts.items()
+            if key[0] != REST
+        }
+
+    def attributed_seconds(self, one: RequestRun, plain: RequestRun) -> float:
         """Return what the parts of one run cost the request; on a GPU without waiting."""
         return sum(
-            seconds * self._weight(number, key)
+            self.told[number] * _seconds(self._told(parts, plain.steps[number].seconds))
             for number, parts in one.parts.items()
-            for key, seconds in parts.items()
-            if is_part(key, self._on_gpu)
         )
-
-    def _weight(self, number: int, key: tuple[str, int | None]) -> float:
-        choice = self._choice
-        if key == (REST, None):  # known of every step
-            return float(choice.stands_for(number))
-        each = choice.weight if key[1] is not None else choice.outside_weight
-        return choice.stands_for(number) * each(number)
 
     def _part(self, number: int, key: tuple[str, int | None], seconds: float) -> None:
         part, layer = key
@@ -336,7 +320,7 @@ class CaseEvents:
             number,
             self._input_len + number,
             layer,
-            self._weight(number, key),
+            float(self.told[number]),
         )
         self._emit(event)
 
@@ -375,9 +359,8 @@ def _phase(number: int) -> str:
     return "decode" if number else "prefill"
 
 
-def is_part(key: tuple[str, int | None], on_gpu: bool) -> bool:
-    """Whether a stretch is a part: not the layers that others stand for, nor a GPU's waiting."""
-    return key[0] != OTHER_LAYERS and not (on_gpu and key[0] == REST)
+def _seconds(parts: LayerParts) -> float:
+    return sum(seconds for seconds, _ in parts.values())
 
 
 # --- Runs without marks and with them, in turns.
@@ -396,34 +379,31 @@ class InterleavedRuns:
     runner : Runner
         Warm.
     events : CaseEvents
-    choice : TimedLayers
-        Which layers to time in which step.
+    steps : int
+        Of decoding.
     should_stop, now : callable
 
     Attributes
     ----------
     plain, marked : list of RequestRun
-        Without marks, and with them.
-    timed : list of RequestRun
-        Those whose parts are emitted: on a GPU the ones that were held back.
+        Without marks, and with them: on a GPU held back.
     """
 
     def __init__(
         self,
         runner: Runner,
         events: CaseEvents,
-        choice: TimedLayers,
+        steps: int,
         should_stop: Callable[[], bool],
         now: Callable[[], float],
     ) -> None:
-        self._runner, self._events, self._choice = runner, events, choice
+        self._runner, self._events, self._steps = runner, events, steps
         self._should_stop, self._now = should_stop, now
         self._round, self._last = 0, False
         self._done = self._least = self._most = 0  # runs of the request
         self._said = 0.0
         self.plain: list[RequestRun] = []
         self.marked: list[RequestRun] = []
-        self.timed: list[RequestRun] = [] if runner.on_gpu else self.marked
 
     def run(self, repeats: int, most: int) -> None:
         """Run the request in rounds, and emit each step and its parts.
@@ -439,7 +419,7 @@ class InterleavedRuns:
         Interrupted
             When `should_stop` says so; what was measured so far is emitted.
         """
-        ways = [self._without, self._with, *([self._held] if self._runner.on_gpu else [])]
+        ways = [self._without, self._with]
         begun = time.perf_counter()
         try:
             while not self._last:
@@ -457,29 +437,22 @@ class InterleavedRuns:
                 self._round += 1
         finally:
             # Also when memory runs out: nothing that was measured is lost.
-            self._events.finish(self.plain, self.timed)
+            self._events.finish(self.plain, self.marked)
 
-    def whole(self) -> tuple[list[RequestRun], list[RequestRun], list[RequestRun]]:
-        """Return `plain`, `marked` and `timed` as far as they ran to their end."""
-        plain, marked, timed = (
-            [one for one in runs if one.ended is not None]
-            for runs in (self.plain, self.marked, self.timed)
+    def whole(self) -> tuple[list[RequestRun], list[RequestRun]]:
+        """Return `plain` and `marked` as far as they ran to their end."""
+        plain, marked = (
+            [one for one in runs if one.ended is not None] for runs in (self.plain, self.marked)
         )
-        return plain, marked, timed
+        return plain, marked
 
     def attributed(self) -> list[float]:
         """Return the share of a request's time that is in parts, of each pair of runs."""
-        plain, _, timed = self.whole()
+        plain, marked = self.whole()
         return [
-            self._events.attributed_seconds(other) / one.seconds
-            for one, other in zip(plain, timed, strict=False)
+            self._events.attributed_seconds(other, one) / one.seconds
+            for one, other in zip(plain, marked, strict=False)
         ]
-
-    def alike(self) -> list[object]:
-        """Return per decoding step what it times, as `run_warnings` takes it."""
-        choice = self._choice
-        steps = range(1, choice.steps + 1)
-        return [(len(choice.at(step)), choice.outside(step)) for step in steps]
 
     def energy(self, joules: Callable[[float, float], float | None]) -> float | None:
         """Return the median energy of the runs without marks; None where none is known."""
@@ -517,47 +490,42 @@ class InterleavedRuns:
     def _go(
         self,
         into: list[RequestRun],
+        on_step: Callable[[int, Step], None] | None,
         *,
-        marks: bool = True,
+        marked: Collection[int] = (),
         after: list[float] | None = None,
-        on_step: Callable[[int, Step], None] | None = None,
     ) -> None:
+        def stepped(number: int, step: Step) -> None:
+            if on_step is not None and self._round == 0:
+                on_step(number, step)
+            if time.perf_counter() - self._said > _SILENCE:
+                self._tell_progress(number + 1)
+
         run_request(
             self._runner,
-            self._choice.steps,
+            self._steps,
             self._should_stop,
             self._now,
             into,
-            choice=self._choice if marks else None,
+            marked=marked,
             after=after,
-            on_step=partial(self._stepped, on_step),
+            on_step=stepped,
         )
-
-    def _stepped(
-        self, on_step: Callable[[int, Step], None] | None, number: int, step: Step
-    ) -> None:
-        if on_step is not None:
-            on_step(number, step)
-        if time.perf_counter() - self._said > _SILENCE:
-            self._tell_progress(number + 1)
 
     def _tell_progress(self, step: int) -> None:
         self._said = time.perf_counter()
-        steps = self._choice.steps + 1
+        steps = self._steps + 1
         self._events.progress(self._done, self._least, self._most, step, steps)
 
     def _without(self) -> None:
-        self._go(self.plain, marks=False, on_step=None if self._round else self._events.step)
+        self._go(self.plain, self._events.step)
 
     def _with(self) -> None:
-        self._go(self.marked, on_step=None if self._runner.on_gpu else self._tell)
-
-    def _held(self) -> None:
-        queued = [step.queued for step in self.whole()[1][-1].steps]
-        self._go(self.timed, after=queued, on_step=self._tell)
-
-    def _tell(self, number: int, _: Step) -> None:
-        if self._round == 0:
-            self._events.memory(number, self._runner)
-        if self._last:
-            self._events.parts(number, self.timed)
+        # Held back for as long as the host took to queue the same step before, on a GPU.
+        last = self.plain[-1].steps if self._runner.on_gpu else None
+        self._go(
+            self.marked,
+            lambda number, _: self._events.memory(number, self._runner),
+            marked=self._events.told,
+            after=None if last is None else [step.queued for step in last],
+        )

@@ -99,8 +99,6 @@ class AttentionCalls:
         Columns that the output projection takes.
     rotated : str
         What RoPE turns outside these calls: ``both``, ``query`` or ``none``.
-    error : callable
-        Relative error of the attention against float64, after a run.
     labels : dict of str
         What a reader must know.
     """
@@ -109,7 +107,6 @@ class AttentionCalls:
     projections: tuple[int, int, int]
     output: int
     rotated: str
-    error: Callable[[], float]
     labels: dict[str, str] = field(default_factory=dict)
 
 

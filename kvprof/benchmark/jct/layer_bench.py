@@ -26,7 +26,6 @@ from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.jct.stored import latent_attention, segments_attention, strawman_attention
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.methods import Method
-from kvprof.benchmark.rows import TOLERANCE
 from kvprof.benchmark.timing import Sampler, interleaved, median_interval, sampler, spread
 from kvprof.child import child_environment, child_python
 from kvprof.errors import FailedError
@@ -177,8 +176,6 @@ class LayerTimes:
     layer : float
         Seconds of the whole layer: all its calls in one CUDA graph (beside it those that wait for
         the host), or one after the other on a CPU.
-    error : float or None
-        Of the attention, against float64.
     labels : dict of str
     watts : float or None
         What the device took while the layer was repeated, where that was asked for and it tells.
@@ -190,7 +187,6 @@ class LayerTimes:
     parts: dict[str, float]
     passes: dict[str, float]
     layer: float
-    error: float | None
     labels: dict[str, str]
     watts: float | None = None
     ends: tuple[float, float] | None = None
@@ -214,9 +210,6 @@ class LayerBench:
         Whether to end; what is said of the figures; that one more point is done.
     clock, energy : callable
         Seconds since the start of the run; joules between two such times, None where nothing tells.
-    preview : callable
-        Given where a point stands, and its parts and what a pass does once as the first sample of
-        each has them: something to look at while the others are taken.
     """
 
     model: ModelShape
@@ -230,7 +223,6 @@ class LayerBench:
     advance: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     energy: Callable[[float, float], float | None] | None = None
-    preview: Callable[[Workload, PartSeconds, PartSeconds], None] = lambda *_: None
 
     def __post_init__(self) -> None:
         kind = self.machine.device.type
@@ -256,12 +248,6 @@ class LayerBench:
             machine.device_cache_bytes,
             self.seed,
         )
-
-    def release(self) -> None:
-        """Let the weights go; what is measured stays known."""
-        self._dense = DenseParts(self.model)
-        if self.machine.is_gpu:
-            torch.cuda.empty_cache()
 
     def point(
         self,
@@ -315,16 +301,6 @@ class LayerBench:
             *self._dense.after(workload, attention),
         ]
         once = [*self._dense.around(workload), *(call for call in attention.calls if call.per_pass)]
-        error = attention.error()
-        if error != error:  # no reference for it
-            known: float | None = None
-        else:
-            known = error
-            if error > TOLERANCE[workload.dtype]:
-                self.warn(
-                    f"{method.name}, {workload.name}: attention is wrong (error {error:.2g} "
-                    "against float64), so its time means nothing"
-                )
         layer, ends, watts = self._timed(method, workload, calls, once, powered=powered)
         parts, passes = _added([*calls, *once], self._known)
         labels = dict(attention.labels)
@@ -338,7 +314,7 @@ class LayerBench:
             )
             parts["communication"] = 2 * self.all_reduce(sent)
             layer += parts["communication"]
-        return LayerTimes(workload.seq, parts, passes, layer, known, labels, watts, ends)
+        return LayerTimes(workload.seq, parts, passes, layer, labels, watts, ends)
 
     def _attention(self, method: Method, workload: Workload, window: int | None) -> AttentionCalls:
         if method.form == "full":
@@ -379,16 +355,11 @@ class LayerBench:
                 )
                 names.append((call.key, True))
 
-        def look(samples: Sequence[float]) -> None:
-            known = self._known | _by_call(new, names, samples[1:])
-            self.preview(workload, *_added([*calls, *once], known))
-
         found = interleaved(
             samplers,
             self._repeats,
             seconds=self._budget * len(samplers) ** 0.5,
             should_stop=self.should_stop,
-            first=look,
         )
         for one in samplers:
             if one.note is not None:

@@ -1,7 +1,7 @@
 """A clock's marks around a model's modules, each with its part, and none left afterwards."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from kvprof.models.load import LoadedModel
 from kvprof.models.projections import head_columns
 from kvprof.runtime.clock import REST, Clock, part
 
-__all__ = ["OTHER_LAYERS", "Instrument"]
+__all__ = ["Instrument"]
 
 
 _NO_WORK = (nn.Dropout, nn.Identity)
@@ -131,10 +131,6 @@ def _outside(module: nn.Module) -> str | None:
     return kind
 
 
-#: Work in layers that are not sampled. It is no part: the sampled layers stand for it.
-OTHER_LAYERS = "others"
-
-
 class Instrument:
     """Marks for one model, to be made where it will run (see `find_timed_modules`).
 
@@ -153,36 +149,20 @@ class Instrument:
         self._decoder = text_decoder(loaded.model)
 
     @contextmanager
-    def attached(
-        self, clock: Clock, layers: Collection[int], *, outside: bool = True
-    ) -> Iterator[None]:
-        """Mark the modules of some layers, and those that belong to none, while the body runs.
+    def attached(self, clock: Clock) -> Iterator[None]:
+        """Mark the modules while the body runs.
 
         Parameters
         ----------
         clock : Clock
             Running (`kvprof.runtime.clock.timing`) whenever the model runs.
-        layers : collection of int
-            The layers that are sampled.
-        outside : bool
-            Otherwise all that belongs to no layer is left without a name.
         """
         with ExitStack() as stack:
-            every = self._modules.layers
-            some = not outside or len(set(layers)) < len(every)
-            if outside:
-                for module, name in self._modules.outside:
-                    _marked(stack, module, clock, name, None)
-            else:
-                clock.muted = True
-                stack.callback(setattr, clock, "muted", False)
-            if some and outside:
-                _surrounded(stack, clock, every[0][0][0], every[-1][0][0])
-            for layer in layers:
-                (own, name), *modules = every[layer]
-                _sampled(stack, own, clock, name, layer, some)
-                for module, inner in modules:
-                    _marked(stack, module, clock, inner, layer)
+            for module, name in self._modules.outside:
+                _marked(stack, module, clock, name, None)
+            for layer, modules in enumerate(self._modules.layers):
+                for module, name in modules:
+                    _marked(stack, module, clock, name, layer)
             stack.enter_context(wrapped_rotations(self._decoder, _rotating))
             yield
 
@@ -207,36 +187,3 @@ def _marked(
 
     stack.callback(module.register_forward_pre_hook(before).remove)
     stack.callback(module.register_forward_hook(after).remove)
-
-
-def _sampled(
-    stack: ExitStack, module: nn.Module, clock: Clock, name: str, layer: int, some: bool
-) -> None:
-    """Mark a layer that is sampled among others that are not: only there the runtime's own."""
-
-    def before(*_: Any) -> None:
-        clock.muted = False
-        clock.enter(name, layer)
-
-    def after(*_: Any) -> None:
-        clock.leave()
-        clock.muted = some
-
-    stack.callback(module.register_forward_pre_hook(before).remove)
-    # Before the hook that ends the whole stack of layers.
-    stack.callback(module.register_forward_hook(after, prepend=True).remove)
-
-
-def _surrounded(stack: ExitStack, clock: Clock, first: nn.Module, last: nn.Module) -> None:
-    """Mark everything from the first layer to the last."""
-
-    def before(*_: Any) -> None:
-        clock.enter(OTHER_LAYERS)
-        clock.muted = True
-
-    def after(*_: Any) -> None:
-        clock.muted = False
-        clock.leave()
-
-    stack.callback(first.register_forward_pre_hook(before).remove)
-    stack.callback(last.register_forward_hook(after).remove)

@@ -24,7 +24,7 @@ from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
-from kvprof.progress import Progress, silent
+from kvprof.progress import Progress
 from kvprof.runtime.compressed import check_runs
 
 __all__ = [
@@ -32,14 +32,9 @@ __all__ = [
     "check_names",
     "load_run_model",
     "make_plans",
-    "needs_calibration",
-    "plan_ready",
     "prompt",
     "random_model",
 ]
-
-# Enough for a check, and little memory.
-_CHECKED_LAYERS = 4
 
 
 def check_names(request: JctRequest) -> None:
@@ -84,10 +79,7 @@ def load_run_model(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]
         return loaded, None
     device = main_device(request.device)
     shape = load_model_shape(request.model)
-    layers = request.layers
-    if layers is None and request.check:
-        layers = min(_CHECKED_LAYERS, shape.layers)
-    shape = shape.of_layers(layers)
+    shape = shape.of_layers(request.layers)
     return random_model(shape, device, parse_dtype(request.dtype, device), request.seed), shape
 
 
@@ -185,26 +177,6 @@ def make_plans(
     return plans
 
 
-def needs_calibration(method: str, request: JctRequest) -> bool:
-    """Whether a method's plan takes runs of a model with weights; a saved one does not."""
-    if method in named_plans(request.plans):
-        return False
-    name, options = _named(method)
-    return calibration_needs(name, **options) is not None
-
-
-def plan_ready(loaded: LoadedModel, method: str, request: JctRequest) -> Plan:
-    """Return the plan of a method that needs no calibration, as `make_plans` does.
-
-    Raises
-    ------
-    UsageError
-        As `make_plans` does.
-    """
-    alone = replace(request, methods=(method,))
-    return make_plans(loaded, None, alone, progress=silent, should_stop=lambda: False)[method]
-
-
 def _named(method: str) -> tuple[str, dict[str, Any]]:
     """Return a method's registered name and its options, which are those of ``kvprof plan``."""
     ((_, name, written),) = method_entries(method)
@@ -219,8 +191,7 @@ def _drawn(name: str, loaded: LoadedModel, shape: ModelShape, request: JctReques
         request.rate,
         tokens=max(request.input_lens) + max(request.output_lens),
         itemsize=loaded.dtype.itemsize,
-        # Checked against a composed run, which has one layer's ranks in all.
-        laid=None if request.check else loaded,
+        laid=loaded,
     )
     return replace(found.plan, method=name, fingerprint=loaded.fingerprint)
 

@@ -63,19 +63,13 @@ class JctRequest:
     tp : int
         GPUs of tensor parallelism: the figures are one GPU's.
     layers : int or None
-        How many of a shape's layers; None for all, and for four of them with `check`.
+        How many of a shape's layers; None for all.
     trace : str or None
         Lengths of requests; see `kvprof.serving.load.traces`.
     requests : int
         To sample from the trace.
-    check : bool
-        Run each case both ways.
-    capacity : bool
-        Also what fits, and throughput against batch at equal memory.
     kernels : str
         Of a real run; see `kvprof.runtime.compressed.compressed`.
-    vllm : bool
-        Of a real run: vLLM's own time between tokens too.
     command : tuple of str
         As the user wrote it.
     """
@@ -98,10 +92,7 @@ class JctRequest:
     layers: int | None = None
     trace: str | None = None
     requests: int = 200
-    check: bool = False
-    capacity: bool = False
     kernels: str = "auto"
-    vllm: bool = False
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -135,15 +126,10 @@ class JctRequest:
     def _exclude(self) -> None:
         """Refuse options that mean nothing together."""
         if self.composed:
-            if self.vllm:
-                raise UsageError("--vllm stands beside a real run: add --real")
             return
-        if self.vllm and max(self.output_lens) < 2:
-            raise UsageError("--vllm: one token has no time to the next; give --output-len 2")
         alone = {
             "--tp": self.tp > 1,
             "--trace": self.trace is not None,
-            "--capacity": self.capacity,
             "--ranks": self.ranks is not None,
         }
         if said := [option for option, given in alone.items() if given]:

@@ -1,30 +1,22 @@
-"""What a shape serves: percentiles over a trace's requests, and what fits into memory."""
+"""What a shape serves: percentiles over a trace's requests, and the bytes of its weights."""
 
 from collections.abc import Sequence
-from contextlib import suppress
-from math import inf
 from typing import Any
 
 import torch
 
-from kvprof.analysis.jct import ladder, percentiles
-from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
-from kvprof.benchmark.jct.layer_bench import LayerBench
+from kvprof.analysis.jct import percentiles
+from kvprof.benchmark.jct.composer import ComposedRequest
 from kvprof.benchmark.jct.model_shape import ModelShape
-from kvprof.benchmark.limits import shortage
-from kvprof.benchmark.machine import free_bytes
 from kvprof.benchmark.methods import Method
 from kvprof.benchmark.shapes import layout_of
 from kvprof.methods import accounting
-from kvprof.methods.accounting import bytes_at
-from kvprof.methods.fit import largest_batch, largest_context
 from kvprof.records.cases import Account
 from kvprof.records.parts import OVERHEADS
 from kvprof.serving.load.traces import Trace
 
 __all__ = [
     "WARNED_ERROR",
-    "capacity",
     "summary",
     "trace_warnings",
     "weight_bytes",
@@ -146,15 +138,6 @@ def _shares(requests: Sequence[ComposedRequest]) -> dict[str, list[float]]:
     }
 
 
-# --- Capacity, and throughput against batch at equal memory (TALE Fig. 5, 6).
-
-
-_MOST_BATCH = {"cuda": 512, "cpu": 16}
-#: Of what is free; a pass's own states need the rest.
-_SHARE = 0.95
-_TRIED_ON_A_CPU = 2**30
-
-
 def weight_bytes(method: Method, model: ModelShape, dtype: torch.dtype) -> int:
     """Return the bytes of one GPU's weights, with what a method folds into them or runs beside."""
     shape = model.attention
@@ -162,112 +145,3 @@ def weight_bytes(method: Method, model: ModelShape, dtype: torch.dtype) -> int:
     own = model.weight_values(full, full, shape.num_heads * shape.head_dim) * dtype.itemsize
     plan = method.plan
     return own + accounting.weight_bytes(plan, layout_of(shape), itemsize=dtype.itemsize).total
-
-
-def capacity(bench: LayerBench, methods: list[Method], context: int, batch: int) -> dict[str, Any]:
-    """Return ``data.capacity``.
-
-    Parameters
-    ----------
-    bench : LayerBench
-    methods : list of Method
-    context : int
-        Tokens per sequence at which throughput is measured.
-    batch : int
-        At which the largest context is sought.
-
-    Returns
-    -------
-    dict
-        Per method: bytes of weights and of a token, the largest context that fits beside the
-        weights (None where the cache stops growing before it is full; ``tried`` says whether as
-        many bytes were really allocated), the largest batch at `context`; and throughput of
-        decoding at batches up to it.
-    """
-    bench.release()  # a model's weights are counted, and these are in the way
-    memory = free_bytes(bench.machine.device)
-    itemsize = bench.dtype.itemsize
-    rows: list[dict[str, Any]] = []
-    throughput: list[dict[str, Any]] = []
-    for method in methods:
-        plan = method.plan
-        weights = weight_bytes(method, bench.model, bench.dtype)
-        room = int(_SHARE * memory) - weights
-        most_context = largest_context(plan, room // batch, itemsize=itemsize)
-        most_batch = largest_batch(plan, room, context, itemsize=itemsize)
-        tried = None
-        if most_context:
-            stored = bytes_at(plan, most_context, itemsize=itemsize, batch=batch).total
-            tried = _tried(bench, weights + stored)
-        rows.append(
-            {
-                "method": method.name,
-                "weights_bytes": weights,
-                "token_bytes": bytes_at(plan, 2 * context, itemsize=itemsize).total / (2 * context),
-                "largest_context": most_context,
-                "tried": tried,
-                "largest_batch": most_batch,
-            }
-        )
-        throughput += _throughput(bench, method, context, most_batch)
-    return {
-        "memory_bytes": memory,
-        "batch": batch,
-        "context": context,
-        "methods": rows,
-        "throughput": throughput,
-    }
-
-
-def _throughput(bench: LayerBench, method: Method, context: int, most: int) -> list[dict[str, Any]]:
-    """Measure decoding steps at growing batches, all layers in the same memory."""
-    kind = bench.machine.device.type
-    if most < 1:
-        return []
-    found = []
-    capped = min(most, _MOST_BATCH[kind])
-    for batch in ladder({1, capped}, ratio=4):
-        workload = bench.workload("decode", batch, context)
-        if shortage(workload, free_bytes(workload.device)) is not None:
-            bench.warn(
-                f"{method.name}: batch {batch} at {context:,} tokens is not timed: "
-                "one layer and its reference do not fit beside each other"
-            )
-            break
-        one = RequestLengths(max(1, context - 1), 2)  # one step, at this context
-        composer = Composer(bench, method, batch, [one], inf, powered=False)
-        _, steps, _ = composer.decode(one)
-        seconds = steps[0][1]
-        found.append(
-            {
-                "method": method.name,
-                "batch": batch,
-                "step_seconds": seconds,
-                "tokens_per_s": batch / seconds,
-                "fills_memory": batch == most,
-            }
-        )
-    return found
-
-
-def _tried(bench: LayerBench, nbytes: int) -> bool | None:
-    """Allocate as many bytes at once; None where that would say nothing.
-
-    A CPU hands out memory that it does not have: there only what can be filled quickly is tried.
-    """
-    device = bench.machine.device
-    if device.type == "cpu" and nbytes > _TRIED_ON_A_CPU:
-        return None
-    block = None
-    try:
-        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if device.type == "cpu":
-            block.fill_(1)
-    except (torch.OutOfMemoryError, RuntimeError):
-        return False
-    finally:
-        del block
-        if device.type == "cuda":
-            with suppress(RuntimeError):
-                torch.cuda.empty_cache()
-    return True

@@ -66,14 +66,13 @@ def segments_attention(
     if workload.phase == "prefill":
         output = layout.output_offsets[-1] if low else queries
         if low:
-            made, error = ragged_prefill(workload, layout, window, method.balanced)
-            units += made
+            units += ragged_prefill(workload, layout, window, method.balanced)
         else:
-            unit, error, labels = full.call(workload, window)
+            unit, labels = full.call(workload, window)
             units.append(unit)
             labels = {**labels, "prefill": "attends to exact K and V, then stores them quantised"}
         units.append(_quantised(method, plan, workload))
-        return AttentionCalls(units, projections, output, turned, error, labels)
+        return AttentionCalls(units, projections, output, turned, labels)
     case = segments_case(method, workload)
     stored = segments_layout(plan, shape, workload.batch, workload.seq, workload.dtype)
     units += [
@@ -92,7 +91,6 @@ def segments_attention(
         projections,
         stored.widest.output_offsets[-1],
         turned,
-        lambda: case.error(case.runs[0]()),
         labels,
     )
 
@@ -173,13 +171,12 @@ def latent_attention(
     queries = shape.num_heads * shape.head_dim
     projections = (queries, sum(widths.keys), sum(widths.values))
     if workload.phase == "prefill":
-        attention, error, labels = full.call(workload, window)
+        attention, labels = full.call(workload, window)
         return AttentionCalls(
             [stored, _rebuilt(workload, widths, heads), attention],
             projections,
             queries,
             "query",
-            error,
             {**labels, "prefill": "rebuilds K and V, attends at full width, keeps its own W_O"},
         )
     case = palu_case(name, workload, widths)
@@ -192,7 +189,6 @@ def latent_attention(
         projections,
         layout.output_offsets[-1],
         "query",
-        lambda: case.error(case.runs[0]()),
         {"by_difference": "decompress", "merge": "counted in attention"},
     )
 
@@ -274,7 +270,7 @@ def strawman_attention(
         return made
 
     compressed = PartCall("compress", [compress], ("strawman compress", *where))
-    attention, error, labels = full.call(workload, window)
+    attention, labels = full.call(workload, window)
     full_columns = shape.num_kv_heads * width
     queries = shape.num_heads * width
     calls: list[PartCall]
@@ -307,6 +303,4 @@ def strawman_attention(
             ("strawman decompress", workload.seq, *where),
         )
         calls = [compressed, rebuilt, attention]
-    return AttentionCalls(
-        calls, (queries, full_columns, full_columns), queries, "both", error, labels
-    )
+    return AttentionCalls(calls, (queries, full_columns, full_columns), queries, "both", labels)

@@ -6,7 +6,6 @@ import torch
 from kvprof.benchmark.jct.layer_bench import measure_all_reduce
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.jct.run import run_jct
-from kvprof.records.events import LayerMeasured
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal, read_events
 
@@ -45,14 +44,11 @@ COMPOSED = {"mode": "composed", "input_lens": (4096,), "output_lens": (64,), "re
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_composed(tmp_path, method):
     """One by one, so that kernels are compiled side by side, and found by what is timed alone."""
-    events, result = ran(tmp_path, methods=(method,), **COMPOSED)
+    _, result = ran(tmp_path, methods=(method,), **COMPOSED)
     (case,) = result["data"]["cases"]
     assert case["method"] == method
     assert case["complete"], result["warnings"]
     assert not any("cannot be captured" in text for text in result["warnings"])
-    errors = [event.error for event in events if isinstance(event, LayerMeasured)]
-    assert errors
-    assert max(errors) < 1e-2
     waits = {
         row["phase"]: row["seconds"] for row in result["data"]["parts"] if row["part"] == "host"
     }
@@ -86,23 +82,6 @@ def test_the_parts_of_every_method_add_up(tmp_path):
         assert abs(case["unattributed_share"]) < allowed, method
         # Far below the time for which the GPU is kept busy meanwhile.
         assert 0 < waits[method] < 0.04 * case["tbt_seconds"], method
-
-
-@pytest.mark.alone
-def test_a_real_run_of_few_layers_is_near_its_composition(tmp_path):
-    _, result = ran(
-        tmp_path,
-        mode="real",
-        check=True,
-        methods=("full", "fdc"),
-        layers=4,
-        batches=(8,),
-        input_lens=(8192,),
-        output_lens=(16,),
-    )
-    decode = [row for row in result["data"]["check"]["rows"] if row["phase"] == "decode"]
-    assert decode
-    assert all(abs(row["difference"]) < 0.25 for row in decode), decode
 
 
 @pytest.mark.alone

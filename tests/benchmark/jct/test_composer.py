@@ -21,7 +21,6 @@ from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
     PartSample,
-    Preview,
     RunFinished,
     RunStarted,
     StepFinished,
@@ -46,8 +45,6 @@ class Formula:
     powered: set = field(default_factory=set)
     ends: object = None  # from a length to its interval
     uncut: tuple = ()  # prompts whose work needs no cutting
-    looks: bool = False  # whether it says what the first samples are
-    preview: object = None
 
     workload = staticmethod(tiny_bench().workload)
 
@@ -62,14 +59,11 @@ class Formula:
         once = {"head": 1e-4, "schedule": 1e-5}
         if workload.phase == "prefill" and workload.seq in self.uncut:
             del once["schedule"]
-        if self.looks:
-            self.preview(workload, {"attention": 2 * attention, "mlp": 0.0}, {"head": 1e-3})
         return LayerTimes(
             workload.seq,
             parts,
             once,
             sum(parts.values()) + 3e-6 * tokens,
-            1e-6,
             {"store": "counted", f"{workload.phase} of": str(workload.seq)},
             self.watts if powered else None,
             self.ends(workload.seq) if self.ends else None,
@@ -193,7 +187,7 @@ def test_what_costs_the_same_at_every_length_does_so_between_lengths_too():
     sampled = [RequestLengths(64 + n, 2) for n in range(0, 640, 9)]
     several = composer([RequestLengths(300, 2)], sampled=sampled)
     several.bench.point = lambda v, workload, window=None, powered=False: LayerTimes(
-        workload.seq, {"mlp": 1e-3}, {"head": 1e-4}, 1e-3, None, {}
+        workload.seq, {"mlp": 1e-3}, {"head": 1e-4}, 1e-3, {}
     )
     for request in sampled:
         assert several.compose(request).prefill_seconds == pytest.approx(2 * 1e-3 + 1e-4)
@@ -257,10 +251,6 @@ def test_power_is_asked_for_where_a_cases_energy_needs_it():
     assert made.compose(others[1]).energy_joules is None
     assert {tokens for phase, tokens in made.bench.powered if phase == "prefill"} == {3000}
     assert made.watts(case) == [250.0, 250.0]
-    unasked = composer([case], watts=250.0)
-    unasked.powered = False
-    assert unasked.compose(case).energy_joules is None
-    assert not unasked.bench.powered
 
 
 def test_power_is_of_the_first_kind_of_layers_and_within_its_window():
@@ -356,31 +346,6 @@ def test_what_ran_is_said_of_a_requests_own_lengths():
         )
 
 
-def looking(request, looks):
-    bench = Formula(looks=looks)
-    return Composer(bench, method_on("full", bench.model.attention), 1, [request], FAST)
-
-
-def test_the_first_samples_of_a_case_are_told_and_enter_no_result():
-    request = RequestLengths(64, 17)
-    plain, looked = (events_of(request, looking(request, on)) for on in (False, True))
-    previews = [event for event in looked if isinstance(event, Preview)]
-    first = previews[0]
-    # Before the case starts: twice the attention of each of its layers, and the head once.
-    assert looked[0] is first
-    assert (first.method, first.input_len, first.decode) == ("full", 64, {})
-    layers = tiny_shape().attention.layers
-    assert first.prefill == pytest.approx({"attention": layers * 2e-9 * 64**2, "head": 1e-3})
-    steps = 16
-    assert previews[-1].decode["head"] == pytest.approx(steps * 1e-3)
-    assert set(previews[-1].decode) == {"attention", "head"}  # what took nothing is left out
-    rest = [event for event in looked if not isinstance(event, Preview)]
-    assert [replace(event, time=0.0) for event in rest] == [
-        replace(event, time=0.0) for event in plain
-    ]
-    assert fold(looked) == fold(rest)
-
-
 def test_events_come_as_points_are_measured():
     request = RequestLengths(64, 4000)
     made = composer([request])
@@ -402,7 +367,7 @@ def test_events_come_as_points_are_measured():
 def test_a_bent_curve_tells_its_error():
     bent = composer([RequestLengths(64, 40_000)])
     bent.bench.point = lambda v, workload, window=None, powered=False: LayerTimes(
-        workload.seq, {"attention": 1e-12 * workload.seq**3}, {}, 1e-12 * workload.seq**3, None, {}
+        workload.seq, {"attention": 1e-12 * workload.seq**3}, {}, 1e-12 * workload.seq**3, {}
     )
     events = events_of(RequestLengths(64, 40_000), bent)
     assert any(isinstance(event, Warned) and "may be off" in event.message for event in events)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.jct import real
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.methods.plan import Placement
@@ -40,7 +39,7 @@ def test_every_method_tells_its_parts(name: str, monkeypatch: pytest.MonkeyPatch
     else:
         options, own = SETTINGS[name]
         plan = make_plan(model, **options)
-    done, events = measured(model, plan, sample_layers=1)
+    done, events = measured(model, plan)
     assert done is not None
     by_phase = seconds_by(events, "phase", "part")
     assert {part for phase, part in by_phase if phase == "decode"} == EVERY | own
@@ -48,17 +47,12 @@ def test_every_method_tells_its_parts(name: str, monkeypatch: pytest.MonkeyPatch
     assert prefill >= EVERY
     assert ("basis" in prefill) == (name == "strawman")
     assert set(PARTS) > prefill
-    # One run each way: all of the instrumented time is in a part but what begins and ends a step.
-    for phase in ("prefill", "decode"):
-        total = sum(seconds for (which, _), seconds in by_phase.items() if which == phase)
-        wall = getattr(done, f"instrumented_{phase}_seconds")
-        assert 0.9 * wall < total <= wall
 
 
 def test_the_events_of_a_case() -> None:
     model = loaded("Llama")
     plan = make_plan(model, ranks=ragged)
-    done, events = measured(model, plan, sample_layers=1, repeats=2)
+    done, events = measured(model, plan, repeats=2)
     assert [event.time for event in events] == sorted(event.time for event in events)
     assert {event.case for event in events} == {"a case"}
     started, finished = events[0], events[-1]
@@ -82,8 +76,6 @@ def test_the_events_of_a_case() -> None:
     assert sum(layer["nbytes"] for layer in layers) == account
     group = plan.layers[1].keys.groups[1]
     assert layers[1]["key_ranks"][1] == group.rank
-    measured_layers = of(events, "layer")
-    assert [layer.nbytes for layer in measured_layers] == [layer["nbytes"] for layer in layers]
     memory = of(events, "memory")
     assert [sample.context for sample in memory] == list(range(PROMPT, PROMPT + NEW))
     for sample in memory:
@@ -95,7 +87,7 @@ def test_the_events_of_a_case() -> None:
 def test_heads_that_share_a_latent_share_its_columns() -> None:
     model = loaded("Llama")
     plan = make_plan(model, ranks=lambda *a: (9,), heads=2, placement=Placement.PRE_ROPE)
-    _, events = measured(model, plan, sample_layers=1)
+    _, events = measured(model, plan)
     assert events[0].layers[0]["key_ranks"] == [4.5, 4.5]
 
 
@@ -120,7 +112,7 @@ def test_levels_are_told_with_their_tokens() -> None:
 def test_other_architectures_have_the_same_parts(arch: str) -> None:
     model = loaded(arch)
     plan = make_plan(model, placement=Placement.NONE, project_values=False)
-    _, events = measured(model, plan, sample_layers=1)
+    _, events = measured(model, plan)
     wanted = EVERY if model.layout.layers[0].rotary_dim else EVERY - {"rope"}
     assert {part for (part,) in seconds_by(events, "part")} == wanted
     per_layer = {(e.part, e.layer) for e in of(events, "part")}
@@ -179,9 +171,7 @@ def test_energy_is_that_of_the_runs_without_marks() -> None:
         windows.append((start, stop))
         return (None, 5.0, 7.0)[len(windows) - 1]
 
-    done, events = measured(
-        loaded("Llama"), make_plan(loaded("Llama")), repeats=3, energy=energy, sample_layers=1
-    )
+    done, events = measured(loaded("Llama"), make_plan(loaded("Llama")), repeats=3, energy=energy)
     assert done is not None
     assert done.energy_joules == 6.0
     assert len(windows) == 3
@@ -196,8 +186,6 @@ def test_energy_is_that_of_the_runs_without_marks() -> None:
         ({"output_len": 0}, "output of 0"),
         ({"output_len": 10_000}, "more than the"),
         ({"repeats": 0}, "0 repeats"),
-        ({"sample_layers": 0}, "sample_layers is 0"),
-        ({"sample_layers": "some"}, "'some'"),
         ({"input_ids": torch.zeros(3, dtype=torch.long)}, r"\(3,\)"),
         ({"graph": True}, "the model is on cpu"),
     ],
@@ -215,21 +203,10 @@ def test_one_token_out_has_no_decoding() -> None:
     assert {event.phase for event in of(events, "part")} == {"prefill"}
 
 
-def test_a_request_interrupted_in_its_errors_is_still_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shortage(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(real, "layer_errors", shortage)
-    done, events = measured(loaded("Llama"), make_plan(loaded("Llama")))
-    assert done is not None
-    assert [layer.error for layer in of(events, "layer")] == [None] * 2
-    assert any("memory ran out" in warning.message for warning in of(events, "warning"))
-
-
 def test_layers_on_the_kernels_say_where_the_merge_is() -> None:
     model = loaded("Llama", head_dim=32)
     plan = make_plan(model, ranks=lambda *a: (16,))
-    done, events = measured(model, plan, kernels="on", sample_layers=1)
+    done, events = measured(model, plan, kernels="on")
     assert done is not None
     assert events[0].labels["merge"].startswith("within attention")
     found = {part for phase, part in seconds_by(events, "phase", "part") if phase == "decode"}

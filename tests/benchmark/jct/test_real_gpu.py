@@ -1,11 +1,10 @@
-"""On a GPU: marks cost little, a graph holds them, and waiting has a name.
+"""On a GPU: parts add up, a graph holds the marks, and waiting has a name.
 
 What compares times is marked `alone`: beside other processes the GPU's time is not its own.
 """
 
 import time
 from functools import cache
-from statistics import median
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 
 from kvprof.benchmark.jct.model import random_model
 from kvprof.benchmark.jct.model_shape import load_model_shape
-from kvprof.benchmark.jct.steps import Runner, mark_seconds
+from kvprof.benchmark.jct.steps import Runner
 from kvprof.benchmark.jct.telemetry import Telemetry
-from kvprof.benchmark.jct.timed_layers import OVERHEAD
 from kvprof.methods.plan import Placement, Plan
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
@@ -29,7 +27,6 @@ pytestmark = [
 ]
 BATCH, PROMPT, NEW = 8, 8192, 33
 LAYERS = 8
-CHAIN = 100
 
 
 @cache
@@ -52,62 +49,13 @@ def run(plan: Plan, **options: Any) -> Any:
     return measured(model(), plan, input_ids=ids, output_len=NEW, repeats=3, most=8, **options)
 
 
-def kernel_seconds() -> float:
-    """Return what one of a chain of small kernels takes in a graph."""
-    values = torch.zeros(32, device="cuda")
-    values.add_(1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CHAIN):
-            values.add_(1)
-    found = []
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / CHAIN)
-    return median(found)
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("captured", [True, False])
-def test_a_mark_adds_about_as_much_as_a_small_kernel(captured: bool) -> None:
-    kernel = kernel_seconds()
-    found = [mark_seconds(torch.device("cuda", 0), captured=captured) for _ in range(3)]
-    assert 0.05 * kernel < min(found) <= max(found) < 5 * kernel
-    assert max(found) - min(found) < 0.5 * kernel
-
-
-@pytest.mark.alone
-def test_marks_are_not_in_the_parts() -> None:
-    """All layers marked or one of them: what the marks themselves take must not be told."""
-    named = {}
-    for every in (1, LAYERS):
-        done, events = run(plans()["ragged"], kernels="on", graph=True, sample_layers=every)
-        by_phase = seconds_by(events, "phase", "part")
-        named[every] = sum(
-            seconds
-            for (phase, part), seconds in by_phase.items()
-            if phase == "decode" and part != "host"
-        )
-        assert named[every] == pytest.approx(done.decode_seconds, rel=0.1)
-    assert named[1] == pytest.approx(named[LAYERS], rel=0.05)
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["full", "ragged"])
 @pytest.mark.parametrize("graph", [True, False])
-def test_parts_cost_little_and_add_up(name: str, graph: bool) -> None:
+def test_parts_add_up(name: str, graph: bool) -> None:
     done, events = run(plans()[name], kernels="on", graph=graph)
     assert done is not None
-    overhead = done.instrumented_decode_seconds / done.decode_seconds - 1.0
     said = [warning.message for warning in of(events, "warning")]
-    # Launched piece by piece a step takes what the host takes, whose pace changes: a run in which
-    # marks cost more has to say so.
-    told = any("slower" in text or "as uncertain" in text for text in said)
-    assert overhead <= OVERHEAD or (told and not graph), (overhead, said)
     assert not any("different tokens" in text for text in said)
     by_phase = seconds_by(events, "phase", "part")
     wanted = {
@@ -151,7 +99,7 @@ def test_held_parts_are_near_those_of_a_replayed_step() -> None:
     """
     found = {}
     for graph in (True, False):
-        _, events = run(plans()["ragged"], kernels="on", graph=graph, sample_layers=1)
+        _, events = run(plans()["ragged"], kernels="on", graph=graph)
         found[graph] = seconds_by(events, "phase", "part")
     for part in ("attention", "mlp", "qkv_proj"):
         ratio = found[False]["decode", part] / found[True]["decode", part]
@@ -164,12 +112,9 @@ def test_every_way_writes_the_same_tokens() -> None:
     with compressed(model(), plans()["ragged"], "on") as session:
         for graph in (False, True):
             runner = Runner(model(), session, ids, 20, graph)
-            for layers in (None, tuple(range(LAYERS)), (1, 5), None):
+            for marked in (False, True, False):
                 runner.begin()
-                written.append([runner.step(layers).tokens for _ in range(20)])
-            for layers in ((1,), ()):
-                runner.begin()
-                written.append([runner.step(layers, outside=False).tokens for _ in range(20)])
+                written.append([runner.step(marked).tokens for _ in range(20)])
             assert runner.cache is not None
             assert runner.cache.get_seq_length() == 319
     assert all(tokens == written[0] for tokens in written)

@@ -2,18 +2,16 @@
 
 import pytest
 
-from kvprof.benchmark.jct import layer_bench, real
-from kvprof.benchmark.jct import run as run_module
+from kvprof.benchmark.jct import layer_bench
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.jct.run import run_jct
 from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.records.events import Preview, RunFinished, RunStarted, Warned
+from kvprof.records.events import RunFinished, RunStarted, Warned
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
 from kvprof.records.schema import validate_result
 from tests.benchmark.jct.shapes import tiny_folder
-from tests.runtime.plans import loaded
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def test_a_composed_run_is_whole(tmp_path, folder):
     assert result["data"]["shape"]["intermediate_size"] == 128
 
 
-def test_a_trace_gives_percentiles_and_capacity_what_fits(tmp_path, folder, monkeypatch):
+def test_a_trace_gives_percentiles(tmp_path, folder, monkeypatch):
     class AsItsParts:
         """Makes a layer the sum of its parts, which on a busy machine it is not."""
 
@@ -85,7 +83,7 @@ def test_a_trace_gives_percentiles_and_capacity_what_fits(tmp_path, folder, monk
 
     monkeypatch.setattr(layer_bench, "layer_sampler", lambda *arguments: AsItsParts())
     _, result, problem = ran(
-        tmp_path, folder, trace="fdc/humaneval", requests=8, capacity=True, methods=("full", "fdc")
+        tmp_path, folder, trace="fdc/humaneval", requests=8, methods=("full", "fdc")
     )
     assert problem is None
     validate_result(result)
@@ -96,8 +94,6 @@ def test_a_trace_gives_percentiles_and_capacity_what_fits(tmp_path, folder, monk
     assert {row["part"] for row in requests["overheads"]} == {"compress", "schedule"}
     case = result["data"]["cases"][0]
     assert (case["input_len"], case["output_len"]) == (204, 139)
-    assert [row["method"] for row in result["data"]["capacity"]["methods"]] == ["full", "fdc"]
-    assert result["data"]["capacity"]["context"] == 204
 
 
 def test_several_gpus_are_one_gpus_part_and_the_sum_is_left_out_here(tmp_path, folder):
@@ -195,39 +191,19 @@ def test_names_with_weights_are_told_from_shapes(tmp_path, folder):
     assert not has_weights(str(folder / "config.json"))
 
 
-def test_a_shape_runs_with_random_weights_and_is_checked(tmp_path, folder):
+def test_a_shape_runs_with_random_weights(tmp_path, folder):
     events, result, problem = ran(
-        tmp_path, folder, mode="real", check=True, repeats=1, input_lens=(40,), output_lens=(6,)
+        tmp_path, folder, mode="real", repeats=1, input_lens=(40,), output_lens=(6,)
     )
     assert problem is None
     validate_result(result)
-    methods = [case["method"] for case in result["data"]["cases"]]
-    assert methods == ["full", "full composed", "fdc", "fdc composed"]
+    assert [case["method"] for case in result["data"]["cases"]] == ["full", "fdc"]
     assert list(events[0].cases) == [case["case"] for case in result["data"]["cases"]]
-    rows = result["data"]["check"]["rows"]
-    assert result["data"]["check"]["layers"] == 2
-    assert {(row["method"], row["phase"]) for row in rows} == {
-        (method, phase) for method in ("full", "fdc") for phase in ("prefill", "decode", "both")
-    }
-    by_case = {case["method"]: case for case in result["data"]["cases"]}
-    for row in rows:
-        key = {"prefill": "ttft_seconds", "decode": "decode_seconds", "both": "jct_seconds"}
-        assert row["real_seconds"] == by_case[row["method"]][key[row["phase"]]]
-        made = by_case[f"{row['method']} composed"][key[row["phase"]]]
-        assert row["composed_seconds"] == pytest.approx(made)
-        assert row["difference"] == pytest.approx(made / row["real_seconds"] - 1)
-    # Both ways have the same ranks.
-    ranks = {
-        row["case"]: (row["key_ranks"], row["value_ranks"]) for row in result["data"]["layers"]
-    }
-    assert ranks["fdc b1 in40 out6"] == ranks["fdc composed b1 in40 out6"]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"check": True, "methods": ("palu",)}, "does not use the kernels"),
-        ({"check": True, "model": "reference"}, "draws random weights"),
         ({"model": "reference", "layers": 2}, "--layers is for a shape"),
         ({"layers": 3}, "1 to 2 layers"),
         ({"model": "gpt-oss-120b"}, "experts"),
@@ -263,39 +239,8 @@ def test_a_rate_out_of_reach_ends_the_run_with_its_reason(tmp_path, monkeypatch)
         raise UsageError("fdc reaches rates from 0 to 0.875, not 0.95")
 
     monkeypatch.setattr("kvprof.benchmark.jct.run.make_plans", unreachable)
-    events, result, problem = ran(tmp_path, "reference", mode="real")
+    _, result, problem = ran(tmp_path, "reference", mode="real")
     assert isinstance(problem, UsageError)
     assert result["complete"] is False
     assert "0.875" in result["incomplete_reason"]
-    # Before anything is calibrated, the case that needs none was looked at; no result has that.
-    seen = [event for event in events if isinstance(event, Preview)]
-    assert {event.method for event in seen} == {"full"}
-    assert seen[0].prefill["attention"] > 0
-    assert seen[-1].decode["mlp"] > 0
     assert result["data"]["cases"] == result["data"]["parts"] == []
-
-
-def test_an_end_asked_for_while_parts_are_shown_calibrates_nothing(tmp_path, monkeypatch):
-    model = loaded("Llama")
-    monkeypatch.setattr(run_module, "load_run_model", lambda _request: (model, None))
-    monkeypatch.setattr(run_module, "make_plans", lambda *_, **__: pytest.fail("it went on"))
-    previewed = real._RealCase._preview
-    stop = []
-
-    def seen(self, marked):
-        previewed(self, marked)
-        stop.append(True)
-
-    monkeypatch.setattr(real._RealCase, "_preview", seen)
-    events, _, problem = ran(
-        tmp_path,
-        tmp_path,
-        mode="real",
-        methods=("full", "kq"),
-        input_lens=(8,),
-        output_lens=(6,),
-        should_stop=lambda: bool(stop),
-    )
-    assert problem is None
-    assert len(stop) == 1  # of the first look itself no further step is taken
-    assert (events[-1].complete, events[-1].reason) == (False, "interrupted")

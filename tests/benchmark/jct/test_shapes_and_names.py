@@ -205,7 +205,7 @@ def test_every_combination_is_a_case_and_methods_stand_side_by_side():
         ({"mode": "composed", "methods": ("nonsense",)}, "'nonsense' is unknown"),
         ({"mode": "composed", "repeats": 2}, "takes 3 or more"),
         ({"tp": 2}, "--tp is for composed runs"),
-        ({"trace": "fdc/arxiv", "capacity": True}, "--trace and --capacity"),
+        ({"trace": "fdc/arxiv", "ranks": "r.json"}, "--trace and --ranks"),
         ({"methods": ("fdc:no-balancing",)}, "measured by a composed run"),
         ({"kernels": "perhaps"}, "auto, on, off"),
     ],
