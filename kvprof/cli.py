@@ -193,6 +193,12 @@ class _Group(TyperGroup):
         with _errors_in_a_line(debug=False):
             return super().make_context(info_name, args, parent=parent, **extra)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; of one that went say what to use instead."""
+        if args[0] not in self.commands and (instead := _instead(args[0])):
+            raise UsageError(instead)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; whatever it raises ends here, as a line and an exit code."""
         with _errors_in_a_line(debug=ctx.params["debug"]), interrupt.raising():
@@ -298,7 +304,17 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
 
 def _usage_line(problem: Any) -> str:
     path = problem.ctx.command_path if getattr(problem, "ctx", None) else "kvprof"
+    name = getattr(problem, "option_name", None)
+    if name is not None and (instead := _instead(f"{path.removeprefix('kvprof ')} {name}")):
+        return instead
     return f"{usage_message(problem)} ({path} --help shows what there is)"
+
+
+def _instead(name: str) -> str | None:
+    """Return what to use instead of a command or an option that went."""
+    from kvprof.commands.options import GONE
+
+    return f"{name} went: {GONE[name]}" if name in GONE else None
 
 
 def _is_interrupt(problem: BaseException) -> bool:

@@ -411,6 +411,15 @@ def test_what_no_command_can_do_anything_with(
     assert len(done.error) < 400
 
 
+def test_what_went_is_refused_with_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    went = {"bench --went": "kvprof show does it", "gone": "kvprof plan does it"}
+    monkeypatch.setattr("kvprof.commands.options.GONE", went)
+    for words in went:
+        done = kvprof(*words.split())
+        assert done.code == 2
+        assert f"{words} went: {went[words]}" in done.error
+
+
 def test_a_width_that_is_none_is_no_width(tmp_path: Path) -> None:
     widths = ("²", "9" * 30, "-5", "abc", "0", "", "100000")
     runs = [(["--help"], {"COLUMNS": stated, "LINES": stated}) for stated in widths]

@@ -19,6 +19,7 @@ from kvprof.sizes import parse_counts, parse_share, second_reading
 
 __all__ = [
     "DATA",
+    "GONE",
     "METHOD",
     "MODEL",
     "OUTPUT",
@@ -62,6 +63,18 @@ __all__ = [
     "resolve_device",
     "share_option",
 ]
+
+
+#: Commands, and options after their command's name, that went: what to use instead.
+#: `kvprof.cli` reads it where nothing of that name exists.
+GONE = {
+    "bench --against": "kvprof compare sets two results side by side",
+    "bench --capacity": "kvprof plan says what fits in a memory",
+    "bench --check": "kvprof bench without --jct checks each kernel against float64",
+    "bench --vllm": "python benchmarks/vllm_parts.py times vLLM's own parts",
+    "runs": "kvprof show lists the runs and shows one",
+    "warm": "kernels are compiled where they are first used",
+}
 
 
 # --- What ``--help`` says of a command: its options in groups, and examples to copy.
