@@ -28,7 +28,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     checked_choice,
-    only_plan,
+    one_method,
     share_option,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
@@ -111,7 +111,7 @@ def generate(
     method: MethodOption = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    files: PlanFileOption = None,
+    plan_file: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     allocation: AllocationOption = None,
@@ -137,13 +137,12 @@ def generate(
     kvprof generate --plan kq.plan --prompt-file question.txt --chat
     """
     outputs = Outputs(json=json, out=out, force=force)
-    plan_file = only_plan(files)
     outputs.check(read=[model, plan_file, calibrate, prompt_file])
     wanted = parse_count(max_new_tokens, what="--max-new-tokens")
     _check_sampling(sample, temperature, top_p, seed)
     text = read_prompt(prompt, prompt_file)
     choice = checked_choice(
-        method=method,
+        method=one_method(method),
         plan_file=plan_file,
         rate=rate,
         removal=removal,

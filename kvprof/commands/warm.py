@@ -25,7 +25,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     checked_choice,
-    only_plan,
+    one_method,
 )
 from kvprof.errors import LackingError, UsageError
 from kvprof.interrupt import graceful_interrupt
@@ -39,7 +39,7 @@ def warm(
     method: MethodOption = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    files: PlanFileOption = None,
+    plan_file: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     allocation: AllocationOption = None,
@@ -63,10 +63,9 @@ def warm(
     kvprof warm reference --plan kq.plan
     kvprof warm reference --method fdc --rate 0.5 --batch 8
     """
-    plan_file = only_plan(files)
     rows = parse_count(batch, what="--batch")
     choice = checked_choice(
-        method=method,
+        method=one_method(method),
         plan_file=plan_file,
         rate=rate,
         removal=removal,
