@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from kvprof.models.noise import quiet
 from kvprof.printable import printable
 from kvprof.progress import Progress, silent
 from kvprof.requirements import extra_command
-from kvprof.scratch import ScratchFolder
 from kvprof.serving.alone import REQUEST, spare_tokens
 
 __all__ = [
@@ -162,7 +162,7 @@ def measure_vllm(
     timed = [case for case in dict.fromkeys(cases) if case[2] > 1]
     if not timed:
         return _result("one token has no time to the next: write two or more (--output-len)")
-    folder = ScratchFolder("vllm")
+    folder = TemporaryDirectory(prefix="kvprof-vllm-")
     try:
         files = Path(folder.name)
         _describe(shape, timed, files, seed, seconds)

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.text import Text
 
 from kvprof import console
 from kvprof.commands.options import (
@@ -182,7 +181,7 @@ def generate(
     )
     with graceful_interrupt() as stop:
         plan = make_plan(loaded, **choice, context=context_tokens, seq_len=None, stop=stop)
-        data, unheard = run_generation(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
+        data = run_generation(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
         data = {"prompt": text, "prompt_tokens": len(ids), **data}
         cut = data["ended"] == "interrupted" or (diff and data["difference"] is None)
         inputs = {
@@ -208,8 +207,6 @@ def generate(
         def report(result: dict[str, Any], width: int, colour: bool) -> Any:
             differs = result["data"]["difference"] is not None
             shown = [view.comparison(result, width, colour=colour)] if differs else []
-            if unheard is not None:  # the text was not read as it was written
-                shown.insert(0, Text(result["data"]["text"]))
             return Group(*shown) if shown else None
 
         try:
@@ -220,7 +217,6 @@ def generate(
                 warnings=[*plan.made.get("notes", ()), *own_warnings],
                 complete=not cut,
                 report=report,
-                unheard=unheard,
             )
         finally:
             console.note(view.cache_line({"data": data, "inputs": inputs}))

@@ -139,8 +139,10 @@ class Command(Examples, TyperCommand):
         def parse_args(args: list[str]) -> Any:
             values, rest, order = parse(args)
             for option, times in Counter(order).items():
-                single = option.param_type_name == "option" and not option.multiple
-                if single and not option.is_flag and times > 1:
+                single = not getattr(option, "multiple", True) and not getattr(
+                    option, "is_flag", True
+                )
+                if single and times > 1:
                     raise UsageError(f"{option.opts[0]} is given {times} times; it takes one value")
             return values, rest, order
 

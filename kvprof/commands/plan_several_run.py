@@ -14,7 +14,7 @@ from kvprof.commands.options import method_options
 from kvprof.commands.plan_run import model_inputs, refuse_loading
 from kvprof.commands.steps import calibration_options
 from kvprof.dtypes import read_dtype
-from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
+from kvprof.errors import FailedError, Interrupted, KvprofError, LackingError, UsageError
 from kvprof.evaluation.recorded_prefill import RecordedPrefill
 from kvprof.evaluation.recorded_rates import (
     RecordedRate,
@@ -38,7 +38,7 @@ from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import follows_from_rate
 from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel
-from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.sizes import format_bytes
 from kvprof.sources.grammar import EMBEDDED, RANDOM, parse_source
@@ -300,7 +300,7 @@ def choose_plans(
             except (UsageError, FailedError) as reason:  # the others still have something to say
                 refused = refused or reason
                 missing.append({"label": request.label, "reason": str(reason)})
-    except CalibrationInterrupted:
+    except Interrupted:
         complete = False
     told = {*(row.label for row in rows), *(one["label"] for one in missing)}
     missing += [

@@ -132,9 +132,9 @@ def _folder(task: Mapping[str, Any]) -> Iterator[Path | str]:
                 "kvprof is run, up to 64 MiB): give its full path, and put it there on each"
             )
             return
-    from kvprof.scratch import ScratchFolder
+    from tempfile import TemporaryDirectory
 
-    with ScratchFolder("cell") as made:
+    with TemporaryDirectory(prefix="kvprof-cell-") as made:
         for name, (reference,) in task["contents"].items():
             import ray
 

@@ -34,7 +34,7 @@ from kvprof.benchmark.machine import free_bytes, open_machine
 from kvprof.benchmark.methods import Method, named_plans
 from kvprof.benchmark.plans import Widths
 from kvprof.benchmark.schedules import ASSUMED_MULTIPROCESSORS
-from kvprof.benchmark.timing import Interrupted
+from kvprof.errors import Interrupted
 from kvprof.kernels.decode.cuts import (
     COST_PER_TOKEN,
     equal_shares,

@@ -33,8 +33,7 @@ from kvprof.benchmark.jct.interleaved import (
 )
 from kvprof.benchmark.jct.steps import Runner, Step, uncaptured
 from kvprof.benchmark.jct.timed_layers import TimedLayers, choose_timed_layers
-from kvprof.benchmark.timing import Interrupted
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import Interrupted, LackingError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel

@@ -37,11 +37,10 @@ from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import all_threads, gpu_warnings, open_machine
 from kvprof.benchmark.methods import Method
 from kvprof.benchmark.shapes import has_weights
-from kvprof.benchmark.timing import DeviceLost, Interrupted
-from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.benchmark.timing import DeviceLost
+from kvprof.errors import FailedError, Interrupted, KvprofError, UsageError
 from kvprof.models.load import LoadedModel
 from kvprof.models.placement import main_device
-from kvprof.moments.calibrator import CalibrationInterrupted
 from kvprof.progress import Progress, silent
 from kvprof.records.events import CaseFinished, RunFinished
 from kvprof.records.journal import Journal
@@ -358,7 +357,7 @@ def run_jct(
             if not run.started:
                 raise
             reason, lost = str(problem), problem
-        except (Interrupted, CalibrationInterrupted):
+        except Interrupted:
             reason = _INTERRUPTED
         except DeviceLost as stopped:
             reason = f"the GPU stopped ({stopped}); what comes after it was not measured"
