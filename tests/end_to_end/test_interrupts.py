@@ -31,7 +31,7 @@ COMMANDS = {
     "sensitivity": ("sensitivity --tokens 64k", "cells", 2),
     "bench": ("bench --seq 64k --repeats 500", "", 8),
     "jct": ("bench --jct --method full --output-len 900 --repeats 50", "", 8),
-    "load": ("bench --load --simulate --lengths arxiv", "", 4),
+    "load": ("bench --load --simulate --lengths arxiv --requests 500000", "", 6),
     "recipe": ("recipe run fdc-table-3", "", 4),
 }
 
