@@ -3,7 +3,6 @@
 import atexit
 import errno
 import os
-import re
 import sys
 import threading
 import traceback
@@ -12,19 +11,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
-from pathlib import Path
-from stat import S_ISBLK, S_ISCHR, S_ISFIFO, S_ISREG, S_ISSOCK
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvprof import console, interrupt, scratch
+from kvprof import console, interrupt
 from kvprof.child import child_environment
 from kvprof.errors import ExitCode, KvprofError, UsageError, options_named, usage_message
 from kvprof.leash import follow_parent
-from kvprof.sizes import MOST
 from kvprof.version import __version__
 
 __all__ = ["COMMANDS", "CommandEntry", "app", "main"]
@@ -66,13 +61,6 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # The name itself is wrong, rather than what is there.
 _NO_SUCH_NAME = (errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-_GIVES_NOTHING = re.compile(r"--[a-z-]+=")
-# Options whose file is written, and what the shell hands over as a file.
-_WRITTEN = ("--json", "--csv", "--svg", "--png", "--save", "--md", "--html", "--out")
-_STREAMS = ("/dev/fd/", "/dev/std", "/dev/null", "/proc/self/fd/")
-_SIZE = re.compile(r"0*[1-9][0-9]{0,3}")
-# Of a path, on any system.
-_LONGEST = 4096
 
 
 class _LazyCommand(TyperCommand):
@@ -99,66 +87,24 @@ def _made_of(function: Any) -> Any:
 
 
 def _checked(command: Any) -> Any:
-    """Let a command, and those below it, refuse what no command can do anything with."""
+    """Let a command, and those below it, refuse a model that cannot be had before torch loads."""
     read = command.make_context
 
     def make_context(info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        for before, word in pairwise(["", *args]):
-            if not word or _GIVES_NOTHING.fullmatch(word):
-                said = word or f"{before} ''".lstrip()
-                raise UsageError(f"{said} gives nothing; leave it out, or give a value")
         context = read(info_name, args, parent=parent, **extra)
-        for parameter in context.command.params:
-            value = context.params.get(parameter.name)
-            for one in value if isinstance(value, list | tuple) else [value]:
-                _check_argument(parameter.opts[0], one)
-            # Random weights may be of a shape, whose name no hub knows.
-            drawn = context.params.get("load_format") == "dummy"
-            if parameter.opts[0] == "model" and value is not None and not drawn:
-                # Now, while torch is not loaded yet: that alone takes seconds.
-                from kvprof.models.hub import check_reachable
+        given = context.params
+        named = any(parameter.opts[0] == "model" for parameter in context.command.params)
+        # Random weights may be of a shape, whose name no hub knows.
+        if named and given.get("model") is not None and given.get("load_format") != "dummy":
+            from kvprof.models.hub import check_reachable
 
-                check_reachable(value, context.params.get("revision"), context.params.get("gguf"))
+            check_reachable(given["model"], given.get("revision"), given.get("gguf"))
         return context
 
     command.make_context = make_context
     for below in getattr(command, "commands", {}).values():
         _checked(below)
     return command
-
-
-def _check_argument(option: str, value: object) -> None:
-    """Refuse what no command can do anything with, whichever option it is given to.
-
-    Raises
-    ------
-    UsageError
-        For a number beyond all that is counted, a name that is longer than a path can be, and
-        bytes that are no text.
-    """
-    if isinstance(value, int) and abs(value) > MOST:
-        raise UsageError(f"{option}: {str(value)[:20]}… is too large a number; at most {MOST:,}")
-    if not isinstance(value, str | Path) or option == "--prompt":
-        return
-    text = str(value)
-    if len(text) > _LONGEST:
-        raise UsageError(f"{option}: a name of {len(text):,} letters ({text[:20]}…) is none")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UsageError(f"{option}: {text.encode('utf-8', 'surrogateescape')!r} is no UTF-8 text")
-    if option not in _WRITTEN and not text.startswith(_STREAMS) and (what := _no_file(text)):
-        raise UsageError(f"{option}: {text} is {what}, not a file")
-
-
-def _no_file(name: str) -> str | None:
-    """Return what lies under a name that is neither a file nor a folder: it may never end."""
-    try:
-        mode = Path(name).stat().st_mode
-    except (OSError, ValueError):
-        return None
-    if S_ISREG(mode) and Path(os.path.realpath(name)).is_relative_to("/proc"):
-        return "a view of the kernel's"  # of which some wait for news, and say that they are files
-    kinds = {"a pipe": S_ISFIFO, "a device": S_ISCHR, "a disk": S_ISBLK, "a socket": S_ISSOCK}
-    return next((kind for kind, is_one in kinds.items() if is_one(mode)), None)
 
 
 _EXAMPLES = (
@@ -191,11 +137,15 @@ class _Group(TyperGroup):
         with _errors_in_a_line(debug=False):
             return super().make_context(info_name, args, parent=parent, **extra)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; of one that went say what to use instead."""
+        if args[0] not in self.commands and (instead := _instead(args[0])):
+            raise UsageError(instead)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; whatever it raises ends here, as a line and an exit code."""
         with _errors_in_a_line(debug=ctx.params["debug"]), interrupt.raising():
-            if ctx.invoked_subcommand != "doctor":  # which tells what it finds
-                scratch.sweep()
             return super().invoke(ctx)
 
 
@@ -245,7 +195,8 @@ def _errors_in_a_line(*, debug: bool) -> Iterator[None]:
                 yield
             finally:
                 # Now, so that a full disk or a closed pipe behind stdout is noticed and told.
-                sys.stdout.flush()
+                if sys.stdout is not None:
+                    sys.stdout.flush()
         except (typer.Exit, typer.Abort):
             raise
         except (Exception, KeyboardInterrupt) as problem:
@@ -257,9 +208,7 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
     if _is_interrupt(problem):
         console.error("interrupted; what was not written yet is lost")
         return ExitCode.INTERRUPTED
-    if _is_broken_pipe(problem):
-        # Whoever read our output has left; there is nobody to tell.
-        console.discard_stdout()
+    if isinstance(problem, BrokenPipeError):  # whoever read our output has left
         return ExitCode.FAILED
     if debug:
         traceback.print_exception(problem)
@@ -276,7 +225,6 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
         )
         return ExitCode.LACKING
     if isinstance(problem, OSError) and problem.errno in _FULL:
-        console.discard_stdout()
         console.error(f"{os.strerror(problem.errno)}: {problem.filename or 'writing the output'}")
         return ExitCode.FAILED
     if isinstance(problem, ModuleNotFoundError) and not (problem.name or "").startswith("kvprof"):
@@ -296,7 +244,17 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
 
 def _usage_line(problem: Any) -> str:
     path = problem.ctx.command_path if getattr(problem, "ctx", None) else "kvprof"
+    name = getattr(problem, "option_name", None)
+    if name is not None and (instead := _instead(f"{path.removeprefix('kvprof ')} {name}")):
+        return instead
     return f"{usage_message(problem)} ({path} --help shows what there is)"
+
+
+def _instead(name: str) -> str | None:
+    """Return what to use instead of a command or an option that went."""
+    from kvprof.commands.options import GONE
+
+    return f"{name} went: {GONE[name]}" if name in GONE else None
 
 
 def _is_interrupt(problem: BaseException) -> bool:
@@ -305,10 +263,6 @@ def _is_interrupt(problem: BaseException) -> bool:
     while seen is not None and not isinstance(seen, KeyboardInterrupt | KvprofError):
         seen = seen.__cause__
     return isinstance(seen, KeyboardInterrupt)
-
-
-def _is_broken_pipe(problem: BaseException) -> bool:
-    return isinstance(problem, OSError) and problem.errno == errno.EPIPE
 
 
 def _is_out_of_memory(problem: BaseException) -> bool:
@@ -322,48 +276,24 @@ def _is_out_of_memory(problem: BaseException) -> bool:
     )
 
 
-def _forget_odd_sizes() -> None:
-    """Drop sizes of the terminal that are none: Rich would fail at them, or fill memory."""
-    for name in ("COLUMNS", "LINES"):
-        stated = os.environ.get(name)
-        if stated is not None and not _SIZE.fullmatch(stated):
-            del os.environ[name]
-
-
 def main() -> None:
     """Run the command line."""
-    interrupt.at_once()
-    interrupt.fill_closed_streams()
     follow_parent()
-    console.shield_stderr()
-    console.name_closed_stdout()
-    _forget_odd_sizes()
-    # Processes that libraries start take no code from the working folder either.
+    # Processes that libraries start take no code from the working folder.
     os.environ.update(child_environment())
     try:
         app(prog_name="kvprof")
     except SystemExit as end:
-        interrupt.at_once()
         if isinstance(end.code, int):  # else Python prints it
             _leave(end.code)
         raise
-    finally:
-        interrupt.at_once()
 
 
 def _leave(code: int) -> NoReturn:
-    """End as Python does, but for removing object by object what goes with the process anyway.
-
-    That takes seconds where torch is loaded; and where an interrupt met certain code, Python would
-    end by a signal instead.
-    """
+    """End as Python does, but for taking apart what goes with the process: seconds with torch."""
     threading._shutdown()  # type: ignore[attr-defined] # waits for threads, as Python's own end
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # what a full disk took of stdout has been told
+        with suppress(OSError, ValueError, AttributeError):  # told already, or closed
             stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,17 +3,11 @@
 This is the only module that owns them. Importing it costs Rich alone.
 """
 
-import contextlib
-import errno
-import io
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
@@ -32,14 +26,9 @@ from kvprof.printable import printable
 __all__ = [
     "PrintableConsole",
     "Tracker",
-    "deliver",
-    "discard_stdout",
     "error",
-    "name_closed_stdout",
     "note",
     "report_console",
-    "shield_stderr",
-    "spill",
     "status",
     "track",
     "warn",
@@ -85,118 +74,16 @@ def report_console() -> PrintableConsole:
     where it was run; colour follows ``NO_COLOR`` and whether stdout is a terminal.
     """
     stated = os.environ.get("COLUMNS", "")
-    piped = None if sys.stdout.isatty() else int(stated) if stated.isdecimal() else _PIPED_WIDTH
-    console = PrintableConsole(width=piped, soft_wrap=False)
+    console = PrintableConsole(soft_wrap=False)
+    if not console.is_terminal:
+        console.width = int(stated) if stated.isdecimal() else _PIPED_WIDTH
     if console.width < MIN_WIDTH:
         console.width = MIN_WIDTH
     return console
 
 
 def _stderr() -> PrintableConsole:
-    return PrintableConsole(file=_shielded(sys.stderr), soft_wrap=True)
-
-
-class _Shielded:
-    """A stream whose failing (it is full, it was closed, its terminal is gone) never matters."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        # RuntimeError: a signal's handler writes in the middle of a write.
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self._stream.write(text)
-        return len(text)
-
-    def writelines(self, lines: list[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            self._stream.flush()
-
-    def isatty(self) -> bool:
-        try:
-            return self._stream.isatty()
-        except ValueError:  # closed
-            return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _shielded(stream: TextIO | None) -> TextIO:
-    if stream is None:  # closed by the shell (2>&-)
-        return _nowhere()
-    return stream if isinstance(stream, _Shielded) else cast(TextIO, _Shielded(stream))
-
-
-@cache
-def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w", encoding="utf-8")
-
-
-def shield_stderr() -> None:
-    """Let no line that cannot be written to stderr end the process, whoever writes it."""
-    sys.stderr = _shielded(sys.stderr)
-
-
-class _Closed(io.TextIOBase):
-    """A stdout that the shell closed (>&-): it fails as a full one does, where Python has none."""
-
-    def write(self, _text: str) -> int:
-        raise OSError(errno.EBADF, "it is closed", "stdout")
-
-
-def name_closed_stdout() -> None:
-    """Let what is written to a closed stdout fail, rather than vanish."""
-    if sys.stdout is None:
-        sys.stdout = _Closed()
-
-
-def deliver(write: Callable[[Console], None]) -> OSError | None:
-    """Write to stdout; return what went wrong instead of raising it.
-
-    What stdout did not take is dropped then, and so is what comes after it.
-
-    Parameters
-    ----------
-    write : callable
-        Given the console of `report_console`.
-    """
-    try:
-        write(report_console())
-        sys.stdout.flush()
-    except OSError as problem:
-        discard_stdout()
-        # Rich's answer to a reader that has left fails where stdout is no file.
-        met = problem.__context__
-        return met if isinstance(met, BrokenPipeError) else problem
-    except SystemExit:  # Rich's own answer to a reader that has left
-        return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-    return None
-
-
-def spill(write: Callable[[Console], None]) -> None:
-    """Write to stderr what has no other place left to go to.
-
-    Parameters
-    ----------
-    write : callable
-        Given a console as wide as that of `report_console`.
-    """
-    write(PrintableConsole(file=_shielded(sys.stderr), width=report_console().width))
-
-
-def discard_stdout() -> None:
-    """Send stdout's unwritten rest nowhere, or the interpreter complains about it at exit."""
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError, AttributeError):
-        pass  # stdout is no file (in a test), or closed
+    return PrintableConsole(stderr=True, soft_wrap=True)
 
 
 def note(message: str) -> None:

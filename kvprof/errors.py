@@ -15,6 +15,7 @@ __all__ = [
     "ClaimNotMetError",
     "ExitCode",
     "FailedError",
+    "Interrupted",
     "KvprofError",
     "LackingError",
     "UsageError",
@@ -77,6 +78,10 @@ class ExitCode(IntEnum):
     LACKING = 3
     CLAIM_NOT_MET = 4
     INTERRUPTED = 130
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user asked for the end, and what was in hand is dropped."""
 
 
 class KvprofError(Exception):

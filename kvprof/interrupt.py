@@ -1,7 +1,6 @@
-"""How a process ends early: Ctrl-C, SIGTERM and SIGHUP.
+"""How a process ends early: Ctrl-C, SIGTERM and SIGHUP keep what was measured, and are 130.
 
-All of them end alike: what was measured is kept, and the exit code is 130. This module comes before
-everything else in a process and imports next to nothing.
+The first asks; a step that takes long is broken off; the second ends the process at once.
 """
 
 import contextlib
@@ -12,22 +11,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-from kvprof.leftovers import to_remove
+from kvprof.errors import ExitCode, Interrupted
 
-__all__ = ["Stop", "at_once", "fill_closed_streams", "graceful_interrupt", "raising"]
+__all__ = ["Stop", "graceful_interrupt", "raising"]
 
-_INTERRUPTED = 130
-# Windows has no SIGHUP.
 _SIGNALS = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 _Handler = Callable[[int, FrameType | None], None]
 
-# A key is not pressed twice within this; `timeout -s INT` sends its signal twice at once.
+# A key is not pressed twice within this; `timeout` and a shell that ends send theirs twice.
 _TWICE_SECONDS = 0.3
-# What a shell and a terminal that end send is there by then.
-_MEANT_SECONDS = 5.0
+# For the step in hand; then it is broken off, or the process ends where it does not listen.
+_STEP_SECONDS = 2.0
+_DEAF_SECONDS = 4.0
 
-_IMPORTING = "<frozen importlib"
+_IMPORT = ("importlib._bootstrap", "_frozen_importlib")
+# What is not broken off: half of a module or of a line would be left.
+_HALF = (*_IMPORT, "kvprof.records.journal")
 
 
 class Stop:
@@ -35,124 +36,125 @@ class Stop:
 
     def __init__(self) -> None:
         self.requested = False
+        self._heard = threading.Event()
 
     def __call__(self) -> bool:
-        """Return True once Ctrl-C was pressed, or another signal asked for the end."""
+        """Return True once the end was asked for; who asks here ends by itself."""
+        if self.requested:
+            self.heard()
         return self.requested
+
+    def heard(self) -> None:
+        """Break nothing off any more."""
+        self._heard.set()
+        if self.requested:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def watch(self, signals: int) -> None:
+        """End the process where a signal, which this pipe tells of, is not heard within seconds."""
+        while told := os.read(signals, 1):
+            if told[0] in _SIGNALS and not self._heard.wait(_DEAF_SECONDS):
+                _leave()
 
 
 @contextmanager
 def graceful_interrupt() -> Iterator[Stop]:
-    """Turn the first Ctrl-C into a request to stop after the step in hand; the second one kills.
+    """Turn the first signal into a request to stop; the second one ends the process at once.
 
-    SIGTERM and SIGHUP are requests too, and come twice from programs that send them; only one that
-    comes seconds later is meant again, for a step that does not end. Outside the main thread
+    A step that has not ended within seconds is left by `Interrupted`. Outside the main thread
     signals cannot be caught, and they stay what they were.
     """
     stop = Stop()
     asked_at = 0.0
 
-    def request(number: int, _frame: FrameType | None) -> None:
+    def request(_number: int, _frame: FrameType | None) -> None:
         nonlocal asked_at
-        again = stop.requested
-        now = time.monotonic()
-        apart = _TWICE_SECONDS if number == signal.SIGINT else _MEANT_SECONDS
-        if again and now - asked_at > apart:
-            raise KeyboardInterrupt
-        if again:
+        if stop.requested:
+            if time.monotonic() - asked_at > _TWICE_SECONDS:
+                _leave()
             return
-        stop.requested, asked_at = True, now
-        from kvprof import console
+        stop.requested, asked_at = True, time.monotonic()
+        _say("interrupted: ending, keeping what was measured (Ctrl-C again drops it)")
+        signal.setitimer(signal.ITIMER_REAL, _STEP_SECONDS, 0.1)
 
-        what = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
-        console.warn(
-            f"{what}: ending after the step in hand, keeping what was measured (Ctrl-C again drops "
-            "it)"
-        )
+    def overdue(_number: int, frame: FrameType | None) -> None:
+        if _is_within(frame, _HALF):
+            return  # this comes again
+        stop.heard()
+        if not _is_within(frame, ("kvprof.commands.output",)):
+            raise Interrupted("interrupted")
 
-    with _handled(request, request):
-        yield stop
+    with _handled({**dict.fromkeys(_SIGNALS, request), signal.SIGALRM: overdue}), _watched(stop):
+        try:
+            yield stop
+        finally:
+            stop.heard()
+
+
+@contextmanager
+def _watched(stop: Stop) -> Iterator[None]:
+    """Let a thread see signals while the main one is deaf to them: in a call that is no Python."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    watcher = threading.Thread(target=stop.watch, args=(reading,), daemon=True)
+    watcher.start()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        watcher.join()
+        os.close(reading)
 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Let each of the signals raise KeyboardInterrupt in the body, which can clean up.
+    """Let each of the signals raise `Interrupted` in the body, which can clean up.
 
-    In the middle of an import it ends the process at once.
+    In the middle of an import it ends the process at once: there it would be swallowed at times.
     """
-    raised = False
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal raised
-        if _is_importing(frame):
-            # There it would be swallowed at times, and half of a module would go on.
-            _leave(number, frame)
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-        elif not raised:  # a second one would end the cleaning up after the first
-            raised = True
-            raise KeyboardInterrupt(signal.Signals(number).name)
+        if _is_within(frame, _IMPORT):
+            _leave()
+        raise Interrupted("interrupted")
 
-    ignored = _in_main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    with _handled(end, None if ignored else end):
+    with _handled(dict.fromkeys(_SIGNALS, end)):
         yield
 
 
-def at_once() -> None:
-    """From here on, end at a signal at once: there is nothing yet, or no longer, to lose."""
-    if not _in_main_thread():
-        return
-    for number in _SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _leave)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
+def _is_within(frame: FrameType | None, modules: tuple[str, ...]) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_IMPORTING):
+        if frame.f_globals.get("__name__") in modules:
             return True
         frame = frame.f_back
     return False
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    # No exception: in the middle of an import it could be swallowed, or told as a traceback.
-    for remove in list(to_remove.values()):
-        with contextlib.suppress(Exception):
-            remove()
-    with contextlib.suppress(OSError):
-        os.write(2, b"kvprof: interrupted\n")
-    os._exit(_INTERRUPTED)
+def _leave() -> None:
+    _say("interrupted")
+    os._exit(ExitCode.INTERRUPTED)
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError):  # not by the stream, which may be in the middle of a write
+        os.write(2, f"kvprof: {words}\n".encode())
 
 
 @contextmanager
-def _handled(end: _Handler, interrupt: _Handler | None) -> Iterator[None]:
-    """Give SIGTERM and SIGHUP one handler and SIGINT another while the body runs."""
-    previous = {}
-    if _in_main_thread():
-        for number in _SIGNALS:
-            own = interrupt if number == signal.SIGINT else end
-            ignored = signal.getsignal(number) == signal.SIG_IGN  # by nohup
-            if own is not None and not (number != signal.SIGINT and ignored):
-                previous[number] = signal.signal(number, own)
+def _handled(handlers: dict[int, _Handler]) -> Iterator[None]:
+    """Give signals their handlers while the body runs, but for those that nohup ignores."""
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, handler)
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def fill_closed_streams() -> None:
-    """Open the null device where a standard stream is closed.
-
-    The next file that is opened would get its number, and with it what libraries print.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import stat
 import subprocess
 import threading
 import time
@@ -19,10 +18,7 @@ _GRACE_SECONDS = 10.0  # for the step in hand
 
 
 class Leash:
-    """A pipe by which a child notices that this process has ended, however it ended.
-
-    The child calls `follow_parent`, which every kvprof does at its start.
-    """
+    """A pipe by which a child that calls `follow_parent` notices that this process has ended."""
 
     def __init__(self) -> None:
         self._write = -1
@@ -30,21 +26,13 @@ class Leash:
     def start(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[Any]":
-        """Start the child, as `subprocess.Popen` does with the same options.
-
-        Raises
-        ------
-        OSError
-        """
+        """Start the child, as `subprocess.Popen` does with the same options."""
         theirs, self._write = os.pipe()
+        if os.name == "posix":  # elsewhere a child keeps no open files
+            options["pass_fds"] = (theirs,)
         environment = {**child_environment(env), _VARIABLE: str(theirs)}
         try:
-            if os.name == "posix":  # elsewhere a child keeps no open files
-                options["pass_fds"] = (theirs,)
             return subprocess.Popen(command, env=environment, **options)
-        except BaseException:
-            self.close()
-            raise
         finally:
             os.close(theirs)
 
@@ -65,23 +53,14 @@ def follow_parent() -> None:
 
     As at SIGTERM at first; what does not end within seconds is killed.
     """
-    stated = os.environ.pop(_VARIABLE, "")
-    if not stated.isdecimal():
+    if (stated := os.environ.pop(_VARIABLE, None)) is None:
         return
     leash = int(stated)
-    try:
-        if leash <= 2 or not stat.S_ISFIFO(os.fstat(leash).st_mode):
-            return
-        os.set_inheritable(leash, False)
-    except (OSError, OverflowError):
-        return
+    os.set_inheritable(leash, False)
 
     def watch() -> None:
-        try:
-            if os.read(leash, 1):
-                return  # released
-        except OSError:
-            return
+        if os.read(leash, 1):
+            return  # released
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_SECONDS)
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))

@@ -8,10 +8,10 @@ import os
 import subprocess
 from dataclasses import dataclass
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 
 from kvprof.child import child_environment, module_command
 from kvprof.environment import package_version
-from kvprof.scratch import ScratchFolder
 
 __all__ = ["TritonState", "probe_triton"]
 
@@ -46,7 +46,7 @@ def probe_triton() -> TritonState:
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if version is None or find_spec("triton") is None:
         return TritonState(version, False, interpreted, "Triton is not installed")
-    with ScratchFolder("triton") as cache:
+    with TemporaryDirectory(prefix="kvprof-triton-") as cache:
         settings = child_environment()
         settings.pop("TRITON_INTERPRET", None)
         settings["TRITON_CACHE_DIR"] = cache

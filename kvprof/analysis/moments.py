@@ -103,6 +103,15 @@ class LayerMoments:
         counts = {key: empty_counts(shapes[key][0], device) for key in ("k", "v") if magnitudes}
         return cls(rest=zeros(), first=zeros(), c_o=c_o, c_wv=c_wv, magnitudes=counts)
 
+    def copy(self) -> "LayerMoments":
+        """Return an independent copy; weights' moments are shared."""
+        return replace(
+            self,
+            rest={key: value.clone() for key, value in self.rest.items()},
+            first={key: value.clone() for key, value in self.first.items()},
+            magnitudes={key: value.clone() for key, value in self.magnitudes.items()},
+        )
+
     def gram(self, key: str) -> Tensor:
         """Return the Gram matrices of `key` over all positions, ``[heads, d, d]``."""
         return self.rest[key] + self.first[key]
@@ -190,17 +199,7 @@ class Moments:
 
     def snapshot(self) -> "Moments":
         """Return an independent copy of the current state; weights' moments are shared."""
-        layers = [
-            LayerMoments(
-                rest={key: value.clone() for key, value in layer.rest.items()},
-                first={key: value.clone() for key, value in layer.first.items()},
-                c_o=layer.c_o,
-                c_wv=layer.c_wv,
-                magnitudes={key: value.clone() for key, value in layer.magnitudes.items()},
-            )
-            for layer in self.layers
-        ]
-        return replace(self, layers=layers, info=dict(self.info))
+        return replace(self, layers=[layer.copy() for layer in self.layers], info=dict(self.info))
 
 
 # Tokens that are widened to float64 at a time: enough for full speed, little memory.

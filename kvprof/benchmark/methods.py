@@ -198,7 +198,7 @@ def make_methods(
     ------
     UsageError
         For what cannot be made here, or what no kernel runs, with why.
-    CalibrationInterrupted
+    Interrupted
         When `should_stop` said so.
     """
     read = {name: _read(plans[name], shape) for name in names if name in plans}

@@ -22,8 +22,8 @@ from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.rows import TOLERANCE, Found, SampleWarnings, Timed, add_row
 from kvprof.benchmark.shapes import Shape, load_shape
-from kvprof.benchmark.timing import DeviceLost, Interrupted, Sampler, interleaved, sampler
-from kvprof.errors import KvprofError, LackingError, UsageError
+from kvprof.benchmark.timing import DeviceLost, Sampler, interleaved, sampler
+from kvprof.errors import Interrupted, KvprofError, LackingError, UsageError
 from kvprof.kernels.dispatch import compiling_ahead
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.progress import Progress, silent

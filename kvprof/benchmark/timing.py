@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvprof.errors import Interrupted
 from kvprof.runtime.tensors import Pool, capturing
 
 __all__ = [
     "DeviceLost",
-    "Interrupted",
     "Sampler",
     "interleaved",
     "median_interval",
@@ -42,10 +42,6 @@ _SETTLE_SECONDS = 0.05
 _FULL = 0.5  # of the GPU's memory
 _RESAMPLES = 2000
 _SEED = 0
-
-
-class Interrupted(Exception):
-    """The user asked for the end before the samples were complete."""
 
 
 class DeviceLost(Exception):

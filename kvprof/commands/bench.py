@@ -46,6 +46,8 @@ from kvprof.commands.options import (
     MODEL,
     GgufOption,
     check_rate,
+    joined,
+    method_option,
     read_counts,
     resolve_device,
     share_option,
@@ -118,14 +120,11 @@ def bench(
         typer.Option("--phase", metavar="LIST", help="decode, prefill. Default: both."),
     ] = None,
     methods: Annotated[
-        str | None,
-        typer.Option(
-            "--methods",
-            metavar="LIST",
-            help="Those of plan, palu:heads=1 too; also uniform, palu-folded and "
+        list[str] | None,
+        method_option(
+            "Those of plan, palu:heads=1 too; also uniform, palu-folded and "
             "tale:bits=none. Default full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct "
             "full,palu,fdc; with --load full,fp8,fdc.",
-            show_default=False,
         ),
     ] = None,
     plan: Annotated[
@@ -251,7 +250,7 @@ def bench(
         simulate=simulate or None,
         engine=engine,
     )
-    named, plans = _asked(methods, plan, load=load), tuple(map(str, plan or ()))
+    named, plans = _asked(joined(methods), plan, load=load), tuple(map(str, plan or ()))
     if load:
         asked.refuse_beside_load(
             {

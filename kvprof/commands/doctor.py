@@ -1,15 +1,12 @@
 """``kvprof doctor``: what has this machine, and what can each command do here?"""
 
-import os
 import platform
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import typer
 from packaging.specifiers import SpecifierSet
-from platformdirs import user_cache_path, user_data_path
 
 from kvprof import console
 from kvprof.bandwidth import cpu_read_bandwidth, gpu_read_bandwidth
@@ -24,7 +21,6 @@ from kvprof.requirements import (
     package_states,
     python_wanted,
 )
-from kvprof.scratch import sweep, sweep_folder
 from kvprof.triton_probe import probe_triton
 
 # Decoding is bound by how fast memory is read; steps between generations of hardware.
@@ -57,7 +53,6 @@ def doctor(
     warnings: list[str] = []
     with console.status("looking around"):
         data = _examine(measure, warnings)
-        warnings += _left_over()
     for warning in warnings:
         console.warn(warning)
     outputs.end(
@@ -108,22 +103,6 @@ def _install(packages: list[PackageState]) -> list[dict[str, str]]:
         {"for": f"extra {extra}" if extra else "required", "command": install_command(*lacking)}
         for extra, lacking in wrong.items()
     ]
-
-
-def _left_over() -> list[str]:
-    """Remove what runs that were killed have left, and name it."""
-    stated = os.environ.get("KVPROF_CACHE")
-    kept = (
-        user_cache_path("kvprof"),
-        user_data_path("kvprof", appauthor=False),
-        *([Path(stated)] if stated else []),
-    )
-    found = [*sweep(), *sweep_folder(Path.cwd())]
-    for folder in kept:
-        found += sweep_folder(folder, deep=True)
-    if not found:
-        return []
-    return [f"removed what runs that were killed had left: {', '.join(map(str, found))}"]
 
 
 def _bandwidth_class(gpu: Gpu) -> str:

@@ -7,7 +7,6 @@ import typer
 
 from kvprof.commands.options import (
     DATA,
-    METHOD,
     AllocationOption,
     BatchSizeOption,
     CalibrateOption,
@@ -17,6 +16,7 @@ from kvprof.commands.options import (
     DtypeOption,
     GgufOption,
     GridOption,
+    MethodOption,
     MethodOptionsOption,
     MinimumOption,
     ModelArgument,
@@ -34,7 +34,6 @@ from kvprof.commands.options import (
     TrustOption,
     check_choice,
     method_options,
-    only_plan,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -58,17 +57,10 @@ if TYPE_CHECKING:
 
 def eval(
     model: ModelArgument = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            rich_help_panel=METHOD,
-            help="kq, fdc, zack, palu, tale, kq-4bit …; repeatable.",
-        ),
-    ] = None,
+    method: MethodOption = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    files: PlanFileOption = None,
+    plan: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     calibrate_seq_len: CalibrateSeqLenOption = None,
@@ -123,7 +115,6 @@ def eval(
     kvprof eval --plan kq.plan --csv eval.csv
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
-    plan = only_plan(files)
     outputs.check(read=[model, plan, calibrate, text])
     methods = _split(method)
     options = method_options(allocation, grid, minimum, option)

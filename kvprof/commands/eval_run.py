@@ -12,7 +12,7 @@ from kvprof.commands.steps import (
     check_reach,
     plan_of,
 )
-from kvprof.errors import UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.evaluator import hidden_in_one_pass, refuse_hidden
 from kvprof.evaluation.harness import (
     HarnessSettings,
@@ -346,6 +346,9 @@ def run_evaluations(
             progress.describe(f"{loaded.spec}, {plan.method}")
             try:
                 evaluation = evaluator.evaluate(plan, progress.advance, stop)
+            except Interrupted:
+                run.complete = False
+                break
             except Exception as failure:  # whatever it is, it costs nothing that was measured
                 run.failure, run.complete = failure, False
                 break
@@ -396,6 +399,9 @@ def _run_harness(
             with console.status(f"lm-eval, {loaded.spec}, {name}"):
                 found = harness_rows(loaded, plan, settings)
             rows += [row for row in found if not (hidden and row["single_pass"])]
+        except Interrupted:
+            run.complete = False
+            return
         except Exception as failure:
             run.failure, run.complete = failure, False
             return

@@ -95,8 +95,7 @@ def export(
 def _put(content: str | bytes, output: Path | None, force: bool) -> None:
     if output is None or output == _STDOUT:
         text = content if isinstance(content, str) else content.decode("utf-8")
-        if problem := console.deliver(lambda out: out.out(text, end="", highlight=False)):
-            raise problem
+        console.report_console().out(text, end="", highlight=False)
     elif isinstance(content, str):
         write_text_atomic(output, content, force)
     else:

@@ -26,6 +26,8 @@ from kvprof.commands.options import (
     TeacherForcedOption,
     TextOption,
     TrustOption,
+    joined,
+    method_option,
     method_options,
 )
 from kvprof.commands.output import (
@@ -47,14 +49,13 @@ from kvprof.methods.named import COMPARED, check_names, method_entries
 
 def frontier(
     model: ModelArgument = None,
-    methods: Annotated[
-        str,
-        typer.Option(
-            "--methods",
-            help="Joined by commas; kq:allocation=budget,grid=32 gives one options of its own. "
-            "full and fp8 are always there.",
+    method: Annotated[
+        list[str] | None,
+        method_option(
+            "Joined by commas; kq:allocation=budget,grid=32 gives one options of its own. "
+            f"full and fp8 are always there. Default {COMPARED}."
         ),
-    ] = COMPARED,
+    ] = None,
     target: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,6 +119,7 @@ def frontier(
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     outputs.check(read=[model, calibrate, text])
+    methods = joined(method) or COMPARED
     targets = parse_targets(target or (), metric)
     if cache is not None and no_cache:
         raise UsageError("--cache and --no-cache contradict each other; keep one")

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvprof import console
-from kvprof.errors import KvprofError, UsageError
+from kvprof.errors import Interrupted, KvprofError, UsageError
 from kvprof.evaluation.evaluation_cache import EvaluationCache
 from kvprof.evaluation.evaluator import Evaluator, hidden_in_one_pass, refuse_hidden
 from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
-from kvprof.evaluation.rate_search import Interrupted
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_metric
 from kvprof.interrupt import Stop
@@ -22,7 +21,7 @@ from kvprof.methods.named import ALWAYS
 from kvprof.methods.needs import runtime_needs
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
-from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.tokens import check_separate, chosen_on
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
@@ -138,10 +137,7 @@ def run_frontier(
         def family_of(request: MethodRequest) -> PlanFamily:
             if request.label in blind:
                 raise UsageError(blind[request.label])
-            try:
-                family = calibrator.family(request.method, **request.options)
-            except CalibrationInterrupted:
-                raise Interrupted from None
+            family = calibrator.family(request.method, **request.options)
             least, most = (
                 (family.settings or family.bounds)[0],
                 (family.settings or family.bounds)[-1],

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.text import Text
 
 from kvprof import console
 from kvprof.commands.options import (
@@ -28,7 +27,7 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     checked_choice,
-    only_plan,
+    one_method,
     share_option,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
@@ -111,7 +110,7 @@ def generate(
     method: MethodOption = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    files: PlanFileOption = None,
+    plan_file: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     allocation: AllocationOption = None,
@@ -137,13 +136,12 @@ def generate(
     kvprof generate --plan kq.plan --prompt-file question.txt --chat
     """
     outputs = Outputs(json=json, out=out, force=force)
-    plan_file = only_plan(files)
     outputs.check(read=[model, plan_file, calibrate, prompt_file])
     wanted = parse_count(max_new_tokens, what="--max-new-tokens")
     _check_sampling(sample, temperature, top_p, seed)
     text = read_prompt(prompt, prompt_file)
     choice = checked_choice(
-        method=method,
+        method=one_method(method),
         plan_file=plan_file,
         rate=rate,
         removal=removal,
@@ -183,7 +181,7 @@ def generate(
     )
     with graceful_interrupt() as stop:
         plan = make_plan(loaded, **choice, context=context_tokens, seq_len=None, stop=stop)
-        data, unheard = run_generation(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
+        data = run_generation(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
         data = {"prompt": text, "prompt_tokens": len(ids), **data}
         cut = data["ended"] == "interrupted" or (diff and data["difference"] is None)
         inputs = {
@@ -209,8 +207,6 @@ def generate(
         def report(result: dict[str, Any], width: int, colour: bool) -> Any:
             differs = result["data"]["difference"] is not None
             shown = [view.comparison(result, width, colour=colour)] if differs else []
-            if unheard is not None:  # the text was not read as it was written
-                shown.insert(0, Text(result["data"]["text"]))
             return Group(*shown) if shown else None
 
         try:
@@ -221,7 +217,6 @@ def generate(
                 warnings=[*plan.made.get("notes", ()), *own_warnings],
                 complete=not cut,
                 report=report,
-                unheard=unheard,
             )
         finally:
             console.note(view.cache_line({"data": data, "inputs": inputs}))

@@ -1,10 +1,7 @@
 """The run of ``kvprof generate``: text from the compressed model, then from its own."""
 
-import errno
 from contextlib import nullcontext
 from typing import Any
-
-from rich.console import Console
 
 from kvprof import console
 from kvprof.commands.output import Outputs
@@ -62,31 +59,15 @@ def run_generation(
     *,
     diff: bool,
     stop: Stop,
-) -> tuple[dict[str, Any], OSError | None]:
-    """Run the compressed model, then with `diff` the uncompressed one.
-
-    Returns
-    -------
-    dict
-        Of the result.
-    OSError or None
-        Why stdout did not take the text.
-    """
-    unheard: OSError | None = None
+) -> dict[str, Any]:
+    """Run the compressed model, then with `diff` the uncompressed one; return the result's data."""
+    terminal = console.report_console()
 
     def out(piece: str, end: str = "") -> None:
-        nonlocal unheard
-        if unheard is not None:
-            return
-
-        def put(terminal: Console) -> None:
-            # A terminal that is no UTF-8 cannot show everything that a model writes.
-            shown = piece.encode(terminal.encoding, "replace").decode(terminal.encoding)
-            terminal.out(shown, end=end, highlight=False)
-
-        unheard = console.deliver(put)
-        if unheard is not None and unheard.errno == errno.EPIPE and not outputs.to_files:
-            raise unheard  # nobody reads on, and nothing is kept
+        # A terminal that is no UTF-8 cannot show everything that a model writes.
+        shown = piece.encode(terminal.encoding, "replace").decode(terminal.encoding)
+        terminal.out(shown, end=end, highlight=False)
+        terminal.file.flush()
 
     def run(*, streams: bool) -> Generated:
         return generate_text(
@@ -106,7 +87,7 @@ def run_generation(
         ours = run(streams=streams)
         if streams:
             out("", end="\n")
-        cache = _cache(loaded, plan, session.cache)
+        cache = None if ours.broken else _cache(loaded, plan, session.cache)
         notes, decoding = session.kernel_notes, _decoding(session)
     tokenizer = loaded.tokenizer()
     data: dict[str, Any] = {
@@ -122,7 +103,7 @@ def run_generation(
             theirs = run(streams=False)
         if theirs.ended != "interrupted":
             data["difference"] = difference(ours, theirs, tokenizer.decode)
-    return data, unheard
+    return data
 
 
 def _cache(loaded: LoadedModel, plan: Plan, cache: CompressedCache | None) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Options that several commands share, and how ``--help`` shows a command's options."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from inspect import cleandoc
@@ -18,6 +19,7 @@ from kvprof.sizes import parse_counts, parse_share, second_reading
 
 __all__ = [
     "DATA",
+    "GONE",
     "METHOD",
     "MODEL",
     "OUTPUT",
@@ -54,13 +56,34 @@ __all__ = [
     "check_rate",
     "checked_choice",
     "grouped_option",
+    "joined",
+    "method_option",
     "method_options",
-    "only_plan",
+    "one_method",
     "parse_rates",
     "read_counts",
     "resolve_device",
     "share_option",
 ]
+
+
+#: Commands, and options after their command's name, that went: what to use instead.
+#: `kvprof.cli` reads it where nothing of that name exists.
+GONE = {
+    "bench --against": "kvprof compare sets two results side by side",
+    "bench --capacity": "kvprof plan --fit says what fits in a memory",
+    "bench --check": "run once with --real and once with --composed",
+    "bench --sample-steps": "kvprof bench --jct measures steps",
+    "bench --schedule": "leave it out; one way to cut the work is left",
+    "bench --step-times": "--simulate uses the step times that ship",
+    "bench --vllm": "python benchmarks/vllm_alone.py times vLLM's own parts",
+    "frontier --speeds": "kvprof bench measures speeds",
+    "plan --prefill": "kvprof bench --jct measures prefill",
+    "plan --rates": "give --rate; kvprof frontier finds it",
+    "plan --target": "give --rate; kvprof frontier finds it",
+    "runs": "kvprof show lists the runs and shows one",
+    "warm": "kernels are compiled where they are first used",
+}
 
 
 # --- What ``--help`` says of a command: its options in groups, and examples to copy.
@@ -113,6 +136,24 @@ class Command(Examples, TyperCommand):
         self.help = text.strip().replace("``", "") or self.help
         named = dict(zip(sections[::2], sections[1::2], strict=True))
         self.examples = named.get("Examples", "").strip().splitlines()
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Make the parser, which takes one value where one is asked for."""
+        parser = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            values, rest, order = parse(args)
+            for option, times in Counter(order).items():
+                single = not getattr(option, "multiple", True) and not getattr(
+                    option, "is_flag", True
+                )
+                if single and times > 1:
+                    raise UsageError(f"{option.opts[0]} is given {times} times; it takes one value")
+            return values, rest, order
+
+        parser.parse_args = parse_args  # type: ignore[method-assign]
+        return parser
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, a section for each group."""
@@ -278,14 +319,21 @@ def parse_rates(text: str, *, what: str) -> list[float]:
 # --- Options that say which method, how much of it, and what it is calibrated on.
 
 
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
+def method_option(
+    text: str = "fdc, zack, palu, tale, kq, fp8 …, or kq-4bit, fdc+keyformer.",
+) -> Any:
+    """Return the option that names methods: joined by commas, or repeated."""
+    return typer.Option(
         "--method",
+        "--methods",
+        metavar="LIST",
         rich_help_panel=METHOD,
-        help="fdc, zack, palu, tale, kq, fp8 …, or kq-4bit, fdc+keyformer.",
-    ),
-]
+        help=text,
+        show_default=False,
+    )
+
+
+MethodOption = Annotated[list[str] | None, method_option()]
 RateOption = Annotated[
     float | None,
     share_option(
@@ -296,9 +344,8 @@ RemovalOption = Annotated[
     float | None,
     share_option("--removal", "Instead of --rate: the removal rate of FDC eq. 1.", METHOD),
 ]
-# A list, so that a second one is seen: of an option given twice the first would be lost.
 PlanFileOption = Annotated[
-    list[Path] | None,
+    Path | None,
     typer.Option(
         "--plan", metavar="FILE", rich_help_panel=METHOD, help="A saved plan, instead of --method."
     ),
@@ -446,20 +493,23 @@ def read_counts(text: str, *, what: str) -> list[int]:
     return counts
 
 
-def only_plan(files: list[Path] | None) -> Path | None:
-    """Return the saved plan that is given, if one is.
+def joined(given: list[str] | None) -> str | None:
+    """Return what a repeated option names as one list; None where it is not given."""
+    return ",".join(given) if given else None
+
+
+def one_method(given: list[str] | None) -> str | None:
+    """Return the method of a command that takes one.
 
     Raises
     ------
     UsageError
-        When several are.
+        When several are named.
     """
-    if files is not None and len(files) > 1:
-        raise UsageError(
-            f"--plan names {len(files)} plans ({', '.join(map(str, files))}); this command takes "
-            "one: run it once for each"
-        )
-    return files[0] if files else None
+    named = joined(given)
+    if named is not None and "," in named:
+        raise UsageError(f"--method {named}: this takes one method; run it once for each")
+    return named
 
 
 def method_options(

@@ -1,6 +1,5 @@
 """Where a command's result goes: options, checks before the work, and how a command ends."""
 
-import errno
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from kvprof import console
 from kvprof.commands.options import OUTPUT
@@ -177,11 +175,6 @@ class Outputs:
         """Where the events of a run go that keeps a journal; None without a folder."""
         return self.out / EVENTS_NAME if self.out is not None else None
 
-    @property
-    def to_files(self) -> bool:
-        """Whether anything goes to a file."""
-        return any(path != _STDOUT for path in self.files().values())
-
     def check(
         self, extra: Mapping[str, Path | None] | None = None, read: Iterable[Any] = ()
     ) -> None:
@@ -247,7 +240,6 @@ class Outputs:
         lost: Sequence[str] = (),
         keep: Callable[[dict[str, Any]], Sequence[str]] | None = None,
         report: Report = kinds.report,
-        unheard: OSError | None = None,
         code: ExitCode = ExitCode.DONE,
     ) -> None:
         """End a command that has measured: make its result, and `finish` with it.
@@ -256,7 +248,7 @@ class Outputs:
         ----------
         kind, inputs, data, warnings, complete
             Of the result, as `kvprof.records.result.build_result` takes them.
-        problem, lost, report, unheard, code
+        problem, lost, report, code
             As `finish` takes them; an incomplete result names the problem as its reason.
         interrupted : bool, optional
             Whether the user ended it; without it, whether the result is incomplete.
@@ -285,7 +277,6 @@ class Outputs:
             lost=[*lost, *unkept],
             problem=problem,
             interrupted=not complete if interrupted is None else interrupted,
-            unheard=unheard,
             code=code,
         )
 
@@ -326,15 +317,13 @@ class Outputs:
         lost: Sequence[str] = (),
         problem: BaseException | None = None,
         interrupted: bool = False,
-        unheard: OSError | None = None,
         code: ExitCode = ExitCode.DONE,
     ) -> None:
         """Write a result to every destination, print its report, and leave.
 
         The report, the CSV and the figure are those of the result's kind. A destination that fails
         (a disk that is full by now, a file that has come to exist) keeps neither the others from
-        being written nor the report from being printed. Where stdout fails and nothing else holds
-        the result, the report goes to stderr.
+        being written nor the report from being printed.
 
         Parameters
         ----------
@@ -349,8 +338,6 @@ class Outputs:
             What ended the measurement early, or what it failed at.
         interrupted : bool
             Whether the user ended it.
-        unheard : OSError, optional
-            Why stdout did not take what was to be on it before the report.
         code : ExitCode, optional
             With which the command ends where all of the above went well.
 
@@ -365,21 +352,15 @@ class Outputs:
             With 130, when it was interrupted, or with `code`.
         """
         missing = list(lost)
-        kept, refused = self._write(result, missing)
-        unheard = unheard or refused
-
-        def show(terminal: Console) -> None:
-            if (shown := report(result, terminal.width, not terminal.no_color)) is not None:
+        texts = self._write(result, missing)
+        terminal = console.report_console()
+        for text in texts:
+            # out() writes as is: print() would wrap lines and read [brackets] as markup.
+            terminal.out(text, end="", highlight=False)
+        if self.report_to_stdout:
+            shown = report(result, terminal.width, not terminal.no_color)
+            if shown is not None:
                 terminal.print(shown)
-
-        if self.report_to_stdout and unheard is None:
-            unheard = console.deliver(show)
-        # A reader that left has seen what it wanted.
-        unread = unheard is not None and unheard.errno != errno.EPIPE
-        if (unread and not kept) or (missing and self.csv == _STDOUT):
-            console.spill(show)
-        if unheard is not None and unheard.errno != errno.EPIPE:
-            missing.append(f"cannot write to stdout: {unheard.strerror or unheard}")
         if missing:
             said = [*missing, *([str(problem)] if problem is not None else [])]
             raise FailedError("; ".join(said)) from problem
@@ -387,26 +368,20 @@ class Outputs:
             raise problem
         if interrupted:
             raise typer.Exit(ExitCode.INTERRUPTED)
-        if unheard is not None:
-            raise unheard
         if code != ExitCode.DONE:
             raise typer.Exit(code)
 
-    def _write(self, result: dict[str, Any], missing: list[str]) -> tuple[bool, OSError | None]:
-        """Write every file; return whether one holds the result, and what stdout failed with."""
-        kept = False
-        unheard: OSError | None = None
+    def _write(self, result: dict[str, Any], missing: list[str]) -> list[str]:
+        """Write every file; return what is to be on stdout."""
+        texts: list[str] = []
 
         def put(option: str, path: Path | None, content: Callable[[], str | bytes]) -> None:
-            nonlocal kept, unheard
             if path is None:
                 return
             try:
                 made = content()
                 if path == _STDOUT and isinstance(made, str):
-                    # out() writes as is: print() would wrap lines and read [brackets] as markup.
-                    text = made
-                    unheard = console.deliver(lambda out: out.out(text, end="", highlight=False))
+                    texts.append(made)
                     return
                 data = made.encode("utf-8") if isinstance(made, str) else made
                 try:
@@ -420,7 +395,6 @@ class Outputs:
                         f"{path} has come to exist meanwhile and was left alone; what was to be "
                         f"there is in {other}"
                     )
-                kept = kept or option in ("--out", "--json", "--csv")
             except KvprofError as failure:
                 missing.append(str(failure))
             except Exception as failure:  # what was measured is worth more than its drawing
@@ -432,7 +406,7 @@ class Outputs:
         # The result first: it is what cannot be had again.
         if self.out is not None:
             put("--out", self.out / RESULT_NAME, text)
-            if self.force and kept:
+            if self.force and not missing:
                 try:
                     remove_other_events(self.out, result)
                 except KvprofError as failure:
@@ -447,7 +421,7 @@ class Outputs:
 
             put("--svg", self.svg, lambda: draw("svg"))
             put("--png", self.png, lambda: draw("png"))
-        return kept, unheard
+        return texts
 
     def files(self) -> dict[str, Path]:
         """Return where the result goes, by option."""

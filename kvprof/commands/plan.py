@@ -24,7 +24,9 @@ from kvprof.commands.options import (
     TrustOption,
     check_choice,
     check_rate,
+    joined,
     method_options,
+    one_method,
     read_counts,
 )
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
@@ -45,13 +47,6 @@ def plan(
     fit: Annotated[
         str | None,
         typer.Option("--fit", metavar="SIZE", help="80GB: which context and batch fit, by method."),
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            "--methods",
-            help="Of --fit and --transfer. Default, with --rate: fdc,zack,palu,tale,kq.",
-        ),
     ] = None,
     reserve: Annotated[
         str | None,
@@ -139,6 +134,8 @@ def plan(
     outputs.check({"--save": save}, read=[model, plan_files, calibrate, compare])
     files = plan_files or []
     options = method_options(allocation, grid, minimum, option)
+    several = " and ".join(["--fit"] * (fit is not None) + ["--transfer"] * transfer)
+    named = joined(method)
     how: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -148,7 +145,7 @@ def plan(
         "compressed": True,
     }
     given: dict[str, Any] = {
-        "method": method,
+        "method": named if several else one_method(method),
         "rate": rate,
         "removal": removal,
         "calibrate": calibrate,
@@ -161,12 +158,7 @@ def plan(
     )
     _refuse("means nothing without --fit", {"--reserve": reserve} if fit is None else {})
     sizes = None if fit is None else _fit_sizes(fit, reserve or "10%")
-    several = " and ".join(["--fit"] * (fit is not None) + ["--transfer"] * transfer)
     if not several:
-        _refuse(
-            "means nothing without --fit or --transfer",
-            {"--methods": methods},
-        )
         _check_one(files, save)
         check_choice(plan_file=files[0] if files else None, **given)
     else:
@@ -181,10 +173,8 @@ def plan(
                 "--servable": servable,
             },
         )
-        if method is not None and methods is not None:
-            raise UsageError(f"--method and --methods both name what {several} is for; keep one")
         check_rate(rate)
-        if named := methods or method:
+        if named is not None:
             check_names(name for _, name, _ in method_entries(named))
     if shape is not None and model is not None:
         raise UsageError(f"{model} and --shape {shape} both say what is planned for; keep one")
@@ -228,7 +218,7 @@ def plan(
     with graceful_interrupt() as stop:
         choices = choose_plans(
             planned,
-            methods=method if methods is None else methods,
+            methods=named,
             rate=rate,
             plan_files=files,
             calibrate=calibrate,

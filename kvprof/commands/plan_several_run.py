@@ -13,7 +13,7 @@ from kvprof.commands.options import method_options
 from kvprof.commands.plan_run import model_inputs, refuse_loading
 from kvprof.commands.steps import calibration_options
 from kvprof.dtypes import read_dtype
-from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
+from kvprof.errors import FailedError, Interrupted, KvprofError, LackingError, UsageError
 from kvprof.evaluation.requests import MethodRequest, parse_methods
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import bytes_at, rate
@@ -27,7 +27,7 @@ from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import follows_from_rate
 from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel
-from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
+from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.sizes import format_bytes
 
@@ -218,7 +218,7 @@ def choose_plans(
             except (UsageError, FailedError) as reason:  # the others still have something to say
                 refused = refused or reason
                 missing.append({"label": request.label, "reason": str(reason)})
-    except CalibrationInterrupted:
+    except Interrupted:
         complete = False
     told = {*(row.label for row in rows), *(one["label"] for one in missing)}
     missing += [

@@ -15,6 +15,7 @@ from platformdirs import user_cache_path
 from kvprof import console
 from kvprof.commands.bench_load import baseline_first, check_offered
 from kvprof.commands.bench_load_servers import served_method
+from kvprof.commands.options import Command
 from kvprof.commands.output import Outputs, check_folder
 from kvprof.errors import (
     ClaimNotMetError,
@@ -90,7 +91,7 @@ def check_command(words: Sequence[str]) -> str | None:
 def _command(name: str) -> Any:
     function = getattr(import_module(f"kvprof.commands.{name}"), name)
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(name)(function)
+    alone.command(name, cls=Command)(function)
     return typer.main.get_command(alone)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvprof import console
 from kvprof.commands.steps import calibration_interrupts, calibration_options
-from kvprof.errors import KvprofError, UsageError
+from kvprof.errors import Interrupted, KvprofError, UsageError
 from kvprof.evaluation.data import TextSample, default_shape, text_samples
 from kvprof.evaluation.sensitivity import Sensitivity, answers, layers_that_stay
 from kvprof.interrupt import Stop
@@ -109,16 +109,14 @@ def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
             f"intervals come from {sequences} sequence{'s' if sequences > 1 else ''}, too few to "
             f"vary as other text would: take --tokens {LEAST_SEQUENCES * length} or more"
         )
-    noise = None
     with console.track(f"{len(parts) * len(settings)} cells", len(parts) * len(settings)) as bar:
-        if not stop():
-            noise = measuring.measure({})
+        noise = measuring.measure({})
         rows, complete = measuring.cells(parts, settings, advance=bar.advance, should_stop=stop)
     found.data = {
         "model_layers": len(loaded.layout.layers),
         "heads": [loaded.layout.layers[layer].num_kv_heads for layer in request.layers],
-        "baseline_accuracy": noise["baseline_accuracy"] if noise else None,
-        "noise": noise["kl"] if noise else None,
+        "baseline_accuracy": noise["baseline_accuracy"],
+        "noise": noise["kl"],
         "cells": rows,
         **answers(rows, parts, request.limit),
         "budgets": [],
@@ -264,7 +262,10 @@ def _measured(measuring: Sensitivity, wanted: list[_Whole], stop: Stop) -> bool:
                     continue
                 if stop():
                     return False
-                known[key] = measuring.measure(measuring.assignment(chosen))
+                try:
+                    known[key] = measuring.measure(measuring.assignment(chosen))
+                except Interrupted:
+                    return False
                 bar.advance(1)
             whole.keep([known[_key(chosen)] for chosen in whole.chosen])
     return True

@@ -10,7 +10,6 @@ import typer
 
 from kvprof import console
 from kvprof.commands.options import (
-    METHOD,
     AllocationOption,
     CalibrateOption,
     CalibrateTokensOption,
@@ -26,8 +25,9 @@ from kvprof.commands.options import (
     RevisionOption,
     TrustOption,
     check_choice,
+    method_option,
     method_options,
-    only_plan,
+    one_method,
 )
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
@@ -64,16 +64,14 @@ def serve(
         ),
     ] = None,
     method: Annotated[
-        str | None,
-        typer.Option(
-            "--method",
-            rich_help_panel=METHOD,
-            help="fdc, zack, kq, svd-kv or palu; quantised fdc-8bit, kq-4bit … Others are refused.",
+        list[str] | None,
+        method_option(
+            "fdc, zack, kq, svd-kv or palu; quantised fdc-8bit, kq-4bit … Others are refused.",
         ),
     ] = None,
     rate: RateOption = None,
     removal: RemovalOption = None,
-    files: PlanFileOption = None,
+    plan_file: PlanFileOption = None,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     allocation: AllocationOption = None,
@@ -98,10 +96,10 @@ def serve(
     kvprof serve reference --method fdc --rate 0.5 --port 8001
     kvprof serve reference --plan kq.plan -- --max-num-seqs 64 --max-model-len 1024
     """
-    plan_file = only_plan(files)
+    name = one_method(method)
     options = method_options(allocation, grid, minimum, option)
     check_choice(
-        method,
+        name,
         plan_file,
         rate=rate,
         removal=removal,
@@ -126,7 +124,7 @@ def serve(
     if gguf is None:
         refuse_weightless(spec, load_format, engine or [])
     given: dict[str, Any] = {
-        "--method": method,
+        "--method": name,
         "--rate": rate,
         "--removal": removal,
         "--calibrate": calibrate,

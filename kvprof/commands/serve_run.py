@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
@@ -19,7 +20,6 @@ from kvprof.methods.named import options_in
 from kvprof.methods.plan_files import save_plan
 from kvprof.models.locate import locate
 from kvprof.models.placement import main_device, parse_dtype
-from kvprof.scratch import ScratchFolder
 from kvprof.serving.plugin import check_found
 from kvprof.serving.refusals import check_method, check_servable
 from kvprof.serving.served import longest_graph, served_plan
@@ -60,7 +60,7 @@ def calibrated(
     if plan_file is not None:
         yield plan_file
         return
-    with ScratchFolder("serve") as folder:
+    with TemporaryDirectory(prefix="kvprof-serve-") as folder:
         path = Path(folder) / "served.plan"
         if given.get("--gguf") is None and not has_weights(model):
             _draw(model, path, given, option or ())

@@ -16,7 +16,7 @@ from kvprof import console
 from kvprof.commands.options import check_choice, read_counts
 from kvprof.commands.output import end_without_result
 from kvprof.environment import usable_threads
-from kvprof.errors import UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.data import default_shape, text_samples
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.tasks.registry import (
@@ -33,7 +33,7 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, has_removal_rate
 from kvprof.models.load import LoadedModel, load_model
-from kvprof.moments.calibrator import CalibrationInterrupted, CalibrationOptions, Calibrator
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.records.figures import LEAST_SEQUENCES
@@ -521,7 +521,7 @@ def calibration_interrupts(lacking: str = "there is no plan yet") -> Iterator[No
     """
     try:
         yield
-    except CalibrationInterrupted as cause:
+    except Interrupted as cause:
         end_without_result(f"calibration {cause}: {lacking}, and nothing is kept")
 
 

@@ -148,11 +148,8 @@ def missing_terminal() -> str | None:
     """Return in words why there can be no live view; None when there can."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
-        try:
-            if stream is None or not stream.isatty():
-                return f"{name} is no terminal"
-        except ValueError:  # closed
-            return f"{name} is closed"
+        if stream is None or not stream.isatty():
+            return f"{name} is no terminal"
     if os.environ.get("TERM") == "dumb":
         return "this terminal (TERM=dumb) cannot draw"
     try:

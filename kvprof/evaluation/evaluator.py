@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvprof.environment import cpu_model, package_version
-from kvprof.errors import FailedError, UsageError
+from kvprof.errors import FailedError, Interrupted, UsageError
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.decode import (
     Advance,
@@ -378,16 +378,19 @@ class Evaluator:
         plan = plan_family("full", inputs).build(0.0)
         found = Found()
         work = [*self.workload.text, *self.workload.tasks]
-        for batch in _until_stopped(work, found, should_stop):
+
+        def run(batch: TextBatch | TaskBatch) -> None:
             with self._explained(_UNCOMPRESSED, plan, batch):
                 if isinstance(batch, TaskBatch):
                     self._answer(batch, None, found, advance)
-                    continue
+                    return
                 logits = baseline_logits(self.loaded, batch.ids)
                 batch.base = self._scored(_UNCOMPRESSED, batch, logits.unbind(1))
                 batch.logits = logits if self.workload.keeps_logits else None
             found.text.append((batch, batch.base))
             advance(self.workload.prefill_steps(self.workload.seq_len))
+
+        _run(work, run, found, should_stop)
         self._answers = found.answers
         result = self._assembled(plan, found, found.answers)
         self._baseline = {**without_intervals(result), "worst_tokens": [], "measured_bytes": None}
@@ -436,13 +439,16 @@ class Evaluator:
         # compressed one cannot stay open.
         entered = compressed(self.loaded, plan) if keeps else nullcontext(None)
         with remembered_rows(), entered as running:
-            for batch in _until_stopped(work, found, should_stop):
+
+            def run(batch: TextBatch | TaskBatch) -> None:
                 with self._explained(plan.method, plan, batch):
                     if isinstance(batch, TaskBatch):
                         with self._running(plan, running) as session:
                             self._answer(batch, session.new_cache, found, advance)
                     else:
                         self._text(plan, batch, running, found, advance)
+
+            _run(work, run, found, should_stop)
         found.complete &= self.baseline()["complete"]
         return self._assembled(plan, found, self._answers)
 
@@ -545,11 +551,16 @@ def _machine(device: torch.device) -> list[str | None]:
     return [device.type, processor, *(package_version(name) for name in ("torch", "transformers"))]
 
 
-def _until_stopped(
-    work: list[Any], found: Found, should_stop: ShouldStop
-) -> Iterator[TextBatch | TaskBatch]:
+def _run(work: list[Any], do: Callable[[Any], None], found: Found, should_stop: ShouldStop) -> None:
+    """Do the work batch by batch; one that is broken off is left out, and raises where first."""
     for number, batch in enumerate(work, 1):
-        yield batch
+        try:
+            do(batch)
+        except Interrupted:
+            if number == 1:
+                raise
+            found.complete = False
+            return
         if number < len(work) and should_stop():
             found.complete = False
             return

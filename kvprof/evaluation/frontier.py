@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvprof.errors import KvprofError
+from kvprof.errors import Interrupted, KvprofError
 from kvprof.evaluation.evaluation_cache import BASELINE, EvaluationCache
-from kvprof.evaluation.rate_search import Interrupted, MeasuredRate, search_rates
+from kvprof.evaluation.rate_search import MeasuredRate, search_rates
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import (
     Target,

@@ -20,7 +20,7 @@ from kvprof.methods.accounting import rate
 from kvprof.methods.family import PlanFamily, grid_words, plan_at, plan_for_rate
 from kvprof.methods.plan import Plan
 
-__all__ = ["Interrupted", "MeasuredRate", "search_rates"]
+__all__ = ["MeasuredRate", "search_rates"]
 
 # Rates nearer than this are not worth an evaluation: about one token in five hundred.
 _FINEST = 0.002
@@ -29,10 +29,6 @@ _BRACKETS = (1 / 3, 2 / 3)
 _ENOUGH_FOR_BRACKETS = 4
 _END_STEPS = 10  # halvings to find the end of the rates that a combination reaches
 _PROBES = 16
-
-
-class Interrupted(Exception):
-    """The user asked for the work to end; what was measured stays."""
 
 
 @dataclass(frozen=True)

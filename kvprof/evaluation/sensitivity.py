@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvprof.analysis.quality import draws, ratio_interval
-from kvprof.errors import FailedError, UsageError
+from kvprof.errors import FailedError, Interrupted, UsageError
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.scores import (
     RESAMPLES,
@@ -170,6 +170,10 @@ class Sensitivity:
             for part in parts:
                 if should_stop():
                     return rows, False
+                try:
+                    measured = self.measure(self.assignment({part: setting}))
+                except Interrupted:
+                    return rows, False
                 rows.append(
                     {
                         "layer": part.layer,
@@ -180,7 +184,7 @@ class Sensitivity:
                         "rank": setting.spec.rank,
                         "exact_first": setting.spec.exact_first,
                         "bytes_per_token": self.bytes_per_token(part, setting),
-                        **self.measure(self.assignment({part: setting})),
+                        **measured,
                     }
                 )
                 advance(1)

@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -20,7 +21,6 @@ from triton.compiler import compile as compile_source
 from kvprof.environment import usable_threads
 from kvprof.errors import FailedError
 from kvprof.kernels.variants import DEPENDENT_FROM, Variant
-from kvprof.scratch import ScratchFolder
 
 __all__ = ["ARCHITECTURES", "MOST", "OPERATIONS", "compile_variant", "variants"]
 
@@ -88,7 +88,7 @@ def _assembled(ptx: str, architecture: int) -> dict[str, int]:
     if target is None:
         raise FailedError("the compiler's PTX names no target")
     assembler = get_ptxas(architecture)
-    with ScratchFolder("compile") as folder:
+    with TemporaryDirectory(prefix="kvprof-compile-") as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         said = subprocess.run(

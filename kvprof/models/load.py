@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import RLock
 from typing import Any
 
@@ -32,7 +33,6 @@ from kvprof.models.noise import quiet
 from kvprof.models.placement import device_map_for, main_device, parse_dtype
 from kvprof.models.probe import inspect_layout
 from kvprof.models.weights import check_finite, input_device
-from kvprof.scratch import ScratchFolder
 
 __all__ = [
     "LoadedModel",
@@ -476,7 +476,7 @@ def load_model(
             device, target, needed, config, trust_remote_code=trust_remote_code
         )
         spread = device_map is not None and device_map != {"": target}
-        scratch = ScratchFolder("offload") if spread else None
+        scratch = TemporaryDirectory(prefix="kvprof-offload-") if spread else None
         model = read_weights(
             spec,
             checkpoint,

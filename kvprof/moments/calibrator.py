@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Any
 
 from kvprof.analysis.moments import LossMoments, Moments, group_size
-from kvprof.errors import UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily
 from kvprof.methods.registry import (
     allocation_of,
@@ -32,17 +32,12 @@ from kvprof.progress import Progress, silent
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, DEFAULT_TOKENS, Source, SourceKind, parse_source
 
 __all__ = [
-    "CalibrationInterrupted",
     "CalibrationOptions",
     "Calibrator",
     "MomentStore",
     "Progress",
     "batch_size_for",
 ]
-
-
-class CalibrationInterrupted(Exception):
-    """The user asked for the end before everything was collected; nothing can be planned."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class MomentStore:
     options : CalibrationOptions
     progress : Progress
     should_stop : callable
-        Asked before each pass and after each layer; True ends with `CalibrationInterrupted`.
+        Asked before each pass and after each layer; True ends with `Interrupted`.
     """
 
     def __init__(
@@ -134,7 +129,7 @@ class MomentStore:
         UsageError
             When the source is too short, heads cannot be grouped so, or saved moments are of
             another model.
-        CalibrationInterrupted
+        Interrupted
             When the user asked for the end.
         """
         given = self._options.source
@@ -236,7 +231,7 @@ class MomentStore:
         )
         title = f"calibrating: {source.name} tokens through {self._loaded.spec}"
         if self._should_stop():
-            raise CalibrationInterrupted(f"interrupted after 0 of {count:,}")
+            raise Interrupted(f"interrupted after 0 of {count:,}")
         try:
             with self._progress(title, count) as bar:
                 *_, moments = collect_moments(
@@ -244,7 +239,7 @@ class MomentStore:
                 )
         except PassAbandoned as left:
             said = f"interrupted after {left.tokens:,} of {count:,}"
-            raise CalibrationInterrupted(said) from None
+            raise Interrupted(said) from None
         moments.info |= tokens.described()
         return moments
 
@@ -311,7 +306,7 @@ class Calibrator:
     progress : Progress, optional
         Called once per stage; silent by default.
     should_stop : callable
-        Asked after each batch; True ends with `CalibrationInterrupted`.
+        Asked after each batch; True ends with `Interrupted`.
     notice : callable
         Called once with what plans carry in ``made["notes"]``: where calibration got less than it
         takes.
@@ -365,7 +360,7 @@ class Calibrator:
         ------
         UsageError
             For an unknown method, a source that is too short, or moments of another model.
-        CalibrationInterrupted
+        Interrupted
             When `should_stop` said so.
         """
         loaded, allocation = self._loaded, allocation_of(method, options)
@@ -404,7 +399,7 @@ class Calibrator:
 
         Raises
         ------
-        UsageError, CalibrationInterrupted
+        UsageError, Interrupted
             As `inputs`; and for an option that the method does not have.
         """
         inputs = self.inputs(method, **options)
@@ -457,7 +452,7 @@ class Calibrator:
                     should_stop=self._should_stop,
                 )
             if weights is None:
-                raise CalibrationInterrupted("interrupted while taking gradients")
+                raise Interrupted("interrupted while taking gradients")
             self._fisher[key] = weights, {"form": form, **_about(text)}
         weights, made = self._fisher[key]
         notes = []
@@ -486,7 +481,7 @@ class Calibrator:
                     should_stop=self._should_stop,
                 )
             if moments is None:
-                raise CalibrationInterrupted("interrupted while taking gradients")
+                raise Interrupted("interrupted while taking gradients")
             self._loss[key] = moments, _about(text)
         moments, made = self._loss[key]
         return replace(inputs, loss=moments, made={**inputs.made, "loss": made})
@@ -510,7 +505,7 @@ class Calibrator:
                     should_stop=self._should_stop,
                 )
             if found is None:
-                raise CalibrationInterrupted("interrupted while probing heads")
+                raise Interrupted("interrupted while probing heads")
             self._sensitivities[key] = found.weights, {**found.described, **_about(text)}
         weights, made = self._sensitivities[key]
         inputs = replace(inputs, sensitivities=weights, made={**inputs.made, "sensitivity": made})

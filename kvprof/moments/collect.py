@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvprof.analysis.across import AcrossMoments, layer_groups
 from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments, group_size, join_heads
 from kvprof.analysis.pairs import PAIRS
-from kvprof.errors import FailedError, UsageError
+from kvprof.errors import FailedError, Interrupted, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.chat import ChatWriter
 from kvprof.models.layout import LayerLayout, ModelLayout
@@ -238,7 +238,7 @@ def collect_moments(
     snapshots: Sequence[int] = (),
     advance: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
-    abandon: Callable[[], bool] = lambda: False,
+    abandon: Callable[[], bool] | None = None,
 ) -> Iterator[Moments]:
     """Stream the moments of `source` in one pass and yield them at each snapshot and at the end.
 
@@ -300,13 +300,16 @@ def collect_moments(
                 for joint, vector in JOINT_KEYS.items()
                 if vector in vectors
             }
+        if seen and abandon is None:
+            before[tap.layer] = moments.layers[tap.layer].copy()
         moments.add(tap.layer, vectors, skip_first=options.skip_first)
         if moments.across is not None and tap.k_pre is not None:
             moments.across.add(tap.layer, {"keys": tap.k_pre, "values": tap.v})
-        if abandon():
+        if abandon is not None and abandon():
             raise PassAbandoned(seen)
 
     seen = 0
+    before: dict[int, LayerMoments] = {}  # of a layer that this batch was added to
     stops = sorted(set(snapshots))
     if stops and source.kind is SourceKind.TOKEN_IDS:
         # Its sequences have any length: a snapshot inside one is found out before the model runs.
@@ -315,7 +318,16 @@ def collect_moments(
     longest = 0
     with capture(loaded, receive, pre_rope=options.pre_rope):
         for ids in batches(_sequences(loaded, source, options), options.batch_size, stops):
-            run_batch(loaded, torch.from_numpy(ids).to(loaded.device))
+            try:
+                run_batch(loaded, torch.from_numpy(ids).to(loaded.device))
+            except Interrupted:
+                if not seen or abandon is not None:
+                    raise
+                for layer, kept in before.items():
+                    moments.layers[layer] = kept
+                moments.complete = False
+                break
+            before.clear()
             moments.count(ids.shape[0], ids.shape[1], skip_first=options.skip_first)
             seen += ids.size
             longest = max(longest, ids.shape[1])

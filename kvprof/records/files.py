@@ -14,7 +14,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.printable import UNPRINTABLE
 from kvprof.records.result import SCHEMA
 from kvprof.records.schema import kinds, validate_result
-from kvprof.scratch import new_temporary, sweep_folder
+from kvprof.scratch import new_temporary
 
 __all__ = [
     "RESULT_NAME",
@@ -69,7 +69,6 @@ def ensure_writable(path: Path, force: bool = False) -> None:
             _make_folder(target.parent, made)
             with contextlib.suppress(FileNotFoundError):
                 target.lstat()  # a name that is too long shows only now
-            sweep_folder(target.parent)
             with new_temporary(target.parent):
                 pass
         finally:

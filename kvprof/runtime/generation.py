@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-from kvprof.errors import UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.models.chat import ChatWriter
 from kvprof.models.load import LoadedModel, blaming
 from kvprof.models.noise import quiet
@@ -58,11 +58,14 @@ class Generated:
         ``end_of_text``, ``length`` or ``interrupted``.
     logits : Tensor or None
         ``[len(tokens), vocabulary]`` of each step, as the model gave them.
+    broken : bool
+        Whether it was left in the middle of a step, so that the cache holds a part of a token.
     """
 
     tokens: list[int]
     ended: str
     logits: Tensor | None = None
+    broken: bool = False
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> tuple[str, list[int]]:
@@ -145,20 +148,26 @@ def generate_text(
     ids = torch.tensor([list(prompt)], device=loaded.device)
     torch.manual_seed(settings.seed)
     doing = blaming(f"{loaded.spec}: no text can be generated as its generation config says")
+    asked = _Asked(should_stop)
     with quiet(), torch.inference_mode(), doing:
-        result: Any = loaded.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=settings.sample,
-            num_beams=1,
-            pad_token_id=own.pad_token_id if own.pad_token_id is not None else (ends or [0])[0],
-            streamer=_Streamer(tokenizer, write) if write is not None else None,
-            stopping_criteria=StoppingCriteriaList([_Asked(should_stop)]),
-            return_dict_in_generate=True,
-            output_logits=keep_logits,
-            **choice,
-        )
+        try:
+            result: Any = loaded.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=settings.max_new_tokens,
+                do_sample=settings.sample,
+                num_beams=1,
+                pad_token_id=own.pad_token_id if own.pad_token_id is not None else (ends or [0])[0],
+                streamer=_Streamer(tokenizer, write) if write is not None else None,
+                stopping_criteria=StoppingCriteriaList([asked]),
+                return_dict_in_generate=True,
+                output_logits=keep_logits,
+                **choice,
+            )
+        except Interrupted:
+            if asked.ids is None:
+                raise
+            return Generated(asked.ids[0, len(prompt) :].tolist(), "interrupted", broken=True)
     tokens = result.sequences[0, len(prompt) :].tolist()
     ended = "length" if len(tokens) == settings.max_new_tokens else "interrupted"
     if tokens and tokens[-1] in ends:
@@ -237,8 +246,10 @@ class _Asked(StoppingCriteria):  # type: ignore[misc]  # transformers carries no
 
     def __init__(self, should_stop: Callable[[], bool]) -> None:
         self._should_stop = should_stop
+        self.ids: Tensor | None = None  # after the last whole step
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.ids = input_ids
         return torch.full((len(input_ids),), self._should_stop(), device=input_ids.device)
 
 

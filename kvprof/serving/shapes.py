@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvprof.benchmark.jct.layer import llama_config
 from kvprof.benchmark.jct.model import check_llama
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.shape_plans import Bare, ShapePlan, parse_method, shape_plan
 from kvprof.benchmark.shapes import Shape, layout_of, shape_names
-from kvprof.scratch import ScratchFolder
 from kvprof.serving.settings import load_format_of, named
 
 __all__ = ["drawn_plan", "shape_folder", "words_for_shape", "write_shape"]
@@ -55,7 +55,7 @@ def shape_folder(model: str, layers: int | None = None) -> Iterator[str]:
         yield model
         return
     shape = load_model_shape(model).of_layers(layers)
-    with ScratchFolder("shape") as scratch:
+    with TemporaryDirectory(prefix="kvprof-shape-") as scratch:
         folder = Path(scratch) / shape.name
         write_shape(shape, folder)
         yield str(folder)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -19,7 +20,6 @@ from kvprof.methods.soundness import check_fits
 from kvprof.models.gguf import is_gguf
 from kvprof.models.load import load_model
 from kvprof.models.noise import quiet
-from kvprof.scratch import ScratchFolder
 from kvprof.serving.settings import named
 
 __all__ = ["UnpackedModel", "unpacked"]
@@ -142,5 +142,5 @@ def unpacked(
         yield None
         return
     written = torch.float32 if "--dtype" in named(list(words)) else dtype
-    with ScratchFolder("unpacked") as scratch:
+    with TemporaryDirectory(prefix="kvprof-unpacked-") as scratch:
         yield UnpackedModel(spec, Path(scratch) / "model", written, revision=revision, gguf=gguf)

@@ -13,13 +13,13 @@ from kvprof.benchmark.plans import stored_parts
 from kvprof.benchmark.shape_plans import parse_method, shape_plan
 from kvprof.benchmark.shapes import Rope, Shape, layout_of, load_shape
 from kvprof.benchmark.timing import sampler
-from kvprof.errors import UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.methods.accounting import bytes_at, compression_ratio, paper_rate
 from kvprof.methods.family import MethodInputs, plan_at
 from kvprof.methods.named import METHOD_NAMES
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
-from kvprof.moments.calibrator import CalibrationInterrupted, Calibrator
+from kvprof.moments.calibrator import Calibrator
 from kvprof.records.files import read_result
 from tests.benchmark.folder import save_config
 from tests.benchmark.on_shapes import method_on
@@ -258,7 +258,7 @@ def test_a_plan_file_is_timed_beside_full_width_by_both(tmp_path, monkeypatch):
 
 def test_a_calibration_that_is_interrupted_ends_as_every_interrupted_run(monkeypatch):
     def stopped(*_arguments, **_options):
-        raise CalibrationInterrupted("interrupted after 0 of 8,192")
+        raise Interrupted("interrupted after 0 of 8,192")
 
     monkeypatch.setattr(Calibrator, "family", stopped)
     monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)

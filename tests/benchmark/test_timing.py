@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.benchmark.timing import Interrupted, interleaved, median_interval, sampler, spread
+from kvprof.benchmark.timing import interleaved, median_interval, sampler, spread
+from kvprof.errors import Interrupted
 
 CPU = torch.device("cpu")
 

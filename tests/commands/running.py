@@ -1,5 +1,6 @@
 """Runs a command in this process, as the console script would; tells what a load would start."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,3 +39,13 @@ def process_of(target: LoadTarget) -> ServerProcess:
     assert isinstance(target, ServedTarget)
     assert isinstance(target._server, ServerProcess)
     return target._server
+
+
+def over(usual: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """Return usual options and their values, less those that are among a command's own, and these.
+
+    Of an option of one value that is given twice no command takes the last.
+    """
+    replaced = set(own) - {"--text", "--target"}  # which are repeatable
+    pairs = zip(usual[::2], usual[1::2], strict=True)
+    return [*(word for pair in pairs if pair[0] not in replaced for word in pair), *own]

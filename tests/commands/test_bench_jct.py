@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvprof.benchmark.jct.request import JctRequest
-from kvprof.benchmark.timing import Interrupted
-from kvprof.errors import FailedError, LackingError
+from kvprof.errors import FailedError, Interrupted, LackingError
 from kvprof.records.events import EVENTS, PartSample
 from kvprof.records.files import read_result, write_result
 from kvprof.records.fold import result_of

@@ -31,7 +31,7 @@ from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load_names import load_methods
 from kvprof.serving import plugin
 from kvprof.serving.load.lengths import load_lengths
-from tests.commands.running import kvprof, process_of
+from tests.commands.running import kvprof, over, process_of
 from tests.serving.load.fake_server import Behaviour, FakeServer
 
 SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--rates", "80,160")
@@ -59,7 +59,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(server: FakeServer, *arguments: Any) -> Any:
     return kvprof(
-        "bench", "--load", "--url", server.url, "--key-env", "LOAD_KEY", *SHORT, *arguments
+        "bench", "--load", "--url", server.url, "--key-env", "LOAD_KEY", *over(SHORT, arguments)
     )
 
 

@@ -17,7 +17,7 @@ from kvprof.errors import LackingError
 from kvprof.evaluation.evaluator import Evaluator
 from kvprof.evaluation.tasks import embedded
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, over
 from tests.models.folder import byte_tokenizer
 from tests.models.tiny import tiny
 
@@ -53,9 +53,7 @@ def test_full_and_fp8_stand_beside_every_method(
         "svd-kv",
         "--rate",
         0.4,
-        *SMALL,
-        "--seq-len",
-        64,  # of which random weights foretell a token
+        *over(SMALL, ("--seq-len", 64)),  # of which random weights foretell a token
         *FINE,
         "--text",
         notes,

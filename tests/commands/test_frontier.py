@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, over
 
 SMALL = (
     "--text",
@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def frontier_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
     path = tmp_path / "result.json"
-    done = kvprof("frontier", *SMALL, *arguments, "--json", path, "--force")
+    done = kvprof("frontier", *over(SMALL, arguments), "--json", path, "--force")
     assert done.code == code, done.stderr
     result: dict[str, Any] = json.loads(path.read_text())
     validate_result(result)
@@ -101,7 +101,7 @@ def test_a_frontier_is_measured_reported_and_resumed(
     }
     assert first["inputs"]["evaluations_found"] == 0
 
-    done = kvprof("frontier", tiny_folder, *SMALL, *methods)
+    done = kvprof("frontier", tiny_folder, *over(SMALL, methods))
     assert done.code == 0
     assert "evaluations of this model on this data are in" in done.stderr
     # Of random weights it is chance which one.
@@ -282,7 +282,7 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
     ],
 )
 def test_bad_input_gets_one_line(tiny_folder: Path, arguments: list[str], says: str) -> None:
-    done = kvprof("frontier", tiny_folder, *SMALL, *arguments)
+    done = kvprof("frontier", tiny_folder, *over(SMALL, arguments))
     assert says in done.error
     assert done.code == 2
     assert done.stdout == ""

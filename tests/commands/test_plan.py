@@ -315,7 +315,6 @@ def test_methods_that_do_not_reach_the_rate_are_told(tiny_folder: Path, tmp_path
         (["--fit", "1GB", "--save", "x.safetensors"], 2, "--save"),
         (["--fit", "1GB", "--removal", "0"], 2, "--removal"),
         (["--fit", "1GB", "--methods", ","], 2, "names no method"),
-        (["--fit", "1GB", "--method", "fdc", "--methods", "kq"], 2, "keep one"),
         (["--fit", "100KB"], 3, "more than"),
     ],
 )

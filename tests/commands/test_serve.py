@@ -93,11 +93,3 @@ def test_what_is_wrong_with_a_plan_is_told_before_what_is_lacking(
     done = kvprof("serve", "reference", "--plan", tmp_path / "cut.plan")
     assert done.code == ExitCode.FAILED
     assert "cut.plan: damaged file of plans" in done.error
-
-
-@pytest.mark.parametrize("command", ["serve", "eval", "generate"])
-def test_of_several_plans_none_is_passed_over(command: str) -> None:
-    more = ("--prompt", "a") if command == "generate" else ()
-    done = kvprof(command, "reference", "--plan", "a.plan", "--plan", "b.plan", *more)
-    assert done.code == ExitCode.USAGE
-    assert "--plan names 2 plans (a.plan, b.plan); this command takes one" in done.error

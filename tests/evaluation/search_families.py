@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kvprof.evaluation.rate_search import Interrupted
+from kvprof.errors import Interrupted
 from kvprof.methods.accounting import rate
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan

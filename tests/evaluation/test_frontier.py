@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvprof.errors import FailedError, UsageError
+from kvprof.errors import FailedError, Interrupted, UsageError
 from kvprof.evaluation.evaluation_cache import EvaluationCache
 from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
-from kvprof.evaluation.rate_search import Interrupted
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import Target
 from kvprof.methods.family import PlanFamily

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from kvprof.analysis.moments import Moments
-from kvprof.errors import UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.methods.family import CalibrationNeeds, plan_for_rate
 from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.moments.calibrator import (
-    CalibrationInterrupted,
     CalibrationOptions,
     Calibrator,
     MomentStore,
@@ -353,17 +352,17 @@ def test_an_interruption_leaves_nothing_to_plan_with(loaded: LoadedModel, passes
     options = CalibrationOptions(parse_source("random:512"), seq_len=64, batch_size=1)
     stop = {"now": True}
     given = Calibrator(loaded, options, progress=passes, should_stop=lambda: stop["now"])
-    with pytest.raises(CalibrationInterrupted, match="after 0 of 512"):
+    with pytest.raises(Interrupted, match="after 0 of 512"):
         given.family("kq")
     assert passes.titles == []  # none is begun any more
     stop["now"] = False
     assert given.inputs("kq").moments.complete
     stop["now"] = True
-    with pytest.raises(CalibrationInterrupted, match="gradients"):
+    with pytest.raises(Interrupted, match="gradients"):
         given.family("kq", allocation="fisher")
-    with pytest.raises(CalibrationInterrupted, match="gradients"):
+    with pytest.raises(Interrupted, match="gradients"):
         given.inputs("kq-wf", allocation="loss")
-    with pytest.raises(CalibrationInterrupted, match="probing"):
+    with pytest.raises(Interrupted, match="probing"):
         given.family("kq", allocation="budget")
 
 
@@ -379,7 +378,7 @@ def test_a_pass_that_nobody_waits_for_ends_within_its_batch(
         return len(asked) > 1 + layers + 1  # before the pass, in all of its first batch, and once
 
     given = Calibrator(loaded, options, progress=passes, should_stop=stop)
-    with pytest.raises(CalibrationInterrupted, match="after 256 of 512"):
+    with pytest.raises(Interrupted, match="after 256 of 512"):
         given.family("kq")
     assert len(asked) == 1 + layers + 2
     logits = loaded.model(torch.arange(8)[None]).logits

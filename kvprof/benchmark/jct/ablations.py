@@ -157,7 +157,7 @@ def make_variants(
     ------
     UsageError
         As `kvprof.benchmark.methods.make_methods`, and for what changes nothing on the device.
-    CalibrationInterrupted
+    Interrupted
     """
     names = list(dict.fromkeys(names))
     placed: dict[str, Any] = {

@@ -27,7 +27,7 @@ from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import free_bytes, open_machine
 from kvprof.benchmark.methods import Method, named_plans
-from kvprof.benchmark.timing import Interrupted
+from kvprof.errors import Interrupted
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.models.placement import parse_dtype
 from kvprof.progress import Counter

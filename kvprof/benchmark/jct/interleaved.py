@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvprof.benchmark.jct.held import memory_sample, peak_bytes
 from kvprof.benchmark.jct.steps import Runner, Step
-from kvprof.benchmark.timing import Interrupted, median_interval
+from kvprof.benchmark.timing import median_interval
+from kvprof.errors import Interrupted
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.records.events import Event, PartSample, Progress, StepFinished

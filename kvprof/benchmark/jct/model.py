@@ -145,7 +145,7 @@ def make_plans(
     ------
     UsageError
         For a method or a rate that there is not.
-    CalibrationInterrupted
+    Interrupted
         When `should_stop` said so.
     """
     methods = list(dict.fromkeys(request.methods))

@@ -27,8 +27,7 @@ from kvprof.benchmark.jct.interleaved import (
     run_warnings,
 )
 from kvprof.benchmark.jct.steps import Runner, uncaptured, warm_up
-from kvprof.benchmark.timing import Interrupted
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import Interrupted, LackingError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel

@@ -13,10 +13,9 @@ from triton.errors import TritonError
 from kvprof.benchmark.jct.ablations import parse_variant
 from kvprof.benchmark.machine import gpu_warnings
 from kvprof.benchmark.methods import named_plans
-from kvprof.benchmark.timing import DeviceLost, Interrupted
+from kvprof.benchmark.timing import DeviceLost
 from kvprof.environment import collect_environment
-from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
-from kvprof.moments.calibrator import CalibrationInterrupted
+from kvprof.errors import FailedError, Interrupted, KvprofError, LackingError, UsageError
 from kvprof.progress import Progress
 from kvprof.records.events import Event, RunStarted, Warned
 from kvprof.records.journal import Journal
@@ -257,7 +256,7 @@ class Run:
         """
         try:
             yield
-        except (DeviceLost, Interrupted, CalibrationInterrupted):
+        except (DeviceLost, Interrupted):
             raise
         except KvprofError as problem:
             self._failed(name, problem)

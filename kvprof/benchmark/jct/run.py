@@ -15,11 +15,10 @@ from kvprof.benchmark.jct.real import measure_real
 from kvprof.benchmark.jct.request import JctRequest, Run, case_name
 from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.machine import all_threads, gpu_warnings
-from kvprof.benchmark.timing import DeviceLost, Interrupted
-from kvprof.errors import FailedError, KvprofError
+from kvprof.benchmark.timing import DeviceLost
+from kvprof.errors import FailedError, Interrupted, KvprofError
 from kvprof.models.load import LoadedModel
 from kvprof.models.placement import main_device
-from kvprof.moments.calibrator import CalibrationInterrupted
 from kvprof.progress import Progress, silent
 from kvprof.records.events import RunFinished
 from kvprof.records.journal import Journal
@@ -157,7 +156,7 @@ def run_jct(
             if not run.started:
                 raise
             reason, lost = str(problem), problem
-        except (Interrupted, CalibrationInterrupted):
+        except Interrupted:
             reason = _INTERRUPTED
         except DeviceLost as stopped:
             reason = f"the GPU stopped ({stopped}); what comes after it was not measured"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvprof.child import module_command
 from kvprof.errors import FailedError, LackingError
 from kvprof.leash import Leash
 from kvprof.printable import printable
-from kvprof.scratch import ScratchFolder
 from kvprof.serving.load.http import Address
 from kvprof.serving.settings import RUNNER_VARIABLE, model_runner, option_value
 
@@ -122,7 +122,7 @@ class ServerProcess(Server):
         self._count = count
         self._settings = dict(settings or {})
         self._gpus = gpus
-        self._folder: ScratchFolder | None = None
+        self._folder: TemporaryDirectory[str] | None = None
         self._running: list[tuple[subprocess.Popen[bytes], Leash, Path]] = []
         self.addresses = ()
 
@@ -138,7 +138,7 @@ class ServerProcess(Server):
         FailedError, LackingError
             When one cannot be started, or has no GPUs.
         """
-        self._folder = ScratchFolder("load")
+        self._folder = TemporaryDirectory(prefix="kvprof-load-")
         addresses = []
         for number in range(self._count):
             port = free_port()

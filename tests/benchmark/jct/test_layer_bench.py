@@ -8,8 +8,7 @@ from kvprof.benchmark.jct import layer, layer_bench, stored
 from kvprof.benchmark.jct.model_shape import Dense
 from kvprof.benchmark.jct.stored import strawman_attention
 from kvprof.benchmark.shapes import Rope
-from kvprof.benchmark.timing import Interrupted
-from kvprof.errors import UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.records.parts import PARTS
 from tests.benchmark.jct.shapes import tiny_bench, tiny_shape
 from tests.benchmark.on_shapes import method_on

@@ -1,0 +1,72 @@
+"""Ctrl-C in the middle of every command: it ends soon, with 130, and keeps what was measured."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from kvprof.child import child_environment, module_command
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's"),
+]
+
+# In this time a command ends; 5 seconds are promised, on a machine that does nothing else.
+SECONDS = 30
+
+# A command that would take long, what it says on stderr before the signal is sent, and seconds of
+# work until then.
+COMMANDS = {
+    "spectrum": ("spectrum --tokens 10m --batch-size 1", "tokens through", 1),
+    "stability": ("stability --against random --tokens 1m,2m --batch-size 1", "passes", 1),
+    "plan": ("plan --method kq --rate 30% --calibrate-tokens 10m", "calibrating", 1),
+    "eval": ("eval --method full --sequences 400 --tasks none", "evaluating", 3),
+    "frontier": ("frontier --method kq --no-cache --sequences 400", "", 8),
+    "generate": ("generate --method full --prompt a --max-new-tokens 900", "", 8),
+    "sensitivity": ("sensitivity --tokens 64k", "cells", 2),
+    "bench": ("bench --seq 64k --repeats 500", "", 8),
+    "jct": ("bench --jct --method full --output-len 900 --repeats 50", "", 8),
+    "load": ("bench --load --simulate --lengths arxiv --requests 500000", "", 6),
+    "recipe": ("recipe run fdc-table-3", "", 4),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_ends_a_command(name: str, tmp_path: Path) -> None:
+    words, said, after = COMMANDS[name]
+    log = tmp_path / "said"
+    out = tmp_path / "out"
+    kept = ["--out", str(out)] if name in ("jct", "load", "recipe") else ["--json", str(out)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            module_command("kvprof", *words.split(), *kept),
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            # What a shell starts in the background ignores Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    try:
+        end = time.monotonic() + 240
+        while said not in log.read_text(errors="replace") and process.poll() is None:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        time.sleep(after)
+        assert process.poll() is None, log.read_text(errors="replace")
+        process.send_signal(signal.SIGINT)
+        code = process.wait(SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    told = log.read_text(errors="replace")
+    assert code == 130, told
+    assert "Traceback" not in told
+    if out.is_file():
+        assert not json.loads(out.read_text())["complete"]
+    assert not list(tmp_path.glob("**/.kvprof-*.tmp"))
