@@ -121,9 +121,7 @@ def main() -> None:
                 known: dict[str, dict[str, Any]] = {}
                 for kinds in _KINDS:
                     family = calibrator.family(method, grid=grid, minimum=grid, kinds=kinds)
-                    plan = plan_for_rate(
-                        family, wanted, evaluator.context, itemsize=loaded.dtype.itemsize
-                    )
+                    plan = plan_for_rate(family, wanted, evaluator.context)
                     key = json.dumps(ranks_of(plan))
                     if key not in known:
                         found = evaluator.evaluate(plan)

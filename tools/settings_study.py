@@ -86,7 +86,6 @@ def main() -> None:
     sources = tuple(parse_source(name) for name in ("prose", "code"))
     samples = text_samples(loaded, sources, seq_len=given.seq_len, sequences=given.sequences)
     evaluator = Evaluator(loaded, samples, [], EvaluationSettings(batch_size=2 * given.sequences))
-    itemsize = loaded.dtype.itemsize
     rows: list[dict[str, Any]] = []
 
     def measure(label: str, plan: Plan) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def main() -> None:
         if key not in calibrators:
             calibrators[key] = Calibrator(loaded, about)
         family = calibrators[key].family(method, **options)
-        return plan_for_rate(family, _RATE, evaluator.context, itemsize=itemsize)
+        return plan_for_rate(family, _RATE, evaluator.context)
 
     calibrators: dict[str, Calibrator] = {}
     for label, method, options, source in ROWS if given.only != "signs" else ():

@@ -18,7 +18,7 @@ from kvprof.evaluation.recorded_speeds import LONG_CONTEXT, Speed, attach_speeds
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_metric
 from kvprof.interrupt import Stop
-from kvprof.methods.accounting import bytes_at, rate
+from kvprof.methods.accounting import SERVED_BYTES, bytes_at, rate
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.named import ALWAYS
 from kvprof.methods.needs import runtime_needs
@@ -170,7 +170,6 @@ def run_frontier(
             cache,
             options,
             family_of,
-            itemsize=evaluator.loaded.dtype.itemsize,
             facts_of=partial(_facts, evaluator.loaded),
             describe=progress.describe,
             advance=progress.advance,
@@ -199,14 +198,14 @@ def run_frontier(
 
 def _facts(loaded: LoadedModel, plan: Plan) -> dict[str, Any]:
     """Return what running a plan takes, and what it stores of a long context."""
-    itemsize = loaded.dtype.itemsize
     return {
         "needs": runtime_needs(plan),
         "kernel": kernel_facts(plan, loaded),
         "long_context": {
             "context": LONG_CONTEXT,
-            "bytes_per_token": bytes_at(plan, LONG_CONTEXT, itemsize=itemsize).total / LONG_CONTEXT,
-            "rate": rate(plan, LONG_CONTEXT, itemsize=itemsize),
+            "bytes_per_token": bytes_at(plan, LONG_CONTEXT, itemsize=SERVED_BYTES).total
+            / LONG_CONTEXT,
+            "rate": rate(plan, LONG_CONTEXT),
         },
     }
 

@@ -461,7 +461,7 @@ def _moved(
     return {
         "context": tokens,
         "bytes": size,
-        "rate": rate(plan, tokens, itemsize=itemsize),
+        "rate": rate(plan, tokens),
         "seconds": [link.seconds(size) for link in links],
         "least_bytes_per_s": size / again if again else None,
     }
@@ -529,13 +529,12 @@ def _chosen(
     family = family or calibrator_for(known).family(request.method, **request.options)
     if known is not None and known.max_rate is not None:
         # Counted as the frontier did, so that the bytes are its own.
-        itemsize = getattr(torch, known.dtype).itemsize
-        plan = plan_for_rate(family, known.max_rate, known.context, itemsize=itemsize)
+        plan = plan_for_rate(family, known.max_rate, known.context)
         sure = known.sure is not None and known.sure >= known.max_rate
         whose = "borrowed" if known.borrowed else "recorded"
         return _Chosen(request.label, plan, whose, known.context, known.origin, sure)
     assert rate is not None
-    plan = plan_for_rate(family, rate, context, itemsize=planned.dtype.itemsize)
+    plan = plan_for_rate(family, rate, context)
     return _Chosen(request.label, plan, "given", context)
 
 
@@ -595,7 +594,7 @@ def _chosen_row(planned: PlannedModel, chosen: _Chosen) -> dict[str, Any]:
     return {
         "label": chosen.label,
         "method": chosen.plan.method,
-        "rate": rate(chosen.plan, chosen.context, itemsize=planned.dtype.itemsize),
+        "rate": rate(chosen.plan, chosen.context),
         "rate_context": chosen.context,
         "rate_from": chosen.rate_from,
         "rate_record": chosen.record,

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from kvprof.analysis.cheapest import Choice, cheapest
 from kvprof.dtypes import DTYPE_BYTES
 from kvprof.errors import UsageError
-from kvprof.methods.accounting import full_bytes
+from kvprof.methods.accounting import SERVED_BYTES, full_bytes
 from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily
 from kvprof.methods.full import full_plan
 from kvprof.methods.kq import kq
@@ -54,7 +54,7 @@ _LACKING = (
     "cells=result.json"
 )
 # Of kq's bases where a result does not say: what kvprof sensitivity calibrates on.
-_SOURCE = "random:8k"
+_SOURCE = "calibration"
 _COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
 _DATA = {
     "type": "object",
@@ -203,12 +203,12 @@ class Offer:
     cells: Mapping[tuple[Part, str], float]
     made: Mapping[str, Any]
 
-    def sizes(self, tokens: int, itemsize: int) -> dict[tuple[Part, str], float]:
+    def sizes(self, tokens: int) -> dict[tuple[Part, str], float]:
         """Return the bytes per token of each part at each setting, `FULL` among them."""
         whole = full_plan(self.inputs)
         return {
             (part, FULL if one is None else one.spec.name): bytes_per_token(
-                whole, part, one, tokens, itemsize
+                whole, part, one, tokens
             )
             for part in self.parts
             for one in (None, *self.settings)
@@ -233,7 +233,7 @@ class Offer:
             sum(min(sizes[part, name] for name in names) for part in self.parts) for names in every
         )
 
-    def at_rate(self, wanted: float, tokens: int, itemsize: int) -> Handout:
+    def at_rate(self, wanted: float, tokens: int) -> Handout:
         """Return what is handed out at a rate of the whole cache.
 
         Parameters
@@ -242,22 +242,20 @@ class Offer:
             ``1 - bytes / bytes(full width)``; layers without a part stay as they are.
         tokens : int
             Context at which bytes are counted.
-        itemsize : int
-            Bytes of a value in the run's dtype.
 
         Raises
         ------
         UsageError
             As `check_reach`.
         """
-        self.check_reach(wanted, tokens, itemsize)
-        sizes = self.sizes(tokens, itemsize)
-        found = self.within(sizes, self._size(wanted, sizes, tokens, itemsize))
+        self.check_reach(wanted, tokens)
+        sizes = self.sizes(tokens)
+        found = self.within(sizes, self._size(wanted, sizes, tokens))
         assert found is not None
         made = {**found.plan.made, "rate_asked": wanted, "context": tokens}
         return replace(found, plan=replace(found.plan, made=made))
 
-    def check_reach(self, wanted: float, tokens: int, itemsize: int) -> None:
+    def check_reach(self, wanted: float, tokens: int) -> None:
         """Refuse a rate that the settings do not reach, whatever they cost.
 
         Raises
@@ -265,23 +263,21 @@ class Offer:
         UsageError
             With the range.
         """
-        sizes = self.sizes(tokens, itemsize)
-        if self.least(sizes) > self._size(wanted, sizes, tokens, itemsize):
-            everything = self._everything(tokens, itemsize)
+        sizes = self.sizes(tokens)
+        if self.least(sizes) > self._size(wanted, sizes, tokens):
+            everything = self._everything(tokens)
             most = (sum(sizes[part, FULL] for part in self.parts) - self.least(sizes)) / everything
             raise UsageError(
                 f"{_METHOD} reaches rates from 0.000 to {most:.3f} at {tokens:,} tokens, not "
                 f"{wanted:g}: of the settings none is smaller"
             )
 
-    def _everything(self, tokens: int, itemsize: int) -> float:
-        return full_bytes(full_plan(self.inputs), tokens, itemsize=itemsize) / tokens
+    def _everything(self, tokens: int) -> float:
+        return full_bytes(full_plan(self.inputs), tokens, itemsize=SERVED_BYTES) / tokens
 
-    def _size(
-        self, wanted: float, sizes: Mapping[tuple[Part, str], float], tokens: int, itemsize: int
-    ) -> float:
+    def _size(self, wanted: float, sizes: Mapping[tuple[Part, str], float], tokens: int) -> float:
         """Return what the parts may take so that the whole cache has a rate."""
-        everything = self._everything(tokens, itemsize)
+        everything = self._everything(tokens)
         # A rate as it is written and that of the same bytes may differ in the last digit.
         return sum(sizes[part, FULL] for part in self.parts) - (wanted - 1e-12) * everything
 
@@ -404,7 +400,7 @@ def budget(inputs: MethodInputs, *, cells: str | None = None) -> PlanFamily:
                     f"budget: the result has no cell of layer {part.layer}'s {part.side}{head} at "
                     f"{one.spec.name}: it was interrupted; measure again"
                 )
-    return _family(offer, asked["context"], DTYPE_BYTES[asked.get("dtype", "float32")])
+    return _family(offer, asked["context"])
 
 
 def offer_of(
@@ -462,16 +458,16 @@ def offer_of(
     )
 
 
-def _family(offer: Offer, tokens: int, itemsize: int) -> PlanFamily:
+def _family(offer: Offer, tokens: int) -> PlanFamily:
     """Return the plans of an offer; the knob is the share of bytes that the parts save.
 
     Parameters
     ----------
     offer : Offer
-    tokens, itemsize : int
+    tokens : int
         At which the knob counts bytes.
     """
-    sizes = offer.sizes(tokens, itemsize)
+    sizes = offer.sizes(tokens)
     total = sum(sizes[part, FULL] for part in offer.parts)
 
     def build(value: float) -> Plan:
@@ -485,7 +481,7 @@ def _family(offer: Offer, tokens: int, itemsize: int) -> PlanFamily:
         KNOBS["budget"],
         build,
         bounds=(0.0, max(0.0, most)),
-        at_rate=lambda wanted, at, each: offer.at_rate(wanted, at, each).plan,
+        at_rate=lambda wanted, at: offer.at_rate(wanted, at).plan,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvprof.environment import collect_environment
-from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.plan_files import load_plan
 from kvprof.models.load import load_model
 from kvprof.records.files import write_result
@@ -68,7 +68,7 @@ def prefill_file(
 
 def test_bytes_over_a_speed_against_a_measured_prefill(tiny_folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "own.safetensors"
-    kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.4, *FINE, "--save", saved)
+    kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.75, *FINE, "--save", saved)
     record = prefill_file(tiny_folder, tmp_path / "p.json", {64: 0.002, 128: None})
     found = moved(
         tmp_path,
@@ -93,7 +93,7 @@ def test_bytes_over_a_speed_against_a_measured_prefill(tiny_folder: Path, tmp_pa
     for at in row["at"]:
         size = bytes_at(plan, at["context"], itemsize=4).total
         assert at["bytes"] == size
-        assert at["rate"] == 1 - size / full_bytes(plan, at["context"], itemsize=4)
+        assert at["rate"] == rate(plan, at["context"])
         assert at["seconds"] == pytest.approx([size / 31_507_692_307.7, size / 1e6])
     # 64 tokens, 3 layers, K and V of 2 heads of 16, 4 bytes: 49,152 bytes in 2 ms.
     full = found["rows"][0]["at"]
@@ -123,7 +123,7 @@ def test_a_method_of_one_setting_moves_as_it_is_beside_a_rate(
     found = moved(tmp_path, tiny_folder, *asked)
     rows = {row["label"]: row for row in found["rows"]}
     assert rows["hadamard-int4"]["rate_from"] == "itself"
-    assert rows["hadamard-int4"]["at"][0]["rate"] == pytest.approx(1 - 6 / 32)
+    assert rows["hadamard-int4"]["at"][0]["rate"] == pytest.approx(1 - 12 / 32)
     assert rows["sink-recent"]["rate_from"] == "given"
     assert not found["missing"]
 

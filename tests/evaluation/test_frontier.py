@@ -13,7 +13,7 @@ from kvprof.evaluation.rate_search import Interrupted
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import Target
 from kvprof.methods.family import PlanFamily
-from tests.evaluation.search_families import ITEMSIZE, FakeEvaluator, family, fine
+from tests.evaluation.search_families import FakeEvaluator, family, fine
 
 
 def share(rate: float) -> float:
@@ -50,7 +50,6 @@ class Run:
             self.cache,
             FrontierOptions(**options),
             families,
-            itemsize=ITEMSIZE,
             describe=self.said.append,
             advance=self._advance,
             should_stop=self.evaluator.stopped,

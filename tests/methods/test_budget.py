@@ -119,7 +119,7 @@ def test_no_other_allocation_of_as_many_bytes_costs_less(tmp_path: Path) -> None
     own = inputs("Llama")
     choices = settings_of(own, "per-token", ["fp8", "8", "4", "2"], [], 0, None)
     offer = offer_of(own, result["inputs"], choices, result["data"]["cells"])
-    sizes = offer.sizes(CONTEXT, 4)
+    sizes = offer.sizes(CONTEXT)
     every = []
     for chosen in itertools.chain(
         itertools.product((None, *choices[1:]), repeat=len(offer.parts)),
@@ -131,10 +131,10 @@ def test_no_other_allocation_of_as_many_bytes_costs_less(tmp_path: Path) -> None
             spent += 0.0 if one is None else offer.cells[part, one.spec.name]
         every.append((size * CONTEXT, spent))
     kinds = set()
-    for wanted in (0.0, 0.3, 0.6, 0.72, 0.75, 0.8, 0.87):
-        plan = plan_for_rate(family, wanted, CONTEXT, itemsize=4)
-        stored = bytes_at(plan, CONTEXT, itemsize=4).total
-        assert rate(plan, CONTEXT, itemsize=4) >= wanted - 1e-9
+    for wanted in (0.0, 0.2, 0.4, 0.55, 0.6, 0.7, 0.74):
+        plan = plan_for_rate(family, wanted, CONTEXT)
+        stored = bytes_at(plan, CONTEXT, itemsize=2).total
+        assert rate(plan, CONTEXT) >= wanted - 1e-9
         assert plan.made["predicted_kl"] == pytest.approx(cost(plan, result))
         least = min(spent for size, spent in every if size <= stored * (1 + 1e-12))
         assert cost(plan, result) == pytest.approx(least)
@@ -143,7 +143,7 @@ def test_no_other_allocation_of_as_many_bytes_costs_less(tmp_path: Path) -> None
     with pytest.raises(
         UsageError, match=r"budget reaches rates from 0\.000 to 0\.\d+ at 90 tokens"
     ):
-        plan_for_rate(family, 0.99, CONTEXT, itemsize=4)
+        plan_for_rate(family, 0.99, CONTEXT)
 
 
 @pytest.mark.parametrize("by", ["head", "layer"])
@@ -155,15 +155,15 @@ def test_sizes_of_parts_are_the_bytes_of_the_plan(by: str, quantiser: str, tmp_p
     family = plan_family("budget", own, cells=kept(result, tmp_path))
     choices = settings_of(own, quantiser, asked["bits"], [10], 0, kq(own, grid=1, minimum=1))
     offer = offer_of(own, result["inputs"], choices, result["data"]["cells"])
-    sizes = offer.sizes(tokens, 4)
+    sizes = offer.sizes(tokens)
     seen = set()
-    for wanted in (0.2, 0.4, 0.55):
-        found = offer.at_rate(wanted, tokens, 4)
+    for wanted in (0.2, 0.4, 0.49):
+        found = offer.at_rate(wanted, tokens)
         names = {p: FULL if one is None else one.spec.name for p, one in found.chosen.items()}
         seen |= {*names.values()}
         size = sum(sizes[part, name] for part, name in names.items())
-        assert bytes_at(found.plan, tokens, itemsize=4).total == pytest.approx(size * tokens)
-        assert compare_plans(found.plan, plan_for_rate(family, wanted, tokens, itemsize=4)) == {}
+        assert bytes_at(found.plan, tokens, itemsize=2).total == pytest.approx(size * tokens)
+        assert compare_plans(found.plan, plan_for_rate(family, wanted, tokens)) == {}
     assert {FULL, "rank 10"} < seen
 
 
@@ -230,10 +230,10 @@ def test_one_plan_holds_no_two_arithmetics(tmp_path: Path) -> None:
     assert sets == [["8 bits", "2 bits"], ["fp8"]]
     result = result_of(bits=["fp8"], ranks=[12])
     family = plan_family("budget", own, cells=kept(result, tmp_path))
-    plan = plan_for_rate(family, 0.5, CONTEXT, itemsize=4)
+    plan = plan_for_rate(family, 0.3, CONTEXT)
     assert plan.quantiser is not None
     assert plan.quantiser.kind == "fp8"
-    assert rate(plan, CONTEXT, itemsize=4) >= 0.5
+    assert rate(plan, CONTEXT) >= 0.3
     groups = [group for layer in plan.layers for group in layer.keys.groups]
     assert {group.quantised for group in groups} == {True, False} or any(
         layer.left_out for layer in plan.layers
@@ -246,9 +246,9 @@ def test_layers_without_a_part_stay_as_they_are(tmp_path: Path) -> None:
     own = inputs("Llama")
     result = result_of(layers=[0, 2])
     family = plan_family("budget", own, cells=kept(result, tmp_path))
-    plan = plan_for_rate(family, 0.5, CONTEXT, itemsize=4)
+    plan = plan_for_rate(family, 0.5, CONTEXT)
     assert [layer.left_out for layer in plan.layers] == [False, True, False]
-    assert rate(plan, CONTEXT, itemsize=4) >= 0.5
+    assert rate(plan, CONTEXT) >= 0.5
     skipped = plan_family("budget", own, cells=kept(result, tmp_path), skip=(0,))
     plan = plan_at(skipped, skipped.bounds[1])
     assert [layer.left_out for layer in plan.layers] == [True, True, False]
@@ -260,18 +260,16 @@ def test_layers_without_a_part_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_an_evictor_comes_on_top_and_a_quantiser_does_not(tmp_path: Path) -> None:
     cells = kept(result_of(by="head"), tmp_path)
-    plan = plan_for_rate(
-        plan_family("budget+h2o", inputs("Llama"), cells=cells), 0.85, CONTEXT, itemsize=4
-    )
+    plan = plan_for_rate(plan_family("budget+h2o", inputs("Llama"), cells=cells), 0.85, CONTEXT)
     assert plan.eviction is not None
-    assert rate(plan, CONTEXT, itemsize=4) >= 0.85
+    assert rate(plan, CONTEXT) >= 0.85
     with compressed(model("Llama"), plan) as session, torch.inference_mode():
         cache = session.new_cache()
         model("Llama").model(token_ids(2, 40), past_key_values=cache)
     assert cache.nbytes == bytes_at(plan, 40, itemsize=4, batch=2).total
     twice = plan_family("budget-4bit", inputs("Llama"), cells=cells)
     with pytest.raises(UsageError, match="is quantised already"):
-        plan_for_rate(twice, 0.8, CONTEXT, itemsize=4)
+        plan_for_rate(twice, 0.8, CONTEXT)
 
 
 def test_bases_are_calibrated_as_they_were_or_it_is_said(tmp_path: Path) -> None:
@@ -342,12 +340,12 @@ def test_a_forged_result_is_a_plan_or_refused_in_one_line(
     try:
         calibration_needs("budget", cells=cells)
         family = plan_family("budget", inputs("Llama"), cells=cells)
-        plan = plan_for_rate(family, wanted, CONTEXT, itemsize=4)
+        plan = plan_for_rate(family, wanted, CONTEXT)
     except KvprofError as problem:
         told = str(problem)
     else:
         told = ""
-        assert rate(plan, CONTEXT, itemsize=4) >= wanted - 1e-9
+        assert rate(plan, CONTEXT) >= wanted - 1e-9
         save_plan(plan, tmp_path_factory.mktemp("forged") / "p")
     assert "\n" not in told
 

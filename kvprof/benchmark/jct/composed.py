@@ -43,7 +43,7 @@ from kvprof.kernels.decode.cuts import (
     tuning_for,
 )
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.accounting import bytes_at, full_bytes, rate
 from kvprof.models.placement import parse_dtype
 from kvprof.progress import Counter
 from kvprof.records import events
@@ -292,7 +292,7 @@ class _ComposedCase:
                 self.now(),
                 self.case,
                 method.name,
-                1 - stored / full_bytes(plan, tokens, **sizes),
+                rate(plan, tokens),
                 composer.batch,
                 request.input_len,
                 request.output_len,
@@ -404,6 +404,7 @@ def run_composed(run: Run) -> None:
         model.attention,
         model=request.model,
         rate=request.rate,
+        rate_given=request.rate_given,
         ranks=request.ranks,
         plans=named_plans(request.plans),
         device=run.device,
