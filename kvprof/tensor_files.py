@@ -60,15 +60,15 @@ def save_tensors(
 
 
 def load_tensors(
-    path: Path, *, format_name: str | tuple[str, ...], what: str, made_by: str
+    path: Path, *, format_name: str, what: str, made_by: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read what `save_tensors` wrote.
 
     Parameters
     ----------
     path : Path
-    format_name : str or tuple of str
-        As it was saved, or all that it may have been.
+    format_name : str
+        As it was saved.
     what : str
         Named in complaints, for example ``moments``.
     made_by : str
@@ -96,11 +96,11 @@ def load_tensors(
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             written = metadata.get("format", "")
-            known = (format_name,) if isinstance(format_name, str) else format_name
-            if written not in known:
-                if written.startswith(known[0].partition("/")[0] + "/"):
+            if written != format_name:
+                if written.startswith(format_name.partition("/")[0] + "/"):
                     raise FailedError(
-                        f"{path.name}: format {written}, this kvprof reads {' and '.join(known)}"
+                        f"{path.name}: format {written}, this kvprof reads {format_name}; make it "
+                        f"again ({made_by})"
                     )
                 raise FailedError(f"{path.name}: no file of {what} ({made_by})")
             names = list(file.keys())

@@ -96,7 +96,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calibrate_on_few(patch: pytest.MonkeyPatch) -> None:
-    """Let a method's own source of random tokens give 256: a plan of them is one like any other."""
+    """Let a method's own source be 256 random tokens: a plan of them is one like any other."""
     from kvprof.moments import calibrator
 
     whole = calibrator.parse_source
@@ -104,7 +104,7 @@ def calibrate_on_few(patch: pytest.MonkeyPatch) -> None:
         calibrator,
         "parse_source",
         lambda text, **more: whole(
-            "random:256" if text in ("random:8k", "random:1k") else text, **more
+            "random:256" if more.get("what") == "the method's own source" else text, **more
         ),
     )
 

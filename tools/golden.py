@@ -37,7 +37,7 @@ EXACT = (
         "plan-compare": "plan --method kq --rate 0.3 --context 2k --calibrate text",
         "plan-fit": "plan --fit 80GB",
         "eval": f"eval --method full,kq,fdc,palu,tale --rate 0.3 {_SMALL}",
-        "eval-quantised": f"eval --method kq-4bit,fdc-8bit,per-token --rate 0.3 {_SMALL}",
+        "eval-quantised": f"eval --method kq-4bit,fdc-8bit,per-token --rate 0.75 {_SMALL}",
         "eval-tasks": (
             "eval --method kq --rate 0.3 --tasks needle,niah-multikey-1,multi-rounds,arithmetic-2 "
             f"--task-items 1 --task-lengths 384,512 {_TEXT}"
@@ -51,11 +51,14 @@ EXACT = (
         "generate": "generate --method kq --rate 0.3 --max-new-tokens 12 --prompt 'The cat' --diff",
     }
     | {
-        f"plan-{name}": f"plan --method {name} --rate 0.3 --describe --calibrate-tokens 1k"
-        for name in (
-            *("fdc", "fdc:paper", "zack", "zack:paper", "kq", "kq-4bit", "fdc-8bit", "svd-kv"),
-            *("palu", "palu-3bit", "palu:paper", "tale", "tale+kivi", "strawman", "fdc+kvquant"),
+        f"plan-{name}": f"plan --method {name} --rate {rate} --describe --calibrate-tokens 1k"
+        for rate, names in (
+            (0.3, ("fdc", "fdc:paper", "zack", "zack:paper", "kq", "svd-kv", "palu", "palu:paper")),
+            (0.3, ("tale", "strawman")),
+            (0.75, ("kq-4bit", "fdc-8bit", "tale+kivi", "fdc+kvquant")),
+            (0.9, ("palu-3bit",)),
         )
+        for name in names
     }
     | {
         f"plan-{name}": f"plan --method {name} --describe"
@@ -66,7 +69,7 @@ EXACT = (
 #: Commands that time: their figures of time are left out.
 TIMED = {
     "bench": f"bench {_BENCH} --methods full,fp8,fdc,uniform,palu --rate 0.5",
-    "bench-decode": f"bench {_BENCH} --methods full,fdc-4bit,fdc-8bit,kq,tale --rate 0.5",
+    "bench-decode": f"bench {_BENCH} --methods full,fdc-4bit,fdc-8bit,kq,tale --rate 0.75",
     "jct": f"bench {_REQUEST} --methods full,fdc,palu",
     "jct-real": "bench --jct --real --input-len 64 --output-len 4 --methods full,fdc",
 }

@@ -15,11 +15,13 @@ from kvprof.benchmark.plans import (
     of_shape,
     stored_widths,
 )
-from kvprof.benchmark.shape_plans import Asked, ShapePlan, at_rate, parse_method, shape_plan
+from kvprof.benchmark.shape_plans import Asked, ShapePlan, parse_method, shape_plan
 from kvprof.benchmark.shapes import Shape, has_weights, layout_of
 from kvprof.errors import UsageError
-from kvprof.methods.accounting import layer_bytes
+from kvprof.methods.accounting import SERVED_BYTES, full_layer_bytes, layer_bytes
+from kvprof.methods.family import plan_for_rate
 from kvprof.methods.kvtc import AT_REST
+from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.models.load import load_model
@@ -109,6 +111,11 @@ class Method:
         """
         return batch * layer_bytes(self.plan, self.layer, tokens, itemsize=dtype.itemsize).total
 
+    def rate(self, tokens: int) -> float:
+        """Return the measured layer's rate at a context, as it serves."""
+        full = full_layer_bytes(self.layer, tokens, itemsize=SERVED_BYTES)
+        return 1 - self.nbytes(1, tokens, torch.bfloat16) / full
+
     def lacks(self, phase: str) -> str | None:
         """Return why a phase has no row of this method; None where it has one."""
         rebuilt = "its prefill attends to rebuilt K and V: it is full width's and a product"
@@ -151,7 +158,7 @@ def laid_method(
     UsageError
         As `kvprof.benchmark.shape_plans.shape_plan`, and for what no kernel runs.
     """
-    found = shape_plan(asked, shape, rate, tokens=tokens, itemsize=dtype.itemsize, ranks=ranks)
+    found = shape_plan(asked, shape, rate, tokens=tokens, ranks=ranks)
     return stored_method(asked.name, asked.base, found, shape, device=device, dtype=dtype)
 
 
@@ -166,6 +173,7 @@ def make_methods(
     device: torch.device,
     dtype: torch.dtype,
     tokens: int,
+    rate_given: bool = False,
     seed: int = 0,
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
@@ -189,6 +197,8 @@ def make_methods(
         What the kernels shall run on, and in.
     tokens : int
         Context at which the rate is counted.
+    rate_given : bool
+        Whether the rate was asked for: then the only method has to have it.
     seed : int
         Of the calibration's random tokens.
     progress : Progress
@@ -201,6 +211,7 @@ def make_methods(
     Interrupted
         When `should_stop` said so.
     """
+    alone = rate_given and sum(name not in ALWAYS for name in names) == 1
     read = {name: _read(plans[name], shape) for name in names if name in plans}
     asked = {name: parse_method(name) for name in names if name not in plans}
     for one in asked.values():
@@ -213,7 +224,9 @@ def make_methods(
         for one in calibrated:
             # Before minutes of calibration; of others the plan itself tells, once there is one.
             if early := uncalibrated_family(loaded, one.registered, **dict(one.options)):
-                shown = ShapePlan(of_shape(at_rate(early, rate, tokens, dtype.itemsize), shape), "")
+                shown = ShapePlan(
+                    of_shape(plan_for_rate(early, rate, tokens, alone=alone), shape), ""
+                )
                 stored_method(one.name, one.base, shown, shape, device=device, dtype=dtype)
         calibrator = Calibrator(
             loaded, CalibrationOptions(seed=seed), progress=progress, should_stop=should_stop
@@ -222,7 +235,7 @@ def make_methods(
             calibrator.expect(one.registered, **dict(one.options))
         for one in calibrated:
             family = calibrator.family(one.registered, **dict(one.options))
-            plan = at_rate(family, rate, tokens, dtype.itemsize)
+            plan = plan_for_rate(family, rate, tokens, alone=alone)
             check_heads(one.name, plan, shape)
             words = layer_words(plan, f"as kvprof plan makes {one.name}")
             found[one.name] = ShapePlan(of_shape(plan, shape), words)
@@ -232,8 +245,9 @@ def make_methods(
     made = []
     for name in names:
         if name not in found:
+            own = alone and name not in ALWAYS
             found[name] = shape_plan(
-                asked[name], shape, rate, tokens=tokens, itemsize=dtype.itemsize, ranks=ranks
+                asked[name], shape, rate, tokens=tokens, ranks=ranks, alone=own
             )
         base = asked[name].base if name in asked else ""
         made.append(stored_method(name, base, found[name], shape, device=device, dtype=dtype))

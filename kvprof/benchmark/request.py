@@ -10,7 +10,7 @@ from kvprof.errors import UsageError
 __all__ = ["DEFAULT_METHODS", "PHASES", "BenchRequest"]
 
 PHASES = ("decode", "prefill")
-DEFAULT_METHODS = ("full", "fp8", "fdc", "kq", "palu", "tale", "fdc-4bit")
+DEFAULT_METHODS = ("full", "fp8", "fdc", "kq", "palu", "tale")
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class BenchRequest:
     seqs, batches : tuple of int
         Contexts in tokens, and sequences at once.
     rate : float
-        Of ``fdc``, ``kq`` and ``palu``, counted at each context. TALE has its published setting,
-        and a quantised form takes the ranks of the rate and has a higher one of its own.
+        Each plan's own, at the longest context; TALE has its published setting.
+    rate_given : bool
+        Whether it was asked for.
     ranks : str, Path or None
         Widths from a file instead of the recorded profile; see `kvprof.benchmark.ranks.ranks_from`.
     phases, methods : tuple of str
@@ -46,6 +47,7 @@ class BenchRequest:
     seqs: tuple[int, ...] = (102_400,)
     batches: tuple[int, ...] = (1,)
     rate: float = 0.5
+    rate_given: bool = False
     ranks: str | Path | None = None
     phases: tuple[str, ...] = PHASES
     methods: tuple[str, ...] = DEFAULT_METHODS

@@ -95,6 +95,8 @@ class Timed:
     case : Case
     stored_bytes : int
         Of the method's plan, by the account: of the layer, all sequences.
+    rate : float
+        Of the plan, as it serves (`kvprof.methods.accounting.rate`).
     seconds : list of float
     error : float
         Against float64.
@@ -107,6 +109,7 @@ class Timed:
     name: str
     case: Case
     stored_bytes: int
+    rate: float
     seconds: list[float]
     error: float
     beside: list[float] | None = None
@@ -143,7 +146,7 @@ def add_row(
             "dtype": str(workload.dtype).removeprefix("torch."),
             "schedule": case.schedule,
             "ranks": case.ranks or _whole(case),
-            "rate": 1 - timed.stored_bytes / workload.full_bytes,
+            "rate": timed.rate,
             "seconds": seconds,
             "seconds_interval": median_interval(seconds),
             "bytes_moved": case.bytes_moved,

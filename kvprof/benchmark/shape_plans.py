@@ -43,7 +43,6 @@ __all__ = [
     "Asked",
     "Bare",
     "ShapePlan",
-    "at_rate",
     "parse_method",
     "plan_of_widths",
     "shape_plan",
@@ -154,12 +153,6 @@ def parse_method(text: str) -> Asked:
     return Asked(text, base, registered, tuple(modifiers), tuple({**options, **texts}.items()))
 
 
-def at_rate(family: PlanFamily, rate: float, tokens: int, itemsize: int) -> Plan:
-    """Return a family's plan at a rate; a method with one setting has its own rate."""
-    wanted = 0.0 if len(family.settings) == 1 else rate
-    return plan_for_rate(family, wanted, tokens, itemsize=itemsize)
-
-
 @dataclass(frozen=True)
 class Bare:
     """A layout without weights.
@@ -181,9 +174,9 @@ def shape_plan(
     rate: float,
     *,
     tokens: int,
-    itemsize: int,
     ranks: str | None = None,
     laid: Laid | None = None,
+    alone: bool = False,
 ) -> ShapePlan:
     """Return the plan of a method on a shape without weights.
 
@@ -192,13 +185,15 @@ def shape_plan(
     asked : Asked
     shape : Shape
     rate : float
-        Of its ranks; quantised they have a higher one.
-    tokens, itemsize : int
-        At which a rate that is not the ranks' own is counted.
+        The plan's own, as near as its widths are; ranks that are quantised follow from it.
+    tokens : int
+        At which the rate is counted.
     ranks : str, optional
         A file with the widths of every KV head, instead of recorded ones.
     laid : Laid, optional
         Layers of their own, which may be unlike; by default one stands for all of the shape's.
+    alone : bool
+        As `plan_for_rate` takes it.
 
     Raises
     ------
@@ -208,7 +203,7 @@ def shape_plan(
     if asked.base == "palu-folded":
         shape = replace(shape, rope=Rope("none", None), qk_norm=False)
     if asked.known:
-        return _of_known_ranks(asked, shape, laid, rate, ranks)
+        return _of_known_ranks(asked, shape, laid, rate, tokens, ranks, alone)
     options = dict(asked.options)
     needs = calibration_needs(asked.registered, **options)
     if needs is not None and needs.sized:
@@ -221,7 +216,7 @@ def shape_plan(
     whole = needs is None or "skip" in options
     bare = Bare(layout_of(shape), shape.name) if whole else _standing(shape)
     family = stand_in_family(laid or bare, asked.registered, **options)
-    plan = at_rate(family, rate, tokens, itemsize)
+    plan = plan_for_rate(family, rate, tokens, alone=alone)
     said = (
         f"{asked.name}: {shape.name} is a shape without weights, so its ranks and bits are those "
         "of singular values that fall alike in every head"
@@ -265,9 +260,34 @@ def _standing(shape: Shape) -> Bare:
 
 
 def _of_known_ranks(
+    asked: Asked,
+    shape: Shape,
+    laid: Laid | None,
+    rate: float,
+    tokens: int,
+    ranks: str | None,
+    alone: bool,
+) -> ShapePlan:
+    """Return the plan of ranks that are known, with what comes on top of them, at a rate."""
+    made: dict[float, ShapePlan] = {}
+
+    def build(knob: float) -> Plan:
+        made[knob] = _of_ranks(asked, shape, laid, knob, ranks)
+        return made[knob].plan
+
+    own = asked.base in ("full", "fp8", "tale") or ranks is not None
+    if not own and not asked.modifiers:
+        return _of_ranks(asked, shape, laid, rate, ranks)
+    settings, most = (rate,) if own else (), 1 - STEP / shape.head_dim
+    family = PlanFamily(asked.name, "rate", build, (0.0, most), settings)
+    plan = plan_for_rate(family, rate, tokens, alone=alone)
+    return replace(made[plan.made["rate"]], plan=replace(plan, method=asked.base))
+
+
+def _of_ranks(
     asked: Asked, shape: Shape, laid: Laid | None, rate: float, ranks: str | None
 ) -> ShapePlan:
-    """Return the plan of ranks that are known, with what comes on top."""
+    """Return the plan whose ranks have a rate, with what comes on top of them."""
     behind, options = _BEHIND.get(asked.base, asked.base), dict(asked.options)
     if behind in ("full", "fp8"):
         layout = laid.layout if laid else layout_of(shape)

@@ -104,7 +104,9 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    rate: Annotated[float, share_option("--rate", "Share of the cache's bytes to save.")] = _RATE,
+    rate: Annotated[
+        float | None, share_option("--rate", "Share of the cache's bytes to save. Default 0.5.")
+    ] = None,
     ranks: Annotated[
         Path | None,
         typer.Option(
@@ -123,7 +125,7 @@ def bench(
         list[str] | None,
         method_option(
             "Those of plan, palu:heads=1 too; also uniform, palu-folded and "
-            "tale:bits=none. Default full,fp8,fdc,kq,palu,tale,fdc-4bit; with --jct "
+            "tale:bits=none. Default full,fp8,fdc,kq,palu,tale; with --jct "
             "full,palu,fdc; with --load full,fp8,fdc.",
         ),
     ] = None,
@@ -210,7 +212,7 @@ def bench(
     --------
     kvprof bench --seq 100k
     kvprof bench --model Qwen3-8B --seq 4k,32k --methods full,fp8,fdc,uniform
-    kvprof bench --model reference --seq 4k --methods full,zack-4bit,kq:grid=32
+    kvprof bench --model reference --seq 4k --methods full,zack-8bit,kq:grid=32
     kvprof bench --jct --model Llama-3.1-8B --input-len 8k,32k --output-len 256
     kvprof bench --jct --methods full,palu,fdc --out jct-run   # the reference model
     kvprof bench --load --url http://127.0.0.1:8000 --lengths arxiv --slo ttft=2s,tbt=50ms
@@ -270,7 +272,7 @@ def bench(
             model=_file_of(model, gguf),
             methods=named,
             plans=tuple(plan or ()),
-            rate=None if rate == _RATE else rate,
+            rate=rate,
             baseline=baseline,
             requests=requests,
             tp=tp,
@@ -289,7 +291,8 @@ def bench(
             methods=named,
             plans=plans,
             batches=batches,
-            rate=rate,
+            rate=_RATE if rate is None else rate,
+            rate_given=rate is not None,
             ranks=ranks,
             dtype=dtype,
             repeats=repeats,
@@ -312,7 +315,8 @@ def bench(
         shape="Llama-3.1-8B" if model is None else model,
         seqs=seqs,
         batches=batches or ((1,) if resolved == "cpu" else (1, 8)),
-        rate=rate,
+        rate=_RATE if rate is None else rate,
+        rate_given=rate is not None,
         ranks=ranks,
         phases=_listed(phase or "decode,prefill", "--phase"),
         methods=named or DEFAULT_METHODS,

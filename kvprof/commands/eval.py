@@ -111,7 +111,7 @@ def eval(
     Examples
     --------
     kvprof eval --method kq,fdc,palu --rate 0.3
-    kvprof eval --method kq-4bit --rate 0.25 --text prose --text code
+    kvprof eval --method kq-4bit --rate 0.75 --text prose --text code
     kvprof eval --plan kq.plan --csv eval.csv
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)

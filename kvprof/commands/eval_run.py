@@ -26,7 +26,7 @@ from kvprof.methods.family import plan_at
 from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
-from kvprof.methods.registry import calibration_needs, typed_options
+from kvprof.methods.registry import calibration_needs, has_one_setting, typed_options
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.tokens import check_separate, chosen_on
@@ -113,8 +113,9 @@ def check_request(request: PlanRequest) -> PlanRequest:
     calibrated = any(needs) or not request.teacher_forced  # fp8 stands beside them
     if not calibrated and any(request.calibration.values()):
         raise UsageError(f"nothing is calibrated; leave out {', '.join(request.calibration)}")
-    if any(needs) and request.rate is None and request.removal is None:
-        raise UsageError(f"--method {','.join(rated)} needs --rate or --removal")
+    turned = [x for x, own in zip(rated, needs, strict=True) if own and not has_one_setting(x)]
+    if turned and request.rate is None and request.removal is None:
+        raise UsageError(f"--method {','.join(turned)} needs --rate or --removal")
     if not rated and (request.rate is not None or request.removal is not None):
         option = "--rate" if request.rate is not None else "--removal"
         raise UsageError(
@@ -231,6 +232,7 @@ def _from_methods(
     loaded: LoadedModel, request: PlanRequest, beside: list[str], sample: Sample, stop: Stop
 ) -> list[Plan]:
     methods = [*beside, *request.methods]
+    alone = sum(method not in ALWAYS for method in request.methods) == 1
     evaluator = sample.evaluator
     given = calibration_options(
         request.calibrate,
@@ -250,6 +252,7 @@ def _from_methods(
                 request.rate,
                 request.removal,
                 evaluator.context,
+                alone=alone,
             )
         calibrator.expect(method, **request.options_of(method))
     plans = []
@@ -260,9 +263,8 @@ def _from_methods(
                 plans.append(plan_at(family, family.settings[0]))
                 continue
             with console.status(f"planning {method}"):
-                plans.append(
-                    plan_of(loaded, family, request.rate, request.removal, evaluator.context)
-                )
+                wanted = request.rate, request.removal, evaluator.context
+                plans.append(plan_of(loaded, family, *wanted, alone=alone))
     return plans
 
 

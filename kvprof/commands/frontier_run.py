@@ -15,7 +15,7 @@ from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_metric
 from kvprof.interrupt import Stop
-from kvprof.methods.accounting import bytes_at, rate
+from kvprof.methods.accounting import SERVED_BYTES, bytes_at, rate
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.named import ALWAYS
 from kvprof.methods.needs import runtime_needs
@@ -164,7 +164,6 @@ def run_frontier(
             cache,
             options,
             family_of,
-            itemsize=evaluator.loaded.dtype.itemsize,
             facts_of=partial(_facts, evaluator.loaded),
             describe=progress.describe,
             advance=progress.advance,
@@ -191,15 +190,14 @@ def run_frontier(
 
 def _facts(loaded: LoadedModel, plan: Plan) -> dict[str, Any]:
     """Return what running a plan takes, and what it stores of a long context."""
-    itemsize = loaded.dtype.itemsize
     return {
         "needs": runtime_needs(plan),
         "kernel": kernel_facts(plan, loaded),
         "long_context": {
             "context": _LONG_CONTEXT,
-            "bytes_per_token": bytes_at(plan, _LONG_CONTEXT, itemsize=itemsize).total
+            "bytes_per_token": bytes_at(plan, _LONG_CONTEXT, itemsize=SERVED_BYTES).total
             / _LONG_CONTEXT,
-            "rate": rate(plan, _LONG_CONTEXT, itemsize=itemsize),
+            "rate": rate(plan, _LONG_CONTEXT),
         },
     }
 

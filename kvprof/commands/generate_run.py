@@ -8,7 +8,7 @@ from kvprof.commands.output import Outputs
 from kvprof.errors import UsageError
 from kvprof.evaluation.evaluator import hidden_in_one_pass
 from kvprof.interrupt import Stop
-from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.accounting import bytes_at, full_bytes, rate
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.cache import CompressedCache
@@ -111,13 +111,12 @@ def _cache(loaded: LoadedModel, plan: Plan, cache: CompressedCache | None) -> di
     if cache is None:
         return None
     tokens, itemsize = cache.get_seq_length(), loaded.dtype.itemsize
-    full = full_bytes(plan, tokens, itemsize=itemsize)
     return {
         "tokens": tokens,
         "measured_bytes": cache.nbytes,
         "account_bytes": bytes_at(plan, tokens, itemsize=itemsize).total,
-        "full_bytes": full,
-        "rate": 1.0 - cache.nbytes / full,
+        "full_bytes": full_bytes(plan, tokens, itemsize=itemsize),
+        "rate": rate(plan, tokens),
     }
 
 

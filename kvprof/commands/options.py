@@ -355,8 +355,8 @@ CalibrateOption = Annotated[
     typer.Option(
         "--calibrate",
         rich_help_panel=METHOD,
-        help="random:8k, prose, code, tasks, calibration (embedded), a file, or saved moments. "
-        "Default by method.",
+        help="calibration (embedded text, the default), prose, code, tasks, random:8k, a file, or "
+        "saved moments.",
     ),
 ]
 CalibrateTokensOption = Annotated[

@@ -160,11 +160,9 @@ def one_plan(
             save_plan(made, save, force=outputs.force)
         except KvprofError as problem:
             lost.append(str(problem))
-    itemsize = DTYPE_BYTES[inputs["dtype"]]
     told = plan_report(
         made,
         at,
-        itemsize=itemsize,
         layout=loaded.layout if loaded is not None else None,
         fine=rounded.fine if rounded is not None else None,
         knob=rounded.knob if rounded is not None else None,
@@ -180,7 +178,7 @@ def one_plan(
     if compare is not None and other is not None:
         data["comparison"] = {
             "file": compare.name,
-            **comparison(made, other, at, itemsize=itemsize),
+            **comparison(made, other, at),
         }
     inputs |= {
         "context": at,

@@ -268,7 +268,7 @@ def _planned(
     if rate is None:
         raise UsageError("it stores what its rate says; give --rate")
     family = family or calibrator().family(request.method, **request.options)
-    return plan_for_rate(family, rate, context, itemsize=planned.dtype.itemsize)
+    return plan_for_rate(family, rate, context)
 
 
 def _row(planned: PlannedModel, chosen: Chosen) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def _row(planned: PlannedModel, chosen: Chosen) -> dict[str, Any]:
     return {
         "label": chosen.label,
         "method": chosen.plan.method,
-        "rate": rate(chosen.plan, chosen.context, itemsize=planned.dtype.itemsize),
+        "rate": rate(chosen.plan, chosen.context),
         "rate_context": chosen.context,
     }
 
@@ -397,6 +397,6 @@ def _moved(planned: PlannedModel, plan: Plan, tokens: int, links: Sequence[Link]
     return {
         "context": tokens,
         "bytes": size,
-        "rate": rate(plan, tokens, itemsize=itemsize),
+        "rate": rate(plan, tokens),
         "seconds": [link.seconds(size) for link in links],
     }

@@ -102,7 +102,7 @@ def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
     sequences, length = inputs["sequences"], inputs["seq_len"]
     offer = offer_of(given, inputs, settings, ())
     if request.rate is not None:
-        offer.check_reach(request.rate, measuring.context, loaded.dtype.itemsize)
+        offer.check_reach(request.rate, measuring.context)
     found = Study(inputs, {})
     if sequences < LEAST_SEQUENCES:
         found.warnings.append(
@@ -126,7 +126,7 @@ def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
         offer = offer_of(given, inputs, settings, rows)
         asked = None
         if request.rate is not None:
-            asked = offer.at_rate(request.rate, measuring.context, loaded.dtype.itemsize)
+            asked = offer.at_rate(request.rate, measuring.context)
             _save(asked, request, found)  # before the wholes: an interrupt leaves the plan
         whole = len(request.layers) == len(loaded.layout.layers)
         wanted = [*_budgets(measuring, offer, settings, found.data, asked)]
@@ -279,7 +279,7 @@ def _budgets(
     asked: Handout | None,
 ) -> Iterator[_Whole]:
     """Hand out settings at the rate asked for, and at the bytes of each that all could take."""
-    sizes = offer.sizes(measuring.context, measuring.loaded.dtype.itemsize)
+    sizes = offer.sizes(measuring.context)
     full = sum(sizes[part, FULL] for part in offer.parts)
 
     def entry(handout: Handout) -> dict[str, Any]:

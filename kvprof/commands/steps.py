@@ -28,10 +28,9 @@ from kvprof.evaluation.tasks.registry import (
 from kvprof.interrupt import Stop
 from kvprof.methods.family import PlanFamily, check_rate, plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
-from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
-from kvprof.methods.registry import calibration_needs, has_removal_rate
+from kvprof.methods.registry import calibration_needs, has_one_setting, has_removal_rate
 from kvprof.models.load import LoadedModel, load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
@@ -433,6 +432,8 @@ def check_reach(
     rate: float | None,
     removal: float | None,
     context: int,
+    *,
+    alone: bool = True,
 ) -> None:
     """Refuse a rate that no plan of a method has, before anything is calibrated for it.
 
@@ -446,6 +447,8 @@ def check_reach(
         From the command line.
     context : int
         Tokens at which the bytes of a rate are counted.
+    alone : bool
+        As `plan_for_rate` takes it.
 
     Raises
     ------
@@ -459,7 +462,7 @@ def check_reach(
         return
     family = uncalibrated_family(loaded, method, **options)
     if family is not None:  # of others the plan itself tells, once there is one
-        check_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
+        check_rate(family, rate, context, alone=alone)
 
 
 def method_calibrator(
@@ -504,7 +507,7 @@ def method_calibrator(
         raise UsageError(
             f"{method} needs no calibration; leave out --calibrate and --calibrate-tokens"
         )
-    if needs is not None and rate is None and removal is None and method not in ALWAYS:
+    if needs is not None and rate is None and removal is None and not has_one_setting(method):
         raise UsageError(f"--method {method} needs --rate or --removal")
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
     check_reach(loaded, method, options, rate, removal, context)
@@ -531,6 +534,8 @@ def plan_of(
     rate: float | None,
     removal: float | None,
     context: int,
+    *,
+    alone: bool = True,
 ) -> Plan:
     """Return the plan of a family that the user's rate or removal rate asks for.
 
@@ -542,6 +547,8 @@ def plan_of(
         From the command line; neither is needed where the method has one setting.
     context : int
         Tokens at which the bytes of a rate are counted.
+    alone : bool
+        As `plan_for_rate` takes it.
 
     Raises
     ------
@@ -553,7 +560,7 @@ def plan_of(
             raise _no_removal_rate(family.method)
         return plan_at(family, removal)
     if rate is not None:
-        return plan_for_rate(family, rate, context, itemsize=loaded.dtype.itemsize)
+        return plan_for_rate(family, rate, context, alone=alone)
     if len(family.settings) == 1:
         return plan_at(family, family.settings[0])
     raise UsageError(f"--method {family.method} needs --rate or --removal")

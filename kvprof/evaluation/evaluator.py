@@ -36,7 +36,7 @@ from kvprof.evaluation.scores import (
 )
 from kvprof.evaluation.tasks.items import Scoring, TaskAnswer, TaskItem, scored
 from kvprof.evaluation.workload import TextBatch, Workload, explained_shortage
-from kvprof.methods.accounting import bytes_at, rate
+from kvprof.methods.accounting import SERVED_BYTES, bytes_at, rate
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.registry import plan_family
@@ -177,8 +177,8 @@ def assembled(
         )
     return {
         "method": plan.method,
-        "rate": rate(plan, context, itemsize=itemsize),
-        "bytes_per_token": bytes_at(plan, context, itemsize=itemsize).total / context,
+        "rate": rate(plan, context),
+        "bytes_per_token": bytes_at(plan, context, itemsize=SERVED_BYTES).total / context,
         "context": context,
         **text,
         "tasks": tasks,

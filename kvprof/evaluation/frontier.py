@@ -194,8 +194,6 @@ class Frontier:
     options : FrontierOptions
     family_of : callable
         Calibrates a method and returns its plans.
-    itemsize : int
-        Bytes of a value in the run's dtype.
     facts_of : callable
         From a plan to what a point says of it besides its evaluation; it is never kept for later.
     describe : callable
@@ -213,7 +211,6 @@ class Frontier:
         options: FrontierOptions,
         family_of: Callable[[MethodRequest], PlanFamily],
         *,
-        itemsize: int,
         facts_of: Callable[[Plan], dict[str, Any]] = lambda _: {},
         describe: Callable[[str], None] = lambda _: None,
         advance: Callable[[int], None] = lambda _: None,
@@ -223,7 +220,6 @@ class Frontier:
         self._cache = cache
         self._options = options
         self._family_of = family_of
-        self._itemsize = itemsize
         self._facts_of = facts_of
         self._describe = describe
         self._advance = advance
@@ -321,7 +317,6 @@ class Frontier:
                 evaluate,
                 meets=lambda found: meets(found.evaluation, targets),
                 tokens=self._evaluator.context,
-                itemsize=self._itemsize,
                 points=self._options.points,
                 keep=keep,
             )

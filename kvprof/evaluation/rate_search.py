@@ -58,7 +58,6 @@ def search_rates(
     *,
     meets: Callable[[MeasuredRate], bool],
     tokens: int,
-    itemsize: int,
     points: int,
     keep: Callable[[MeasuredRate], None],
 ) -> str | None:
@@ -73,8 +72,6 @@ def search_rates(
         Whether a point keeps what has to be kept.
     tokens : int
         Context at which bytes are counted.
-    itemsize : int
-        Bytes of a value in the run's dtype.
     points : int
         Evaluations at most.
     keep : callable
@@ -90,7 +87,7 @@ def search_rates(
     UsageError
         When no plan can be made.
     """
-    search = _Search(family, evaluate, meets, tokens, itemsize, points, keep)
+    search = _Search(family, evaluate, meets, tokens, points, keep)
     if family.settings and family.at_rate is None and len(family.settings) <= points:
         for setting in family.settings:
             search.test(plan_at(family, setting), None)
@@ -114,7 +111,6 @@ class _Search:
         evaluate: Evaluate,
         meets: Callable[[MeasuredRate], bool],
         tokens: int,
-        itemsize: int,
         points: int,
         keep: Callable[[MeasuredRate], None],
     ) -> None:
@@ -122,7 +118,6 @@ class _Search:
         self._evaluate = evaluate
         self._meets = meets
         self._tokens = tokens
-        self._itemsize = itemsize
         self._left = points
         self._keep = keep
         self._by_digest: dict[str, MeasuredRate] = {}
@@ -136,7 +131,7 @@ class _Search:
         if digest not in self._by_digest:
             evaluation = self._evaluate(plan, digest)
             self._left -= 1
-            reached = rate(plan, self._tokens, itemsize=self._itemsize)
+            reached = rate(plan, self._tokens)
             found = MeasuredRate(reached, asked, evaluation)
             self._by_digest[digest] = found
             self._keep(found)
@@ -196,8 +191,7 @@ class _Search:
         if family.at_rate is None:
             values = family.settings or family.bounds
             least, most = (
-                rate(family.build(value), self._tokens, itemsize=self._itemsize)
-                for value in (values[0], values[-1])
+                rate(family.build(value), self._tokens) for value in (values[0], values[-1])
             )
             return max(0.0, least), max(0.0, most)
         probes = [index / _PROBES for index in range(_PROBES)]
@@ -227,4 +221,4 @@ class _Search:
         return True
 
     def _plan(self, asked: float) -> Plan:
-        return plan_for_rate(self._family, asked, self._tokens, itemsize=self._itemsize)
+        return plan_for_rate(self._family, asked, self._tokens)

@@ -86,8 +86,7 @@ class Sensitivity:
 
     def bytes_per_token(self, part: Part, setting: Setting | None) -> float:
         """Return what a part stores per token of context; as the model does without a setting."""
-        itemsize = self.loaded.dtype.itemsize
-        return bytes_per_token(self._whole, part, setting, self.context, itemsize)
+        return bytes_per_token(self._whole, part, setting, self.context)
 
     @torch.inference_mode()
     def measure(self, assignment: Assignment) -> dict[str, Any]:

@@ -28,7 +28,7 @@ the same share of each key's dimensions everywhere::
         return PlanFamily("keys-only", "left_out", build)
 
 
-    keys_only.needs = CalibrationNeeds("random:8k")
+    keys_only.needs = CalibrationNeeds("calibration")
 
 registered in that package's ``pyproject.toml``::
 

@@ -30,6 +30,7 @@ from kvprof.methods.tokens import (
 from kvprof.models.layout import ModelLayout
 
 __all__ = [
+    "SERVED_BYTES",
     "CacheBytes",
     "WeightBytes",
     "bytes_at",
@@ -42,6 +43,9 @@ __all__ = [
     "rate",
     "weight_bytes",
 ]
+
+#: Of a value that is not quantised, where a plan serves: what every rate counts.
+SERVED_BYTES = 2
 
 _FULL_BITS = 16  # of a value, as the papers count
 _INDEX_BYTES = 2  # of an outlier's column
@@ -162,10 +166,13 @@ def full_layer_bytes(layer: LayerPlan, tokens: int, *, itemsize: int) -> int:
     return (tokens if window is None else min(tokens, window - 1)) * _width(layer) * itemsize
 
 
-def rate(plan: Plan, tokens: int, *, itemsize: int) -> float:
-    """Return ``1 - bytes(plan) / bytes(full width)`` at a context of `tokens` tokens."""
-    full = full_bytes(plan, tokens, itemsize=itemsize)
-    return 1.0 - bytes_at(plan, tokens, itemsize=itemsize).total / full
+def rate(plan: Plan, tokens: int) -> float:
+    """Return ``1 - bytes(plan) / bytes(full width)`` at a context of `tokens` tokens.
+
+    Both as they serve, at 16 bits: a run in float32 stores more bytes at the same rate.
+    """
+    full = full_bytes(plan, tokens, itemsize=SERVED_BYTES)
+    return 1.0 - bytes_at(plan, tokens, itemsize=SERVED_BYTES).total / full
 
 
 def compression_ratio(rate: float) -> float:

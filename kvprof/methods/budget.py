@@ -10,7 +10,7 @@ from typing import Any
 
 from kvprof.analysis.cheapest import Choice, cheapest
 from kvprof.errors import UsageError
-from kvprof.methods.accounting import full_bytes
+from kvprof.methods.accounting import SERVED_BYTES, full_bytes
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.full import full_plan
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
@@ -134,12 +134,12 @@ class Offer:
     cells: Mapping[tuple[Part, str], float]
     made: Mapping[str, Any]
 
-    def sizes(self, tokens: int, itemsize: int) -> dict[tuple[Part, str], float]:
+    def sizes(self, tokens: int) -> dict[tuple[Part, str], float]:
         """Return the bytes per token of each part at each setting, `FULL` among them."""
         whole = full_plan(self.inputs)
         return {
             (part, FULL if one is None else one.spec.name): bytes_per_token(
-                whole, part, one, tokens, itemsize
+                whole, part, one, tokens
             )
             for part in self.parts
             for one in (None, *self.settings)
@@ -164,34 +164,32 @@ class Offer:
             sum(min(sizes[part, name] for name in names) for part in self.parts) for names in every
         )
 
-    def at_rate(self, wanted: float, tokens: int, itemsize: int) -> Handout:
+    def at_rate(self, wanted: float, tokens: int) -> Handout:
         """Return what is handed out at a rate of the whole cache."""
-        self.check_reach(wanted, tokens, itemsize)
-        sizes = self.sizes(tokens, itemsize)
-        found = self.within(sizes, self._size(wanted, sizes, tokens, itemsize))
+        self.check_reach(wanted, tokens)
+        sizes = self.sizes(tokens)
+        found = self.within(sizes, self._size(wanted, sizes, tokens))
         assert found is not None
         made = {**found.plan.made, "rate_asked": wanted, "context": tokens}
         return replace(found, plan=replace(found.plan, made=made))
 
-    def check_reach(self, wanted: float, tokens: int, itemsize: int) -> None:
+    def check_reach(self, wanted: float, tokens: int) -> None:
         """Refuse a rate that the settings do not reach, whatever they cost."""
-        sizes = self.sizes(tokens, itemsize)
-        if self.least(sizes) > self._size(wanted, sizes, tokens, itemsize):
-            everything = self._everything(tokens, itemsize)
+        sizes = self.sizes(tokens)
+        if self.least(sizes) > self._size(wanted, sizes, tokens):
+            everything = self._everything(tokens)
             most = (sum(sizes[part, FULL] for part in self.parts) - self.least(sizes)) / everything
             raise UsageError(
                 f"{_METHOD} reaches rates from 0.000 to {most:.3f} at {tokens:,} tokens, not "
                 f"{wanted:g}: of the settings none is smaller"
             )
 
-    def _everything(self, tokens: int, itemsize: int) -> float:
-        return full_bytes(full_plan(self.inputs), tokens, itemsize=itemsize) / tokens
+    def _everything(self, tokens: int) -> float:
+        return full_bytes(full_plan(self.inputs), tokens, itemsize=SERVED_BYTES) / tokens
 
-    def _size(
-        self, wanted: float, sizes: Mapping[tuple[Part, str], float], tokens: int, itemsize: int
-    ) -> float:
+    def _size(self, wanted: float, sizes: Mapping[tuple[Part, str], float], tokens: int) -> float:
         """Return what the parts may take so that the whole cache has a rate."""
-        everything = self._everything(tokens, itemsize)
+        everything = self._everything(tokens)
         # A rate as it is written and that of the same bytes may differ in the last digit.
         return sum(sizes[part, FULL] for part in self.parts) - (wanted - 1e-12) * everything
 

@@ -34,6 +34,8 @@ HeadWeights = Mapping[str, Sequence[Sequence[float]]]
 
 # Halvings of the knob: to 1e-8, finer than what one rank is worth.
 _HALVINGS = 27
+# A rate as tables print it, in three digits, is the rate.
+_AS_WRITTEN = 5e-4
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,8 @@ class PlanFamily:
     settings : tuple of float
         Where the knob has single settings only (bits): all of them, by growing rate.
     at_rate : callable or None
-        ``(rate, tokens, itemsize) -> Plan`` where a combination shares the rate out by a rule of
-        its own instead of turning the knob.
+        ``(rate, tokens) -> Plan`` where a combination shares the rate out by a rule of its own
+        instead of turning the knob.
     targets : tuple of RankTarget
         What a low-rank method hands ranks out to, with the error that each rank is predicted to
         have; empty for other methods.
@@ -168,7 +170,7 @@ class PlanFamily:
     build: Callable[[float], Plan]
     bounds: tuple[float, float] = (0.0, 1.0)
     settings: tuple[float, ...] = ()
-    at_rate: Callable[[float, int, int], Plan] | None = None
+    at_rate: Callable[[float, int], Plan] | None = None
     finish: Callable[[Plan], Plan] | None = None
     targets: tuple[RankTarget, ...] = ()
     at_ranks: Callable[[Sequence[int]], Plan] | None = None
@@ -214,19 +216,21 @@ def plan_at(family: PlanFamily, value: float) -> Plan:
     return _finished(family, family.build(value), {family.knob: value})
 
 
-def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: int) -> Plan:
+def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool = True) -> Plan:
     """Return the plan of least compression whose byte rate is at least the one asked for.
+
+    The rate is the plan's own, everything counted, bits of a quantiser on top too.
 
     Parameters
     ----------
     family : PlanFamily
     wanted : float
-        ``1 - bytes(plan) / bytes(full width)`` at a context of `tokens` tokens; 0 gives the
-        method's own least compression, full rank for low-rank methods.
+        ``1 - bytes(plan) / bytes(full width)`` at a context of `tokens` tokens; 0 is full width,
+        with what a method keeps beside it.
     tokens : int
         Context at which bytes are counted.
-    itemsize : int
-        Bytes of a value in the run's dtype.
+    alone : bool
+        False among several methods: one with a single setting then stands at its own rate.
 
     Raises
     ------
@@ -236,27 +240,30 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: i
         When its rate falls as its knob grows.
     """
     _check_share(wanted)
+    if not alone and len(family.settings) == 1:
+        return plan_at(family, family.settings[0])
     asked = {"rate_asked": wanted, "context": tokens}
     if family.at_rate is not None:
-        plan = family.at_rate(wanted, tokens, itemsize)  # its parts are finished already
+        plan = family.at_rate(wanted, tokens)  # its parts are finished already
         return replace(plan, method=family.method, made={**plan.made, **asked})
-    least = _least_rate(family, wanted, tokens, itemsize)
+    least = _least_rate(family, wanted, tokens)
     value = (family.settings or family.bounds)[0]
     if wanted > 0 and least < wanted:
-        value = _least_knob(family, wanted, tokens, itemsize)
+        value = _least_knob(family, wanted, tokens)
     return _finished(family, family.build(value), {**asked, family.knob: value})
 
 
-def check_rate(family: PlanFamily, wanted: float, tokens: int, *, itemsize: int) -> None:
+def check_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool = True) -> None:
     """Refuse a rate that `plan_for_rate` would, without looking for the knob that gives it.
 
     Parameters and errors are those of `plan_for_rate`.
     """
     if family.at_rate is not None:  # only the plan's own parts know
-        plan_for_rate(family, wanted, tokens, itemsize=itemsize)
+        plan_for_rate(family, wanted, tokens)
         return
     _check_share(wanted)
-    _least_rate(family, wanted, tokens, itemsize)
+    if alone or len(family.settings) != 1:
+        _least_rate(family, wanted, tokens)
 
 
 def _check_share(wanted: float) -> None:
@@ -264,18 +271,21 @@ def _check_share(wanted: float) -> None:
         raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 would store nothing)")
 
 
-def _least_rate(family: PlanFamily, wanted: float, tokens: int, itemsize: int) -> float:
-    """Return the rate of a family's least compression; refuse one that its most does not reach."""
+def _least_rate(family: PlanFamily, wanted: float, tokens: int) -> float:
+    """Return the rate of a family's least compression; refuse a rate that it does not reach."""
     values = family.settings or family.bounds
-    least, most = (
-        rate(family.build(value), tokens, itemsize=itemsize) for value in (values[0], values[-1])
-    )
+    least, most = (rate(family.build(value), tokens) for value in (values[0], values[-1]))
     if most < least - 1e-9:
         raise FailedError(
             f"{family.method} breaks its contract: the rate falls from {least:.3f} to {most:.3f} "
             f"as {family.knob} grows"
         )
-    if wanted > most + 1e-12:
+    if not least - _AS_WRITTEN <= wanted <= most + _AS_WRITTEN:
+        if len(family.settings) == 1:
+            raise UsageError(
+                f"{family.method} has one rate, {max(0.0, least):.3f} at {tokens:,} tokens, not "
+                f"{wanted:g}; leave out --rate"
+            )
         raise UsageError(
             f"{family.method} reaches rates from {max(0.0, least):.3f} to {max(0.0, most):.3f} at "
             f"{tokens:,} tokens, not {wanted:g}{grid_words(family)}"
@@ -304,14 +314,14 @@ def grid_words(family: PlanFamily) -> str:
     )
 
 
-def _least_knob(family: PlanFamily, wanted: float, tokens: int, itemsize: int) -> float:
-    """Return the smallest knob that reaches a rate which the largest does reach."""
+def _least_knob(family: PlanFamily, wanted: float, tokens: int) -> float:
+    """Return the smallest knob that reaches a rate which the largest does reach, as written."""
 
     def reaches(plan: Plan) -> bool:
-        return rate(plan, tokens, itemsize=itemsize) >= wanted - 1e-12
+        return rate(plan, tokens) >= wanted - 1e-12
 
     if family.settings:
-        return next(value for value in family.settings if reaches(family.build(value)))
+        return next((x for x in family.settings if reaches(family.build(x))), family.settings[-1])
     low, high = family.bounds
     below = above = None
     for _ in range(_HALVINGS):

@@ -129,7 +129,7 @@ def _group(inputs: MethodInputs, side: str, layers: tuple[int, ...]) -> _Group:
     if not tokens or not len(rows):
         raise UsageError(
             "kvtc takes one sequence of its calibration data to measure bytes on, and there is no "
-            "other; calibrate on several, such as --calibrate random:8k"
+            "other; calibrate on several, such as --calibrate calibration"
         )
     mean, basis, _ = principal_components(gram)
     sample = ((rows.double() - mean) @ basis).float()

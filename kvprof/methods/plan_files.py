@@ -15,7 +15,7 @@ from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.methods.across import Across, LayerGroup
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.soundness import check_fits, check_kinds
-from kvprof.methods.storage import ROW_RMS, Eviction, Levels, Quantiser, SideQuantiser
+from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.models.layout import ModelLayout
 from kvprof.records.files import parse_json
 from kvprof.records.result import to_plain
@@ -24,12 +24,7 @@ from kvprof.tensor_files import load_tensors, save_tensors
 
 __all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 
-FORMAT = "kvprof-plan/1"
-# Of plans that say what a reader of the first would pass over: scales, layers left out, clipping,
-# bits by column, coding across layers. And of those that say what a reader of the second would:
-# heads that a quantiser leaves out, and bits by head of quantisers that have none by column.
-_SECOND = "kvprof-plan/2"
-_THIRD = "kvprof-plan/3"
+FORMAT = "kvprof-plan/4"  # since 4, a model is known by its files
 _LONGEST_MESSAGE = 300
 
 
@@ -246,25 +241,8 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
             if (one := getattr(coded, matrix)) is not None and one.numel():
                 tensors[f"across.{number}.{matrix}"] = one
     save_tensors(
-        path, tensors, {"plan": json.dumps(structure(plan))}, format_name=_format(plan), force=force
+        path, tensors, {"plan": json.dumps(structure(plan))}, format_name=FORMAT, force=force
     )
-
-
-def _format(plan: Plan) -> str:
-    """Return the first format whose readers pass over nothing that a plan says."""
-    groups = [group for x in plan.layers for group in (*x.keys.groups, *x.values.groups)]
-    quantiser = plan.quantiser
-    by_column = any(group.column_bits for group in groups)
-    if not all(group.quantised for group in groups) or (
-        by_column and quantiser is not None and quantiser.kind not in ROW_RMS
-    ):
-        return _THIRD
-    more = plan.across is not None or by_column or any(group.scale != 1 for group in groups)
-    more = more or any(x.left_out for x in plan.layers)
-    sides = (quantiser.keys, quantiser.values) if quantiser is not None else ()
-    more = more or any(side is not None and side.clip is not None for side in sides)
-    more = more or (plan.eviction is not None and plan.eviction.kind == "snapkv")
-    return _SECOND if more else FORMAT
 
 
 def load_plan(
@@ -289,7 +267,7 @@ def load_plan(
         When it is for another model, or does not exist.
     """
     tensors, metadata = load_tensors(
-        path, format_name=(FORMAT, _SECOND, _THIRD), what="plans", made_by="kvprof plan --save"
+        path, format_name=FORMAT, what="plans", made_by="kvprof plan --save"
     )
     try:
         stored = parse_json(metadata["plan"])

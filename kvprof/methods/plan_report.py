@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvprof.methods.accounting import (
+    SERVED_BYTES,
     bytes_at,
     compression_ratio,
     dim_rate,
@@ -74,10 +75,10 @@ def latents_across(plan: Plan) -> list[dict[str, Any]] | None:
     ]
 
 
-def bits_by_head(plan: Plan, itemsize: int) -> dict[str, list[list[int]]] | None:
+def bits_by_head(plan: Plan) -> dict[str, list[list[int]]] | None:
     """Return each group's bits at the top level where heads have unlike ones, else None.
 
-    ``{"keys": [layer][group], "values": …}``; what is not quantised has those of the run's dtype.
+    ``{"keys": [layer][group], "values": …}``; what is not quantised has 16.
     """
     quantiser = plan.quantiser
     sides = {name: getattr(quantiser, name, None) for name in ("keys", "values")}
@@ -89,14 +90,12 @@ def bits_by_head(plan: Plan, itemsize: int) -> dict[str, list[list[int]]] | None
             runs = [group.runs(side, -1) if quantised else () for group in groups]
             if any(len(own) > 1 for own in runs):
                 return None  # by column
-            found[name].append([own[0][1] if own else 8 * itemsize for own in runs])
+            found[name].append([own[0][1] if own else 8 * SERVED_BYTES for own in runs])
     alike = [len({bits for row in rows for bits in row}) == 1 for rows in found.values()]
     return None if all(alike) else found
 
 
-def describe(
-    plan: Plan, tokens: int, *, itemsize: int, layout: ModelLayout | None = None
-) -> dict[str, Any]:
+def describe(plan: Plan, tokens: int, *, layout: ModelLayout | None = None) -> dict[str, Any]:
     """Return what a plan stores, folds and runs, as JSON values.
 
     Parameters
@@ -104,8 +103,6 @@ def describe(
     plan : Plan
     tokens : int
         Context at which bytes are counted.
-    itemsize : int
-        Bytes of a value in the run's dtype.
     layout : ModelLayout, optional
         Of the model; with it, what the weights grow by is reported too.
 
@@ -118,10 +115,10 @@ def describe(
         ``kinds`` (how many kinds of head), ``weights`` (None without a layout),
         ``sentences`` (what is done, in words) and ``made``.
     """
-    stored = bytes_at(plan, tokens, itemsize=itemsize)
-    full = full_bytes(plan, tokens, itemsize=itemsize)
+    stored = bytes_at(plan, tokens, itemsize=SERVED_BYTES)
+    full = full_bytes(plan, tokens, itemsize=SERVED_BYTES)
     share = 1.0 - stored.total / full
-    weights = weight_bytes(plan, layout, itemsize=itemsize) if layout is not None else None
+    weights = weight_bytes(plan, layout, itemsize=SERVED_BYTES) if layout is not None else None
     return {
         "method": plan.method,
         "context": tokens,
@@ -133,7 +130,7 @@ def describe(
         "paper_rate": paper_rate(plan),
         "ranks": ranks_of(plan),
         "across": latents_across(plan),
-        "bits": bits_by_head(plan, itemsize),
+        "bits": bits_by_head(plan),
         "kinds": len(head_kinds(plan)),
         "weights": {**asdict(weights), "total": weights.total} if weights is not None else None,
         "sentences": _sentences(plan),
@@ -473,7 +470,6 @@ def plan_report(
     plan: Plan,
     tokens: int,
     *,
-    itemsize: int,
     layout: ModelLayout | None = None,
     fine: Plan | None = None,
     knob: str | None = None,
@@ -485,8 +481,6 @@ def plan_report(
     plan : Plan
     tokens : int
         Context at which bytes are counted.
-    itemsize : int
-        Bytes of a value in the run's dtype.
     layout : ModelLayout, optional
         Of the model; without it the weights are not reported.
     fine : Plan, optional
@@ -503,9 +497,9 @@ def plan_report(
         ``folded`` and ``online`` (matrix or step to the number of layers), and ``rounding`` (None
         without `fine`).
     """
-    described = describe(plan, tokens, itemsize=itemsize, layout=layout)
+    described = describe(plan, tokens, layout=layout)
     if layout is not None:
-        described["weights"]["running"] = running_weights(plan, layout, itemsize=itemsize).added
+        described["weights"]["running"] = running_weights(plan, layout, itemsize=SERVED_BYTES).added
     folded, online = _folded_and_online(plan)
     levels = None
     if len(plan.levels.shares) > 1:
@@ -516,8 +510,8 @@ def plan_report(
         }
     rounding = None
     if fine is not None:
-        lost = bytes_at(plan, tokens, itemsize=itemsize).total
-        lost -= bytes_at(fine, tokens, itemsize=itemsize).total
+        lost = bytes_at(plan, tokens, itemsize=SERVED_BYTES).total
+        lost -= bytes_at(fine, tokens, itemsize=SERVED_BYTES).total
         options = plan.made.get("options", {})
         rounding = {
             "knob": knob,
@@ -526,7 +520,7 @@ def plan_report(
             "minimum": options.get("minimum"),
             "requested": least_ranks(fine),
             "stored": least_ranks(plan),
-            "requested_rate": rate(fine, tokens, itemsize=itemsize),
+            "requested_rate": rate(fine, tokens),
             "bytes_lost": lost,
         }
     return {
@@ -539,7 +533,7 @@ def plan_report(
     }
 
 
-def comparison(plan: Plan, other: Plan, tokens: int, *, itemsize: int) -> dict[str, Any]:
+def comparison(plan: Plan, other: Plan, tokens: int) -> dict[str, Any]:
     """Return what another plan has different, as JSON values.
 
     Parameters
@@ -548,15 +542,13 @@ def comparison(plan: Plan, other: Plan, tokens: int, *, itemsize: int) -> dict[s
         For the same model.
     tokens : int
         Context at which bytes are counted.
-    itemsize : int
-        Bytes of a value in the run's dtype.
 
     Returns
     -------
     dict
         Of the other plan ``method``, ``rate`` and ``bytes``; ``differences``, one entry per place.
     """
-    described = describe(other, tokens, itemsize=itemsize)
+    described = describe(other, tokens)
     found = compare_plans(plan, other)
     return {
         **{key: described[key] for key in ("method", "rate", "bytes")},

@@ -56,6 +56,7 @@ __all__ = [
     "base_method",
     "calibration_needs",
     "follows_from_rate",
+    "has_one_setting",
     "has_removal_rate",
     "on_top",
     "option_of",
@@ -96,15 +97,13 @@ METHODS |= {
 
 # FDC's KF-F and KF-P evict first (FDC §6); ZACK's Keyformer-Z compresses first.
 _ORDERS = {"fdc": "evict_first", "palu": "evict_first"}
-_RANDOM = CalibrationNeeds("random:8k")
 _TEXT = CalibrationNeeds("calibration")
 _NEEDS = {
-    "fdc": _RANDOM, "zack": _RANDOM, "kq": _RANDOM,
-    "svd-kv": _RANDOM, "svd-k": _RANDOM, "svd-v": _RANDOM,
-    "kq-wf": _TEXT,
+    "fdc": _TEXT, "zack": _TEXT, "kq": _TEXT, "kq-wf": _TEXT,
+    "svd-kv": _TEXT, "svd-k": _TEXT, "svd-v": _TEXT,
     "palu": replace(_TEXT, pre_rope=True), "tale": _TEXT, "tale+kivi": _TEXT,
     # A scale is the power of two above a maximum, twice over: few tokens find nearly the same.
-    "fp8": CalibrationNeeds("random:1k", tokens=1024, magnitudes=True, shares=True),
+    "fp8": replace(_TEXT, tokens=1024, magnitudes=True, shares=True),
     "oscar": replace(_TEXT, outputs=True),
     "kvtc": replace(_TEXT, pre_rope=True, sized=True),
     "xkv": replace(_TEXT, pre_rope=True, sized=True),
@@ -199,7 +198,7 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     """Return what a method or combination has to be calibrated with; None where nothing.
 
     An installed method says so by an attribute ``needs`` of its function, a `CalibrationNeeds`;
-    without one it is given moments of random tokens.
+    without one it is given moments of text.
 
     Parameters
     ----------
@@ -220,7 +219,7 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     options = typed_options(name, options)
     installed = _installed()
     if name in installed:
-        return installed[name].needs(_RANDOM)
+        return installed[name].needs(_TEXT)
     if name not in METHODS:
         base, modifiers = _parts(name)
         return calibration_needs(base, **_own(options, base, modifiers))
@@ -330,14 +329,25 @@ def on_top(
 def _quantising(
     family: PlanFamily, bits: int | str, how: str | Callable[[tuple[int, ...]], Quantiser]
 ) -> PlanFamily:
-    """Quantise the ranks of the rate asked for; the rate reached is its own, higher one."""
+    """Quantise every plan of a family: its ranks follow from the rate of both together."""
+    shared = family.at_rate
 
-    def at_rate(wanted: float, tokens: int, itemsize: int) -> Plan:
-        try:
-            plain = plan_for_rate(family, wanted, tokens, itemsize=itemsize)
-        except UsageError as problem:
-            raise UsageError(f"{problem}; the rate is what it has before it is quantised") from None
-        return quantised(plain, how, bits)
+    def at_rate(wanted: float, tokens: int) -> Plan:
+        assert shared is not None
+        unquantised = 0.0
+        while True:
+            plan = quantised(shared(unquantised, tokens), how, bits)
+            reached = rate(plan, tokens)
+            if unquantised == 0.0 and reached > wanted + 5e-4:
+                raise UsageError(
+                    f"{family.method} quantised reaches rates from {reached:.3f} on at {tokens:,} "
+                    f"tokens, not {wanted:g}"
+                )
+            if reached >= wanted - 1e-9:
+                return plan
+            # Bytes shrink about as those of the unquantised plan do.
+            left = (1.0 - unquantised) * (1.0 - wanted) / (1.0 - reached)
+            unquantised = 1.0 - min(left, 1.0 - unquantised - 1e-4)
 
     return PlanFamily(
         family.method,
@@ -345,7 +355,7 @@ def _quantising(
         lambda value: quantised(family.build(value), how, bits),
         family.bounds,
         family.settings,
-        at_rate,
+        None if shared is None else at_rate,
         family.finish,
     )
 
@@ -359,7 +369,7 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
         plan = family.build(value)
         return evicted(plan, part, keep if keep is not None else 1.0 - dim_rate(plan), order)
 
-    def shared(total: float, tokens: int, itemsize: int) -> Plan:
+    def shared(total: float, tokens: int) -> Plan:
         share = keep if keep is not None else (1.0 - total) ** 0.5
         rest = 1.0 - (1.0 - total) / share
         if rest < -1e-12:
@@ -368,7 +378,7 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
                 f"the rate {total:g}"
             )
         try:
-            half = plan_for_rate(family, max(0.0, rest), tokens, itemsize=itemsize)
+            half = plan_for_rate(family, max(0.0, rest), tokens)
         except UsageError as problem:
             raise UsageError(
                 f"{family.method}+{part} of the rate {total:g} keeps {share:.3g} of the tokens, "
@@ -376,12 +386,12 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
             ) from None
         return evicted(half, part, share, order)
 
-    def at_rate(wanted: float, tokens: int, itemsize: int) -> Plan:
+    def at_rate(wanted: float, tokens: int) -> Plan:
         # Scores are stored too: both halves give a little more until the bytes are what was asked.
         total = wanted
         while True:
-            plan = shared(total, tokens, itemsize)
-            lacking = wanted - rate(plan, tokens, itemsize=itemsize)
+            plan = shared(total, tokens)
+            lacking = wanted - rate(plan, tokens)
             if lacking <= 1e-9:
                 return plan
             total += max(lacking, 1e-4)
@@ -527,6 +537,11 @@ def has_removal_rate(method: str, **options: Any) -> bool:
     """
     base, _ = base_method(method, options)
     return base not in METHODS or allocation_of(method, options) == "removal"
+
+
+def has_one_setting(method: str) -> bool:
+    """Whether a method that is calibrated has one rate all the same, and nothing to turn."""
+    return method in ("full", "fp8", "oscar")
 
 
 def option_of(method: str, options: Mapping[str, Any], name: str) -> Any:

@@ -6,7 +6,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvprof.methods.accounting import layer_bytes
+from kvprof.methods.accounting import SERVED_BYTES, layer_bytes
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_at
 from kvprof.methods.fp8 import fp8
 from kvprof.methods.full import full_plan
@@ -185,9 +185,7 @@ def _groups_of(plan: Plan) -> dict[HeadSide, HeadGroup]:
     }
 
 
-def bytes_per_token(
-    whole: Plan, part: Part, setting: Setting | None, tokens: int, itemsize: int
-) -> float:
+def bytes_per_token(whole: Plan, part: Part, setting: Setting | None, tokens: int) -> float:
     """Return what a part stores per token of context.
 
     Parameters
@@ -199,8 +197,6 @@ def bytes_per_token(
         None as the model stores it.
     tokens : int
         Context at which bytes are counted.
-    itemsize : int
-        Bytes of a value in the run's dtype.
     """
     plan, cut = (setting.stored.plan, setting.stored.groups) if setting else (whole, {})
     layer = whole.layers[part.layer]
@@ -218,5 +214,5 @@ def bytes_per_token(
         keys=replace(layer.keys, groups=groups["keys"]),
         values=replace(layer.values, groups=groups["values"]),
     )
-    own = layer_bytes(plan, alone, tokens, itemsize=itemsize).total
+    own = layer_bytes(plan, alone, tokens, itemsize=SERVED_BYTES).total
     return own / tokens / (1 if part.kv_head is None else len(groups[part.side]))

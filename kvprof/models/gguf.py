@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,8 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
 }
 
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)
-# Bytes of a value by its type; 8 is a string, 9 an array.
-_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY = 8, 9
-_MOST_DIMENSIONS = 8
-# Far more than any model has, and few enough for a reader that makes objects of each.
-_MOST_KEYS, _MOST_TENSORS, _MOST_ENTRIES = 4096, 2**16, 2**22
+# Of tensors or keys: more than any model has.
+_MOST = 2**16
 # Factors of RoPE's frequencies; those of two lengths no config of transformers says as a file does.
 _FACTORS = "rope_freqs.weight"
 _FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -286,7 +280,16 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         raise LackingError(
             f"{spec} is read with the package gguf, which is not installed: {extra_command('gguf')}"
         )
-    _walk(spec, path)
+    try:
+        with path.open("rb") as file:
+            head = file.read(24)
+        if head[:4] != b"GGUF":
+            raise UsageError(f"{spec} is no GGUF file: it does not begin with GGUF")
+        # The package gguf believes counts, and a forged one would keep it reading for ever.
+        if len(head) < 24 or max(struct.unpack("<QQ", head[8:])) > _MOST:
+            raise FailedError(f"{spec}: {path.name} is truncated or damaged")
+    except OSError as error:
+        raise FailedError(f"{spec}: {path.name} cannot be read: {error.strerror}") from error
     try:
         reader = open_gguf(path)
         architecture = str(_value(reader, "general.architecture") or "")
@@ -298,8 +301,6 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         tokenizer = "tokenizer.ggml.tokens" in reader.fields
         split = int(_value(reader, "split.count") or 1)
         lacking = [n for n in _NEEDED if f"{architecture}.{n}" not in reader.fields]
-        said = _value(reader, f"{architecture}.block_count")
-        packed = _packed_for_good(reader)
         byte_level = _value(reader, "tokenizer.ggml.model") == "gpt2"
         pieces = str(_value(reader, "tokenizer.ggml.pre") or "")
         settings, token_ids = _settings(reader, f"{architecture}."), _token_ids(reader)
@@ -327,17 +328,13 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
             f"{spec}: {path.name} is of the architecture {architecture[:40] or '(none)'}, which is "
             f"not read from GGUF, as {', '.join(ARCHITECTURES)} are; use the model's safetensors"
         )
-    if packed is not None:
-        raise UsageError(
-            f"{spec}: {path.name} has weights in {packed}, which the package gguf does not unpack; "
-            "use another file of the model"
-        )
     if lacking:
         raise FailedError(f"{spec}: {path.name} lacks {architecture}.{lacking[0]}")
     layers = {int(match[1]) for match in map(_LAYER.match, names) if match}
-    if layers and isinstance(said, int) and said != max(layers) + 1:
+    if layers and settings["block_count"] != max(layers) + 1:
         raise FailedError(
-            f"{spec}: {path.name} says {said:,} layers, and its weights are of {max(layers) + 1:,}"
+            f"{spec}: {path.name} says {settings['block_count']:,} layers, and its weights are of "
+            f"{max(layers) + 1:,}"
         )
     if by_length := sorted(names & set(_FACTORS_BY_LENGTH)):
         raise UsageError(
@@ -385,105 +382,5 @@ def _value(reader: Any, key: str) -> Any:
     return None if field is None else field.contents()
 
 
-def _packed_for_good(reader: Any) -> str | None:
-    """Return a type of weights that cannot be unpacked, tried on a row of each; None for none."""
-    from gguf import dequantize
-
-    for tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
-        try:
-            dequantize(tensor.data[:1], tensor.tensor_type)
-        except NotImplementedError:  # gguf's word for a type that it only knows the name of
-            return str(tensor.tensor_type.name)
-    return None
-
-
 def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:120] or type(error).__name__
-
-
-def _walk(spec: str, path: Path) -> None:
-    """Go through a file's head, every count held against the file's length.
-
-    The package gguf believes the counts, and a forged one would keep it reading for ever.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            if file.read(4) != _MAGIC:
-                raise UsageError(f"{spec} is no GGUF file: it does not begin with GGUF")
-            with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-                _Head(data, size).walk()
-    except OSError as error:
-        raise FailedError(f"{spec}: {path.name} cannot be read: {error.strerror}") from error
-    except (struct.error, ValueError) as error:
-        raise FailedError(f"{spec}: {path.name} is truncated or damaged ({error})") from error
-
-
-class _Head:
-    """Reads the head of a GGUF file: counts, keys with their values, tensors' places."""
-
-    def __init__(self, data: Any, size: int) -> None:
-        self._data, self._size, self._at = data, size, 4
-        self._entries = 0
-
-    def walk(self) -> None:
-        version = self._number("<I")
-        if version not in _VERSIONS:
-            raise ValueError(f"version {version}, and not one of 2 and 3")
-        tensors, values = self._number("<Q"), self._number("<Q")
-        self._fits(tensors * 24 + values * 13)
-        if values > _MOST_KEYS or tensors > _MOST_TENSORS:
-            raise ValueError(f"{values:,} keys and {tensors:,} tensors, more than any model has")
-        for _ in range(values):
-            self._skip_string()
-            self._skip_value(self._number("<I"))
-        for _ in range(tensors):
-            self._skip_string()
-            dimensions = self._number("<I")
-            if not 1 <= dimensions <= _MOST_DIMENSIONS:
-                raise ValueError(f"a tensor of {dimensions} dimensions")
-            elements = 1
-            for _ in range(dimensions):
-                elements *= self._number("<Q")
-            # No type has fewer than one bit for a number.
-            if elements > 8 * self._size:
-                raise ValueError(f"a tensor of {elements:,} numbers")
-            self._number("<I")
-            if self._number("<Q") >= self._size:
-                raise ValueError("a tensor beyond the file's end")
-
-    def _number(self, form: str) -> int:
-        self._fits(struct.calcsize(form))
-        (value,) = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
-        return int(value)
-
-    def _fits(self, count: int) -> None:
-        if self._at + count > self._size:
-            raise ValueError(f"{count:,} bytes are said to follow byte {self._at:,}")
-
-    def _skip(self, count: int) -> None:
-        self._fits(count)
-        self._at += count
-
-    def _skip_string(self) -> None:
-        self._skip(self._number("<Q"))
-
-    def _skip_value(self, kind: int, in_array: bool = False) -> None:
-        if kind == _STRING:
-            self._skip_string()
-        elif kind == _ARRAY and not in_array:
-            each, count = self._number("<I"), self._number("<Q")
-            self._entries += count
-            if self._entries > _MOST_ENTRIES:
-                raise ValueError(f"lists of {self._entries:,} entries, more than any model has")
-            if each in _BYTES:
-                self._skip(count * _BYTES[each])
-            else:
-                self._fits(count * 8)
-                for _ in range(count):
-                    self._skip_value(each, in_array=True)
-        elif kind in _BYTES:
-            self._skip(_BYTES[kind])
-        else:
-            raise ValueError(f"a value of type {kind}")

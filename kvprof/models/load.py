@@ -316,7 +316,7 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of weights and configuration, as they are now (`kvprof.models.fingerprint`)."""
+        """Which model it is, as it is now (`kvprof.models.fingerprint`)."""
         return self.identity.current()
 
     @property
@@ -521,7 +521,7 @@ def _examined(
     return LoadedModel(
         model=model,
         spec=spec,
-        identity=ModelIdentity(model, layout, checkpoint.files if checkpoint else None),
+        identity=ModelIdentity(model, checkpoint.identifying if checkpoint else ()),
         revision=checkpoint.revision if checkpoint else None,
         layout=layout,
         device=input_device(model),

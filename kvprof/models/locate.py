@@ -149,6 +149,12 @@ class Checkpoint:
     stored_itemsize: float
     gguf: GgufFile | None = None
 
+    @property
+    def identifying(self) -> list[Path]:
+        """The files that say which model it is: weights, and their configuration."""
+        config = self.folder / "config.json"
+        return [*self.files, config] if self.gguf is None and config.is_file() else [*self.files]
+
 
 def locate(
     spec: str, *, revision: str | None = None, with_code: bool = False, gguf: str | None = None

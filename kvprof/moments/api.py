@@ -43,9 +43,9 @@ def plan(
     removal : float or str, optional
         FDC's removal rate (eq. 1); takes the place of `rate`.
     calibrate : str or Path, optional
-        ``random:8k``, ``calibration`` (embedded text), a file; by default what the method's paper
-        takes. A model in memory brings no tokenizer: it can be calibrated on random tokens and on
-        files of token ids.
+        ``calibration`` (embedded text, the default; random tokens in ``fdc:paper`` and
+        ``zack:paper``), ``random:8k``, a file. A model in memory brings no tokenizer: it can be
+        calibrated on random tokens and on files of token ids.
     context : int, optional
         Tokens at which bytes are counted; by default three quarters of `seq_len`, the mean context
         of an evaluation that decodes the second half of its sequences.
@@ -84,7 +84,7 @@ def plan(
     family = calibrator.family(method, **options)
     if removed is None:
         tokens = context or max(1, length * 3 // 4)
-        return plan_for_rate(family, share, tokens, itemsize=loaded.dtype.itemsize)
+        return plan_for_rate(family, share, tokens)
     if family.knob != KNOBS["removal"]:
         raise UsageError(f"{method} has no removal rate here; give rate")
     return plan_at(family, removed)

@@ -1,6 +1,7 @@
 """Collects what methods have to know of a model before they can plan, each thing once."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -146,9 +147,11 @@ class MomentStore:
             if self._covers(have, needs):
                 return moments
         for other in self._expected:
-            same = given is not None or other.source == needs.source
-            if same and self.wanted(other) == self.wanted(needs):
-                needs = self._union(needs, other)
+            if given is None and other.source != needs.source:
+                continue
+            with suppress(UsageError):  # heads that cannot be grouped so are that method's matter
+                if self.wanted(other) == self.wanted(needs):
+                    needs = self._union(needs, other)
         moments = self._pass(source, needs)
         kept.append((needs, moments))
         return moments

@@ -15,7 +15,7 @@ from kvprof.tensor_files import load_tensors, save_tensors
 
 __all__ = ["FORMAT", "load_moments", "save_moments"]
 
-FORMAT = "kvprof-moments/1"
+FORMAT = "kvprof-moments/2"  # since 2, a model is known by its files
 _KV_HEADS = ("k", "v", "k_pre", "c_o", "c_wv")
 _KEYS = {"q", "q_pre", "o", "k", "v", "k_pre", "v_joint", "k_pre_joint"}
 _MOST_DIGITS = 18

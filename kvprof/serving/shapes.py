@@ -78,7 +78,7 @@ def words_for_shape(folder: str, given: Sequence[str]) -> list[str]:
     return words
 
 
-def drawn_plan(method: str, shape: Shape, rate: float) -> ShapePlan:
+def drawn_plan(method: str, shape: Shape, rate: float, *, alone: bool = False) -> ShapePlan:
     """Return a plan for random weights: ranks of the recorded profile, unlike in every layer.
 
     Parameters
@@ -87,7 +87,9 @@ def drawn_plan(method: str, shape: Shape, rate: float) -> ShapePlan:
         With its options: ``fdc:kinds=4``.
     shape : Shape
     rate : float
-        Of the ranks; quantised, they are stored in fewer bytes still.
+        The plan's own.
+    alone : bool
+        Whether a method with one setting has to have it.
 
     Raises
     ------
@@ -95,4 +97,4 @@ def drawn_plan(method: str, shape: Shape, rate: float) -> ShapePlan:
         As `shape_plan`.
     """
     laid = Bare(layout_of(shape), shape.name)
-    return shape_plan(parse_method(method), shape, rate, tokens=1, itemsize=2, laid=laid)
+    return shape_plan(parse_method(method), shape, rate, tokens=1, laid=laid, alone=alone)

@@ -19,7 +19,7 @@ Evaluation = Mapping[str, Any]
 
 _RATE = (
     "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "
-    "against full width in {dtype} at {context:,} tokens (the mean context of a scored token)."
+    "against full width at 16 bits, at {context:,} tokens (the mean context of a scored token)."
 )
 _KEPT = (
     "Accuracy: per cent of the scored tokens that were the likeliest. Kept: that accuracy over the "
@@ -72,7 +72,7 @@ def report(
     evaluations = data["evaluations"]
     parts: list[RenderableType] = []
     if evaluations:
-        parts += [Text(), _main_table(evaluations, data["dtype"])]
+        parts += [Text(), _main_table(evaluations)]
         by_source = _source_table(evaluations)
         if by_source is not None:
             parts += [heading("By text"), by_source]
@@ -86,7 +86,7 @@ def report(
     return framed(
         result,
         parts,
-        answer=_answer(evaluations, data["dtype"]) if evaluations else "",
+        answer=_answer(evaluations) if evaluations else "",
         cautions=_cautions(result),
         notes=_notes(result) if evaluations else (),
         measured_with=_provenance(result),
@@ -101,7 +101,7 @@ def _asked(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return own or [one for one in evaluations if one["method"] != "full"] or list(evaluations)
 
 
-def _answer(evaluations: Sequence[Mapping[str, Any]], dtype: str) -> str:
+def _answer(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if all(one["method"] == "full" for one in evaluations):
         return "Only the uncompressed model was measured: there is nothing to compare it with."
     sentences = []
@@ -111,7 +111,7 @@ def _answer(evaluations: Sequence[Mapping[str, Any]], dtype: str) -> str:
             kept = "an accuracy that the uncompressed model, which has none, gives no measure for"
         bounds = one["relative_accuracy_interval"]
         spread = "" if bounds is None else f" (95 % interval {_interval_text(bounds)} %)"
-        saved = f"saves {percent(one['rate'])} of the cache's bytes at full width in {dtype}"
+        saved = f"saves {percent(one['rate'])} of the cache's bytes"
         sentences.append(f"{one['method']} {saved} and keeps {kept}{spread}.")
     return " ".join(sentences)
 
@@ -268,7 +268,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     evaluations = data["evaluations"]
     ran = any(one["method"] == "full" and one["plan"] is not None for one in evaluations)
     notes = [
-        _RATE.format(dtype=data["dtype"], context=data["context"]),
+        _RATE.format(context=data["context"]),
         _KEPT,
         _FULL_RUN if ran else _KL,
     ]
@@ -360,10 +360,10 @@ def _unable_tasks(evaluations: Sequence[Evaluation]) -> list[str]:
     return [task for task in _task_names(evaluations) if task not in judging]
 
 
-def _main_table(evaluations: Sequence[Evaluation], dtype: str) -> SplitTable:
-    """Return one row per method with every average; rates are of full width in `dtype`."""
+def _main_table(evaluations: Sequence[Evaluation]) -> SplitTable:
+    """Return one row per method with every average."""
     figures = (
-        *(f"rate of {dtype}", "bytes per token"),
+        *("rate", "bytes per token"),
         *("accuracy", "kept (%)", "95 % interval"),
         *("perplexity", "KL mean", "KL worst"),
     )
@@ -594,7 +594,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
     ``answers`` (the length of those that were written, of all tasks or one) or ``harness``;
     ``name`` says which. ``baseline`` is the uncompressed model's figure,
     ``low`` and ``high`` the ends of the 95 % interval where there is one, ``count`` the tokens or
-    questions behind a figure, ``dtype`` that of the full width which ``rate`` is relative to.
+    questions behind a figure, ``dtype`` that of the run.
 
     Parameters
     ----------

@@ -319,7 +319,7 @@ def _main_table(result: Mapping[str, Any]) -> SplitTable:
         if one["metric"] != "accuracy" and (several or one["metric"] not in ("perplexity", *tasks))
     ]
     saved = (
-        f"largest rate of {result['data']['dtype']}",
+        "largest rate",
         "lies within",
         *(["bound by"] if several else []),
         "times smaller",

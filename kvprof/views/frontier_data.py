@@ -106,7 +106,7 @@ def single(method: Method) -> bool:
 
 def base_name(result: Mapping[str, Any]) -> str:
     """Return what rates are relative to, in words."""
-    return f"full width in {result['data']['dtype']}"
+    return "full width at 16 bits"
 
 
 def sure_rate(method: Method) -> float | None:

@@ -34,9 +34,9 @@ def cache_line(result: Mapping[str, Any]) -> str:
         return "nothing was cached"
     return (
         f"cache after {cache['tokens']:,} tokens: {format_bytes(cache['measured_bytes'])} "
-        f"measured, {format_bytes(cache['account_bytes'])} by the plan's account; rate "
-        f"{cache['rate']:.3f} of {format_bytes(cache['full_bytes'])} at full width in "
-        f"{result['inputs']['dtype']}"
+        f"measured, {format_bytes(cache['account_bytes'])} by the plan's account, of "
+        f"{format_bytes(cache['full_bytes'])} at full width in {result['inputs']['dtype']}; rate "
+        f"{cache['rate']:.3f}"
     )
 
 

@@ -68,11 +68,10 @@ def _summary(result: Mapping[str, Any]) -> str:
     stored = plan["bytes"]
     made = plan["made"]
     wanted = made.get("rate_asked", 0.0) if made.get("context") == plan["context"] else 0.0
-    # Of a method without smaller rates, and of quantised forms, whose ranks are of the rate asked.
     asked = f" ({wanted:g} was asked for)" if plan["rate"] > wanted + _BESIDE > _BESIDE else ""
     return (
         f"{plan['method']} stores {format_bytes(stored['total'])} of "
-        f"{format_bytes(stored['full'])} (full width in {result['inputs']['dtype']}) at "
+        f"{format_bytes(stored['full'])} (full width at 16 bits) at "
         f"{plan['context']:,} tokens, everything counted: rate {plan['rate']:.3f}{asked}, "
         f"compression ratio {plan['compression_ratio']:.2f}. This says nothing about accuracy "
         "(kvprof eval does)."
@@ -82,7 +81,7 @@ def _summary(result: Mapping[str, Any]) -> str:
 def _plan_parts(result: Mapping[str, Any], *, describe: bool) -> list[RenderableType]:
     plan = result["data"]["plan"]
     parts: list[RenderableType] = [paragraph(_summary(result)), heading("Bytes"), _bytes(result)]
-    parts += [heading("Rates"), key_values(_rates(plan, result["inputs"]["dtype"]))]
+    parts += [heading("Rates"), key_values(_rates(plan))]
     if plan["folded"] or plan["online"]:
         parts += _stored_dimensions(plan)
     parts += [heading("Weights and work"), key_values(_work(plan, result["inputs"]))]
@@ -99,7 +98,7 @@ def _bytes(result: Mapping[str, Any]) -> RenderableType:
     shown = [(words, stored[name]) for name, words in _PARTS.items() if stored[name]]
     shown += [
         ("total", stored["total"]),
-        (f"full width, {result['inputs']['dtype']}", stored["full"]),
+        ("full width, 16 bits", stored["full"]),
     ]
     rows = [
         (words, format_bytes(size), f"{size / tokens:,.1f} B", percent(size / stored["full"]))
@@ -108,10 +107,10 @@ def _bytes(result: Mapping[str, Any]) -> RenderableType:
     return DataTable(columns("part", figures=("bytes", "per token", "of full width")), rows)
 
 
-def _rates(plan: Mapping[str, Any], dtype: str) -> dict[str, str]:
+def _rates(plan: Mapping[str, Any]) -> dict[str, str]:
     return {
         "rate": (
-            f"{plan['rate']:.4f} of the bytes at full width in {dtype}, at {plan['context']:,} "
+            f"{plan['rate']:.4f} of the bytes at full width in 16 bits, at {plan['context']:,} "
             "tokens (--context)"
         ),
         "compression_ratio": f"{plan['compression_ratio']:.2f}×",
@@ -361,7 +360,7 @@ def _memory(result: Mapping[str, Any]) -> dict[str, str]:
 def _table(fit: Mapping[str, Any], titles: Sequence[str], cells: Any) -> RenderableType:
     columns = [
         Column("method", words=True),
-        Column(f"rate of {fit['dtype']}"),
+        Column("rate"),
         *(Column(title) for title in titles),
     ]
     return DataTable(
@@ -391,9 +390,7 @@ def _context(length: int, own: int | None) -> str:
 def _rates_said(part: Mapping[str, Any]) -> str:
     contexts = sorted({row["rate_context"] for row in part["rows"]})
     at = " and ".join(f"{tokens:,}" for tokens in contexts)
-    return (
-        f"Rates are bytes saved of full width in {part['dtype']}; --rate is counted at {at} tokens."
-    )
+    return f"Rates are bytes saved of full width at 16 bits; --rate is counted at {at} tokens."
 
 
 def _legend(fit: Mapping[str, Any]) -> str:

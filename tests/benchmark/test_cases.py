@@ -27,7 +27,7 @@ def workload(shape=SMALL, phase="decode", batch=2, seq=150, dtype=torch.float32,
     return Workload(shape, phase, batch, seq, dtype, CPU, cache, seed=3)
 
 
-def case(name, where, rate=0.5):
+def case(name, where, rate=None):
     return build_case(method_on(name, where.shape, rate), where)
 
 

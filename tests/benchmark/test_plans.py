@@ -1,6 +1,5 @@
 """Whatever ``plan`` makes is timed by its plan, or refused with why no kernel runs it."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -58,7 +57,9 @@ def placed(shape=SMALL, seq=256):
     ],
 )
 def test_what_comes_on_top_is_stored_as_the_plan_says(name):
-    (method,) = made(name)
+    (method,) = made(
+        name, rate=0.8 if name in ("fdc-3bit", "kq-4bit-row", "kq-k8v4", "fdc-k4v8-row") else 0.5
+    )
     built = build_case(method, placed())
     output = sampler(built.runs, CPU).output()
     assert built.error(output) < 1e-5
@@ -72,7 +73,7 @@ def test_what_comes_on_top_is_stored_as_the_plan_says(name):
 
 def test_unlike_bits_are_each_sides_own():
     for name, bits in (("kq-k8v4", (8, 4)), ("per-token:bits=k2v3", (2, 3)), ("full-4bit", (4, 4))):
-        (method,) = made(name)
+        (method,) = made(name, rate=0.7)
         (part,) = stored_parts(method.plan, 256)
         assert (part.key_bits, part.value_bits) == bits
 
@@ -106,7 +107,7 @@ def test_tales_levels_are_those_of_its_plan():
 )
 def test_what_cannot_be_timed_says_why_in_a_line(name, why):
     with pytest.raises(UsageError, match=why) as refused:
-        made(name)
+        made(name, rate=0.75 if name in ("palu-4bit", "fdc+kivi") else 0.5)
     assert "\n" not in str(refused.value)
 
 
@@ -114,7 +115,7 @@ def test_what_cannot_be_timed_says_why_in_a_line(name, why):
     "name", ["zack:grid=32", "svd-kv", "fdc:grid=32", "palu:grid=64", "svd-kv-4bit"]
 )
 def test_what_is_calibrated_elsewhere_plans_here_on_heads_that_are_alike(name):
-    (method,) = made(name)
+    (method,) = made(name, rate=0.75 if "4bit" in name else 0.5)
     assert "singular values that fall alike" in method.warnings[0]
     assert len(set(method.kept.keys)) == len(set(method.kept.values)) == 1
     built = build_case(method, placed())
@@ -168,7 +169,8 @@ def test_every_method_of_plan_is_known_here_with_its_options():
 @pytest.mark.parametrize("name", ["fdc", "palu", "tale", "fdc-4bit", "palu-4bit", "fdc+h2o"])
 def test_a_saved_plan_is_timed_by_its_own_widths_or_refused(name, tmp_path):
     asked = parse_method(name)
-    own = shape_plan(asked, SMALL, 0.5, tokens=256, itemsize=4)
+    rate = 0.75 if "4bit" in name else 0.5
+    own = shape_plan(asked, SMALL, rate, tokens=256)
     save_plan(own.plan, tmp_path / "my.plan")
     plans = {"my.plan": str(tmp_path / "my.plan")}
     refused = {"palu-4bit": "latents are quantised", "fdc+h2o": "evicted"}.get(name)
@@ -177,7 +179,7 @@ def test_a_saved_plan_is_timed_by_its_own_widths_or_refused(name, tmp_path):
             made("my.plan", plans=plans)
         return
     (method,) = made("my.plan", plans=plans)
-    named = method_on(name, SMALL)
+    named = method_on(name, SMALL, rate)
     assert (method.kept.keys, method.kept.values) == (named.kept.keys, named.kept.values)
     built = build_case(method, placed())
     assert built.error(sampler(built.runs, CPU).output()) < 1e-5
@@ -200,15 +202,14 @@ def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     tiny("Llama", head_dim=32).save_pretrained(folder)
     common = ("--model", folder, "--rate", "0.25", "--device", "cpu", "--repeats", "3")
-    names = ("--methods", "full,keys-only,keys-only-4bit")
+    names = ("--methods", "full,keys-only")
     done = kvprof(
         "bench", *common, *names, "--seq", "64", "--phase", "decode", "--json", tmp_path / "b.json"
     )
     assert done.code == 0, done.stderr
-    full, keys_only, quantised = read_result(tmp_path / "b.json")["data"]["rows"]
+    full, keys_only = read_result(tmp_path / "b.json")["data"]["rows"]
     assert keys_only["cache_bytes"] == 0.75 * full["cache_bytes"]
-    assert quantised["cache_bytes"] < 0.25 * full["cache_bytes"]
-    assert max(row["error"] for row in (keys_only, quantised)) < 1e-4
+    assert keys_only["error"] < 1e-4
     done = kvprof(
         "bench",
         "--jct",
@@ -224,8 +225,7 @@ def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
     )
     assert done.code == 0, done.stderr
     cases = read_result(tmp_path / "j.json")["data"]["cases"]
-    assert [case["rate"] for case in cases[:2]] == [0, pytest.approx(0.25)]
-    assert json.dumps(cases[2]["rate"]) > "0.7"
+    assert [case["rate"] for case in cases] == [0, pytest.approx(0.25)]
 
 
 def test_a_plan_file_is_timed_beside_full_width_by_both(tmp_path, monkeypatch):
@@ -241,13 +241,13 @@ def test_a_plan_file_is_timed_beside_full_width_by_both(tmp_path, monkeypatch):
     result = read_result(tmp_path / "b.json")
     assert result["inputs"]["methods"] == ["full", "eight.plan"]
     rows = {(row["method"], row["phase"]): row for row in result["data"]["rows"]}
-    assert rows["eight.plan", "decode"]["rate"] == 0.75
+    assert rows["eight.plan", "decode"]["rate"] == 0.5
     assert any("eight.plan has no prefill row" in text for text in result["warnings"])
     asked = ("--jct", "--input-len", "64", "--output-len", "2", "--repeats", "3")
     done = kvprof("bench", *asked, *common, "--json", tmp_path / "j.json")
     assert done.code == 0, done.stderr
     cases = read_result(tmp_path / "j.json")["data"]["cases"]
-    assert [(case["method"], case["rate"]) for case in cases] == [("full", 0), ("eight.plan", 0.75)]
+    assert [(case["method"], case["rate"]) for case in cases] == [("full", 0), ("eight.plan", 0.5)]
     done = kvprof("bench", *common, "--plan", tmp_path / "other" / "eight.plan")
     assert done.code == 2
     assert "rename the file" in done.error

@@ -121,6 +121,7 @@ def test_every_option_arrives(measured: Recorder, tmp_path: Path) -> None:
         seqs=(1536, 4096, 32_768),
         batches=(2, 8),
         rate=0.25,
+        rate_given=True,
         ranks=tmp_path / "r.json",
         phases=("prefill",),
         methods=("full", "fdc-4bit", "fdc"),
@@ -173,7 +174,10 @@ def test_json_and_csv_take_stdout_from_the_report(measured: Recorder) -> None:
     assert json.loads(done.stdout)["kind"] == "bench"
     done = kvprof("bench", "--device", "cpu", "--csv", "-")
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
-    assert [row["method"] for row in rows if row["kind"] == "method"] == list(DEFAULT_METHODS)
+    assert [row["method"] for row in rows if row["kind"] == "method"] == [
+        *DEFAULT_METHODS,
+        "fdc-4bit",
+    ]
 
 
 def test_figures(measured: Recorder, tmp_path: Path) -> None:

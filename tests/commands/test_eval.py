@@ -64,7 +64,7 @@ def test_full_and_fp8_stand_beside_every_method(
     assert [row["method"] for row in rows] == ["full", "fp8", "kq", "fdc", "svd-kv"]
     full, fp8, *others = rows
     assert (full["rate"], full["kl"]["worst"], full["relative_accuracy"]) == (0, 0, 1)
-    assert fp8["rate"] == 0.75  # a byte instead of four
+    assert fp8["rate"] == 0.5  # a byte instead of two
     assert result["data"]["dtype"] == "float32"
     assert result["data"]["context"] == 48
     for row in others:
@@ -100,7 +100,7 @@ def test_a_single_pass_gives_no_figures_of_what_it_does_not_show(
     assert [row["method"] for row in result["data"]["evaluations"]] == ["full", "kq"]
     assert any("fp8 is not measured" in warning for warning in result["warnings"])
     made = tmp_path / "kq-4bit.plan"
-    done = kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.3, *FINE, "--save", made)
+    done = kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.7, *FINE, "--save", made)
     assert done.code == 0, done.stderr
 
     def never(*_: Any, **__: Any) -> Any:
@@ -109,7 +109,7 @@ def test_a_single_pass_gives_no_figures_of_what_it_does_not_show(
     monkeypatch.setattr(Evaluator, "baseline", never)
     monkeypatch.setattr("kvprof.moments.calibrator.Calibrator.inputs", never)
     for arguments in (
-        ("--method", "kq,kq-4bit", "--rate", 0.5),
+        ("--method", "kq,kq-4bit", "--rate", 0.7, *FINE),
         ("--method", "tale", "--rate", 0.1, *FINE),
         ("--method", "fp8"),
         ("--plan", made),

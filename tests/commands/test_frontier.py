@@ -74,13 +74,13 @@ def test_a_frontier_is_measured_reported_and_resumed(
     full = by_label["full"]["points"][0]
     assert full["rate"] == 0
     assert full["share"] == pytest.approx(1, abs=1e-6)
-    assert full["bytes_per_token"] == 3 * 2 * 2 * 16 * 4
-    assert by_label["fp8"]["points"][0]["rate"] == 0.75  # of float32
+    assert full["bytes_per_token"] == 3 * 2 * 2 * 16 * 2
+    assert by_label["fp8"]["points"][0]["rate"] == 0.5
     # What running takes is each plan's own, and what a long context stores is counted there.
     assert {tuple(p["needs"]) for p in by_label["kq"]["points"]} == {("online", "folded")}
     assert full["needs"] == by_label["kivi"]["points"][0]["needs"] == []
-    # 3 layers, K and V of 2 heads of 16, 4 bytes.
-    long = {"context": 102_400, "bytes_per_token": 768, "rate": 0}
+    # 3 layers, K and V of 2 heads of 16, 2 bytes.
+    long = {"context": 102_400, "bytes_per_token": 384, "rate": 0}
     assert full["long_context"] == long
     window = by_label["kivi"]["points"]  # its window weighs less there than in 48 tokens
     assert all(p["long_context"]["rate"] > p["rate"] for p in window)

@@ -38,8 +38,8 @@ def test_a_plan_is_told_as_it_is_saved(tiny_folder: Path, tmp_path: Path) -> Non
     told, plan = result["data"]["plan"], load_plan(saved)
     tokens = told["context"]
     assert tokens == 96  # three quarters of the model's 128
-    assert told["bytes"]["total"] == bytes_at(plan, tokens, itemsize=4).total
-    assert told["bytes"]["full"] == full_bytes(plan, tokens, itemsize=4)
+    assert told["bytes"]["total"] == bytes_at(plan, tokens, itemsize=2).total
+    assert told["bytes"]["full"] == full_bytes(plan, tokens, itemsize=2)
     assert told["rate"] >= 0.3
     assert told["ranks"]["keys"] == [[g.rank for g in x.keys.groups] for x in plan.layers]
     assert told["folded"] == {"W_V": 3, "W_O": 3}
@@ -107,13 +107,13 @@ def test_rounding_costs_what_the_ranks_say(tiny_folder: Path, tmp_path: Path) ->
         for asked, kept in zip(rounding["requested"][side], rounding["stored"][side], strict=True):
             assert all(b == min(16, -(-a // 4) * 4) for a, b in zip(asked, kept, strict=True))
             lost += sum(kept) - sum(asked)
-    assert rounding["bytes_lost"] == lost * 96 * 4
+    assert rounding["bytes_lost"] == lost * 96 * 2
     assert rounding["requested_rate"] == fine["data"]["plan"]["rate"]
     assert fine["data"]["plan"]["rounding"]["bytes_lost"] == 0
 
 
 def test_a_combination_rounds_the_ranks_of_its_method(tiny_folder: Path, tmp_path: Path) -> None:
-    one = plan_json(tmp_path, tiny_folder, "--method", "kq-4bit", "--rate", 0.3, *COARSE)
+    one = plan_json(tmp_path, tiny_folder, "--method", "kq-4bit", "--rate", 0.7, *COARSE)
     rounding = one["data"]["plan"]["rounding"]
     assert rounding["bytes_lost"] > 0
     plain = plan_json(
@@ -130,16 +130,14 @@ def test_methods_without_ranks_have_no_rounding(
     assert told["rounding"] is None
     assert told["folded"] == told["online"] == {}
     assert told["weights"]["total"] == told["weights"]["running"] == 0
-    assert told["rate"] == (0.75 if method == "fp8" else 0)
+    assert told["rate"] == (0.5 if method == "fp8" else 0)
 
 
 def test_bytes_are_counted_at_the_context_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
     arguments = (tiny_folder, "--method", "kivi", "--option", "bits=2")
     short = plan_json(tmp_path, *arguments, "--context", 100)
-    assert short["data"]["plan"]["rate"] == 0
-    short_plan = plan_json(tmp_path, tiny_folder, "--method", "kivi", "--rate", 0, "--context", 100)
-    long_plan = plan_json(tmp_path, tiny_folder, "--method", "kivi", "--rate", 0, "--context", "4k")
-    assert short_plan["data"]["plan"]["rate"] == 0  # nothing has left the window yet
+    assert short["data"]["plan"]["rate"] == 0  # nothing has left the window yet
+    long_plan = plan_json(tmp_path, *arguments, "--context", "4k")
     assert long_plan["data"]["plan"]["context"] == 4096
     assert long_plan["data"]["plan"]["rate"] > 0.5
 
@@ -181,7 +179,7 @@ def test_a_saved_plan_needs_no_model(tiny_folder: Path, tmp_path: Path) -> None:
     with_model = plan_json(tmp_path, tiny_folder, "--plan", saved)["data"]["plan"]
     assert with_model["weights"] == made["weights"]
     half = plan_json(tmp_path, "--plan", saved, "--dtype", "bf16")["data"]["plan"]
-    assert half["bytes"]["full"] * 2 == made["bytes"]["full"]
+    assert half["bytes"]["full"] == made["bytes"]["full"]
 
 
 def test_two_plans_are_compared(tiny_folder: Path, tmp_path: Path) -> None:
@@ -252,7 +250,6 @@ def test_fit_calibrates_nothing(tiny_folder: Path, monkeypatch: pytest.MonkeyPat
     fit = ("plan", tiny_folder, "--fit", "2MB", "--rate", 0.3)
     done = kvprof(*fit, "--methods", "kq:allocation=budget,palu:allocation=fisher,fdc+h2o", *FINE)
     assert done.code == 0, done.stderr
-    assert "rate of float32" in done.stdout
     for arguments, says in (
         ((*fit, "--calibrate", "random:128"), "calibrates nothing"),
         ((*fit, "--methods", "full"), "nothing has a rate to turn"),

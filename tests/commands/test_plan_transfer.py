@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.plan_files import load_plan
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
@@ -26,7 +26,7 @@ def moved(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
 
 def test_bytes_over_a_speed(tiny_folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "own.safetensors"
-    kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.4, *FINE, "--save", saved)
+    kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.75, *FINE, "--save", saved)
     found = moved(
         tmp_path,
         tiny_folder,
@@ -47,7 +47,7 @@ def test_bytes_over_a_speed(tiny_folder: Path, tmp_path: Path) -> None:
     for at in row["at"]:
         size = bytes_at(plan, at["context"], itemsize=4).total
         assert at["bytes"] == size
-        assert at["rate"] == 1 - size / full_bytes(plan, at["context"], itemsize=4)
+        assert at["rate"] == rate(plan, at["context"])
         assert at["seconds"] == pytest.approx([size / 31_507_692_307.7, size / 1e6])
     # 64 tokens, 3 layers, K and V of 2 heads of 16, 4 bytes.
     assert found["rows"][0]["at"][0]["bytes"] == 49152
@@ -59,7 +59,7 @@ def test_a_method_of_one_setting_moves_as_it_is_beside_a_rate(
     asked = ("--methods", "hadamard-int4,sink-recent", "--rate", 0.5, "--seq", "96")
     found = moved(tmp_path, tiny_folder, *asked)
     rows = {row["label"]: row for row in found["rows"]}
-    assert rows["hadamard-int4"]["at"][0]["rate"] == pytest.approx(1 - 6 / 32)
+    assert rows["hadamard-int4"]["at"][0]["rate"] == pytest.approx(1 - 12 / 32)
     assert rows["sink-recent"]["rate"] >= 0.5
     assert not found["missing"]
 

@@ -24,7 +24,7 @@ SECONDS = 30
 COMMANDS = {
     "spectrum": ("spectrum --tokens 10m --batch-size 1", "tokens through", 1),
     "stability": ("stability --against random --tokens 1m,2m --batch-size 1", "passes", 1),
-    "plan": ("plan --method kq --rate 30% --calibrate-tokens 10m", "calibrating", 1),
+    "plan": ("plan --method kq --rate 30% --calibrate random:10m", "calibrating", 1),
     "eval": ("eval --method full --sequences 400 --tasks none", "evaluating", 3),
     "frontier": ("frontier --method kq --no-cache --sequences 400", "", 8),
     "generate": ("generate --method full --prompt a --max-new-tokens 900", "", 8),

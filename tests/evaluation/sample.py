@@ -53,7 +53,7 @@ def plan(name: str, rate: float, context: int, arch: str = "Llama") -> Plan:
     family = plan_family(name, inputs(arch), **options)
     if name in ("full", "fp8"):
         return plan_at(family, family.settings[0])
-    return plan_for_rate(family, rate, context, itemsize=4)
+    return plan_for_rate(family, rate, context)
 
 
 def evaluator(arch: str = "Llama", **settings: Any) -> Evaluator:

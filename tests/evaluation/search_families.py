@@ -10,7 +10,7 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.registry import plan_family
 from tests.methods.models import FINE, inputs
 
-CONTEXT, ITEMSIZE = 100, 4
+CONTEXT = 100
 
 
 def family(method: str = "kq", **options: Any) -> PlanFamily:
@@ -24,7 +24,7 @@ def fine(method: str = "kq", **options: Any) -> PlanFamily:
 
 
 def true_rate(plan: Plan) -> float:
-    return rate(plan, CONTEXT, itemsize=ITEMSIZE)
+    return rate(plan, CONTEXT)
 
 
 def evaluation(share: float, *, half: float = 0.004, baseline: float = 0.5) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.views.synthetic_evaluation import evaluation_result
 
 
 def plan(rate: float = 0.5, **options: int) -> Plan:
-    return plan_for_rate(fine(**options), rate, 100, itemsize=4)
+    return plan_for_rate(fine(**options), rate, 100)
 
 
 def evaluation(accuracy: float) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def test_the_digest_is_of_what_is_stored() -> None:
     assert plan_digest(plan()) != plan_digest(plan(0.6))
     renamed = replace(plan(), method="other", made={"rate_asked": 0.499})
     assert plan_digest(renamed) == plan_digest(plan())
-    quantised = plan_for_rate(fine("kq-4bit"), 0.5, 100, itemsize=4)
+    quantised = plan_for_rate(fine("kq-4bit"), 0.7, 100)
     assert plan_digest(quantised) != plan_digest(plan())
     # One element of one matrix is enough.
     changed = plan()

@@ -12,7 +12,7 @@ from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import Target
 from kvprof.methods.family import PlanFamily
-from tests.evaluation.search_families import ITEMSIZE, FakeEvaluator, family, fine
+from tests.evaluation.search_families import FakeEvaluator, family, fine
 
 
 def share(rate: float) -> float:
@@ -49,7 +49,6 @@ class Run:
             self.cache,
             FrontierOptions(**options),
             families,
-            itemsize=ITEMSIZE,
             describe=self.said.append,
             advance=self._advance,
             should_stop=self.evaluator.stopped,

@@ -9,7 +9,7 @@ from kvprof.evaluation.rate_search import MeasuredRate, search_rates
 from kvprof.evaluation.targets import max_rate
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan
-from tests.evaluation.search_families import CONTEXT, ITEMSIZE, counted, family, fine
+from tests.evaluation.search_families import CONTEXT, counted, family, fine
 
 
 def falling(threshold: float) -> Callable[[float], float]:
@@ -32,7 +32,6 @@ def search(
         evaluate,
         meets=lambda one: kept(one) >= target - 1e-12,
         tokens=CONTEXT,
-        itemsize=ITEMSIZE,
         points=points,
         keep=found.append,
     )
@@ -66,7 +65,6 @@ def test_a_family_that_saves_nothing_is_told_with_its_grid() -> None:
             evaluate,
             meets=lambda _: True,
             tokens=CONTEXT,
-            itemsize=ITEMSIZE,
             points=3,
             keep=lambda _: None,
         )
@@ -141,16 +139,15 @@ def test_more_settings_than_points_are_bisected() -> None:
 @pytest.mark.parametrize("method", ["full", "fp8"])
 def test_what_has_nothing_to_turn_is_one_point(method: str) -> None:
     found, _ = search(family(method), lambda _: 1.0)
-    assert [round(entry.rate, 3) for entry in found] == [0.0 if method == "full" else 0.75]
+    assert [round(entry.rate, 3) for entry in found] == [0.0 if method == "full" else 0.5]
 
 
 def test_combinations_are_searched_by_the_rate_asked() -> None:
-    # Quantised latents: every rate is far above the one asked for.
-    found, seen = search(fine("kq-4bit"), falling(0.9))
-    assert all(entry.rate_asked is not None and entry.rate > entry.rate_asked for entry in found)
+    found, seen = search(fine("kq-4bit"), falling(0.8))
+    assert all(entry.rate_asked is not None and entry.rate >= 0.625 for entry in found)
     reached = best(found)
     assert reached is not None
-    assert 0.85 < reached <= 0.9
+    assert 0.75 < reached <= 0.8
     found, seen = search(fine("kq+sink-recent"), falling(0.5))
     assert len(seen) == 6
     reached = best(found)
@@ -168,7 +165,7 @@ def test_a_combination_that_cannot_keep_everything_starts_where_it_can() -> None
 
 
 def test_a_family_without_a_plan_says_why() -> None:
-    def never(wanted: float, tokens: int, itemsize: int) -> Plan:
+    def never(wanted: float, tokens: int) -> Plan:
         raise UsageError("made of nothing")
 
     empty = PlanFamily("empty", "rate", lambda _: pytest.fail("not built"), at_rate=never)

@@ -26,7 +26,7 @@ def test_full_width_is_the_models_own_cache():
     assert bytes_at(made, 10, itemsize=2).total == 2 * 2 * 2 * 16 * 10 * 2
     assert full_bytes(made, 10, itemsize=2) == bytes_at(made, 10, itemsize=2).total
     assert bytes_at(made, 10, itemsize=4, batch=3).total == 6 * full_bytes(made, 10, itemsize=2)
-    assert rate(made, 10, itemsize=2) == dim_rate(made) == paper_rate(made) == 0
+    assert rate(made, 10) == dim_rate(made) == paper_rate(made) == 0
 
 
 def test_low_rank_counts_latents_and_nothing_else():
@@ -38,13 +38,12 @@ def test_low_rank_counts_latents_and_nothing_else():
     assert stored.values == 8 * 100 * 2
     assert stored.total == stored.keys + stored.values
     assert dim_rate(made) == pytest.approx(1 - 24 / 64)
-    assert rate(made, 100, itemsize=2) == pytest.approx(dim_rate(made))
+    assert rate(made, 100) == pytest.approx(dim_rate(made))
 
 
 def test_fp8_is_half_of_bfloat16_and_has_no_scales():
     made = plan(layer(), quantiser=FP8)
-    assert rate(made, 77, itemsize=2) == 0.5
-    assert rate(made, 77, itemsize=4) == 0.75
+    assert rate(made, 77) == 0.5
     assert paper_rate(made) == 0.5
 
 
@@ -64,8 +63,8 @@ def test_tales_published_setting_is_9_14_by_its_count_and_6_34_in_bytes():
     )
     assert compression_ratio(paper_rate(made)) == pytest.approx(9.142857, abs=1e-6)
     # Infinitely many tokens: K 0.9*2 + 0.1*4 + 1 bits, V 0.9*0.5*(2+1) + 0.1*(4+1), of 16.
-    assert compression_ratio(rate(made, 10**8, itemsize=2)) == pytest.approx(6.336634, abs=1e-3)
-    assert compression_ratio(rate(made, 102_400, itemsize=2)) == pytest.approx(6.33, abs=0.01)
+    assert compression_ratio(rate(made, 10**8)) == pytest.approx(6.336634, abs=1e-3)
+    assert compression_ratio(rate(made, 102_400)) == pytest.approx(6.33, abs=0.01)
 
 
 @pytest.mark.parametrize(("share", "ratio"), [(0.3, 1.46), (0.5, 1.29)])
@@ -77,7 +76,7 @@ def test_tales_unquantised_settings(share, ratio):
         levels=Levels(4, (0.9, 0.1)),
     )
     assert compression_ratio(paper_rate(made)) == pytest.approx(ratio, abs=5e-3)
-    assert compression_ratio(rate(made, 10**7, itemsize=2)) == pytest.approx(ratio, abs=5e-3)
+    assert compression_ratio(rate(made, 10**7)) == pytest.approx(ratio, abs=5e-3)
 
 
 def test_tale_by_hand_at_a_short_context():

@@ -10,7 +10,7 @@ from tests.methods.models import deep_model as model
 
 def told(name, knob, arch="Llama", **options):
     plan = plan_at(plan_family(name, inputs(arch), **options), knob)
-    return describe(plan, 1000, itemsize=2, layout=model(arch).layout)
+    return describe(plan, 1000, layout=model(arch).layout)
 
 
 def test_figures_agree_with_each_other():
@@ -98,7 +98,7 @@ def test_it_says_what_is_stored_folded_and_run(name, knob, arch, options, senten
 
 def test_ranks_count_the_columns_that_have_bits():
     plan = plan_at(plan_family("kq-wf", inputs("Llama"), grid=4, allocation="output"), 0.8)
-    figures = describe(plan, 1000, itemsize=2)
+    figures = describe(plan, 1000)
     assert figures["across"] is None
     kept = 0
     for side in ("keys", "values"):
@@ -113,7 +113,7 @@ def test_ranks_count_the_columns_that_have_bits():
 @pytest.mark.parametrize("name", ["xkv", "kvtc"])
 def test_what_layers_keep_together_is_told_latent_by_latent(name):
     plan = plan_at(plan_family(name, inputs("Llama")), 0.9)
-    figures = describe(plan, 1000, itemsize=2)
+    figures = describe(plan, 1000)
     found = figures["across"]
     assert sum(one["layers"] for one in found if one["side"] == "keys") == len(plan.layers)
     assert sum(one["width"] for one in found) == 3 * 2 * 32

@@ -24,24 +24,24 @@ STEPS = PlanFamily("steps", "cut", lambda cut: made(100 - int(cut * 90)))
 
 @pytest.mark.parametrize("wanted", [0.0, 0.001, 0.005, 0.2, 0.333, 0.45])
 def test_the_least_compression_that_reaches_the_rate(wanted):
-    found = plan_for_rate(STEPS, wanted, 1000, itemsize=2)
+    found = plan_for_rate(STEPS, wanted, 1000)
     rank = found.layers[0].values.groups[0].rank
-    assert rate(found, 1000, itemsize=2) >= wanted - 1e-9
+    assert rate(found, 1000) >= wanted - 1e-9
     if rank < 100:
-        assert rate(made(rank + 1), 1000, itemsize=2) < wanted
+        assert rate(made(rank + 1), 1000) < wanted
 
 
 @pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
 def test_what_no_rank_reaches_is_refused_with_the_range(ask):
     message = "steps reaches rates from 0.000 to 0.450 at 1,000 tokens, not 0.46"
     with pytest.raises(UsageError, match=message):
-        ask(STEPS, 0.46, 1000, itemsize=2)
+        ask(STEPS, 0.46, 1000)
 
 
 def test_a_rate_is_looked_at_without_a_search():
     built = []
     watched = replace(STEPS, build=lambda cut: built.append(cut) or STEPS.build(cut))
-    assert check_rate(watched, 0.333, 1000, itemsize=2) is None
+    assert check_rate(watched, 0.333, 1000) is None
     assert built == [0.0, 1.0]
 
 
@@ -49,35 +49,44 @@ def test_a_rate_is_looked_at_without_a_search():
 @pytest.mark.parametrize("wanted", [-0.1, 1.0, float("nan")])
 def test_a_rate_is_a_share(wanted, ask):
     with pytest.raises(UsageError, match="is not between 0 and 1"):
-        ask(STEPS, wanted, 1000, itemsize=2)
+        ask(STEPS, wanted, 1000)
 
 
-@pytest.mark.parametrize(("wanted", "bits"), [(0.0, 8), (0.3, 8), (0.5, 4), (0.65, 3), (0.7, 2)])
+@pytest.mark.parametrize(("wanted", "bits"), [(0.375, 8), (0.5, 4), (0.65, 3), (0.7, 2)])
 def test_a_quantisers_knob_is_its_bits(wanted, bits):
     family = plan_family("per-token", inputs("Llama"))
-    found = plan_for_rate(family, wanted, 4096, itemsize=2)
+    found = plan_for_rate(family, wanted, 4096)
     assert found.quantiser.keys.bits == (bits,)
     assert found.made["bits"] == bits
 
 
 def test_the_context_decides_the_rate():
     family = plan_family("tale", inputs("Llama"), **FINE)
-    found = plan_for_rate(family, 0.3, 64, itemsize=2)
-    later = plan_for_rate(family, 0.3, 100_000, itemsize=2)
+    found = plan_for_rate(family, 0.3, 64)
+    later = plan_for_rate(family, 0.3, 100_000)
     assert found.layers[0].values.groups[0].ranks[0] < later.layers[0].values.groups[0].ranks[0]
 
 
-def test_the_dtype_decides_the_rate():
-    family = plan_family("fp8", inputs("Llama"))
-    assert rate(plan_for_rate(family, 0.75, 10, itemsize=4), 10, itemsize=4) == 0.75
-    with pytest.raises(UsageError, match=r"fp8 reaches rates from 0.500 to 0.500"):
-        plan_for_rate(family, 0.75, 10, itemsize=2)
+@pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
+def test_one_setting_has_one_rate_alone_and_its_own_among_several(ask):
+    family = plan_family("hadamard-int4", inputs("Llama"))
+    own = rate(family.build(4.0), 4096)
+    ask(family, float(f"{own:.3f}"), 4096)
+    with pytest.raises(UsageError, match=f"has one rate, {own:.3f} at 4,096 tokens, not 0.3"):
+        ask(family, 0.3, 4096)
+    ask(family, 0.3, 4096, alone=False)
+
+
+@pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
+def test_less_than_the_bits_alone_save_is_refused(ask):
+    with pytest.raises(UsageError, match=r"kq-4bit reaches rates from 0\.625 to 0\.\d+ at 4,096"):
+        ask(plan_family("kq-4bit", inputs("Llama"), **FINE), 0.3, 4096)
 
 
 @pytest.mark.parametrize("allocation", ["removal", "uniform", "tail"])
 def test_every_allocation_reaches_a_rate_on_its_grid(allocation):
     family = plan_family("kq", inputs("Llama"), allocation=allocation, grid=4, minimum=4)
-    found = plan_for_rate(family, 0.4, 1000, itemsize=2)
+    found = plan_for_rate(family, 0.4, 1000)
     assert 0.4 <= dim_rate(found) < 0.6
     ranks = {g.rank for x in found.layers for s in (x.keys, x.values) for g in s.groups}
     assert all(rank % 4 == 0 for rank in ranks)

@@ -57,7 +57,7 @@ def broken(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def planned(wanted: float = 0.25) -> Any:
-    return plan_for_rate(plan_family("broken", inputs("Llama")), wanted, 4096, itemsize=4)
+    return plan_for_rate(plan_family("broken", inputs("Llama")), wanted, 4096)
 
 
 def test_what_is_whole_is_planned(broken: Any) -> None:

@@ -77,19 +77,19 @@ def test_four_bits_of_a_head_of_128_are_4_5_bits_in_bytes():
         layer((group(0, 1, 128, (128,)),), (group(0, 1, 128, (128,)),)),
         quantiser=from_library("hqq", (4,)),
     )
-    assert rate(made, 1000, itemsize=2) == pytest.approx(1 - 4.5 / 16)
+    assert rate(made, 1000) == pytest.approx(1 - 4.5 / 16)
     assert paper_rate(made) == pytest.approx(1 - 4 / 16)
 
 
 def test_it_is_described_and_saved_without_the_library(tmp_path):
     made = plan(layer(), quantiser=from_library("quanto", (8,)))
-    told = describe(made, 100, itemsize=2)["sentences"]
+    told = describe(made, 100)["sentences"]
     wanted = "8 bits (quanto, per token); up to 64 columns share a scale in the model's dtype."
     assert f"Keys have {wanted}" in told
     four = plan(layer(), quantiser=from_library("hqq", (3,)))
     assert any(
         "a scale and a zero point in the model's dtype" in x
-        for x in describe(four, 100, itemsize=2)["sentences"]
+        for x in describe(four, 100)["sentences"]
     )
     save_plan(made, tmp_path / "plan.safetensors")
     assert load_plan(tmp_path / "plan.safetensors").quantiser == made.quantiser

@@ -36,12 +36,9 @@ def test_needs_are_those_of_the_plan(method: str, rate: float | None, needs: lis
     own = options_in(written)
     fine = {} if rate is None else {one: FINE[one] for one in FINE if one in option_names(name)}
     family = plan_family(name, inputs("Llama"), **own, **fine)
-    if rate is None:
-        plan = plan_at(family, family.settings[0])
-    else:
-        plan = plan_for_rate(family, rate, 100, itemsize=4)
+    plan = plan_at(family, family.settings[0]) if rate is None else plan_for_rate(family, rate, 100)
     assert runtime_needs(plan) == needs
-    told = plan_report(plan, 100, itemsize=4)
+    told = plan_report(plan, 100)
     assert ("folded" in needs) == bool(told["folded"])
     assert ("rebuilt" in needs) == any("rebuilt" in step for step in told["online"])
     beside = {step for step in told["online"] if "rebuilt" not in step or "SVD" in step}

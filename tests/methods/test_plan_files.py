@@ -131,7 +131,7 @@ _EVICTION = asdict(Eviction("recent", 0.5))
 def test_a_plan_that_contradicts_itself_is_damaged(tmp_path, change):
     stored = structure(made("full"))
     change(stored)
-    save_tensors(tmp_path / "p", {}, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1")
+    save_tensors(tmp_path / "p", {}, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     with pytest.raises(KvprofError) as caught:
         load_plan(tmp_path / "p")
     assert isinstance(caught.value, FailedError)
@@ -145,11 +145,11 @@ def test_a_plan_that_contradicts_itself_is_damaged(tmp_path, change):
 def test_a_plan_whose_bytes_were_measured_on_nothing_is_damaged(tmp_path, sample):
     save_plan(made("kvtc"), tmp_path / "p")
     tensors, metadata = load_tensors(
-        tmp_path / "p", format_name=("kvprof-plan/2",), what="plans", made_by="plan"
+        tmp_path / "p", format_name="kvprof-plan/4", what="plans", made_by="plan"
     )
     stored = json.loads(metadata["plan"])
     stored["across"]["sample"] = sample
-    save_tensors(tmp_path / "q", tensors, {"plan": json.dumps(stored)}, format_name="kvprof-plan/2")
+    save_tensors(tmp_path / "q", tensors, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     with pytest.raises(FailedError, match="q: damaged plan: "):
         load_plan(tmp_path / "q")
 
@@ -176,7 +176,7 @@ _BASES = {
 @given(stored=mutations(_WHOLE))
 def test_a_forged_plan_is_read_or_refused_in_one_line(tmp_path_factory, stored):
     path = tmp_path_factory.mktemp("forged") / "p"
-    save_tensors(path, _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1")
+    save_tensors(path, _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     try:
         plan = load_plan(path)
     except FailedError as problem:
@@ -205,7 +205,7 @@ def test_bases_are_finite_matrices(tmp_path, change, said):
         tmp_path / "p",
         {**_BASES, name: change(_BASES[name])},
         {"plan": json.dumps(_WHOLE)},
-        format_name="kvprof-plan/1",
+        format_name="kvprof-plan/4",
     )
     with pytest.raises(FailedError, match=said):
         load_plan(tmp_path / "p")
@@ -213,7 +213,7 @@ def test_bases_are_finite_matrices(tmp_path, change, said):
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"layers": ' + "9" * 5000 + "}", "[]", "null"])
 def test_a_plan_that_no_parser_should_see(tmp_path, text):
-    save_tensors(tmp_path / "p", {}, {"plan": text}, format_name="kvprof-plan/1")
+    save_tensors(tmp_path / "p", {}, {"plan": text}, format_name="kvprof-plan/4")
     with pytest.raises(FailedError, match="p: damaged plan: "):
         load_plan(tmp_path / "p")
 
@@ -231,7 +231,7 @@ def test_a_plan_of_other_layers_is_refused_though_it_names_the_model(tmp_path):
 def test_a_plan_says_its_kinds_of_head_as_a_number(tmp_path, kinds):
     stored = json.loads(json.dumps(_WHOLE))
     stored["made"].setdefault("options", {})["kinds"] = kinds
-    save_tensors(tmp_path / "p", _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1")
+    save_tensors(tmp_path / "p", _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     with pytest.raises(FailedError, match="p: damaged plan: "):
         load_plan(tmp_path / "p")
 
@@ -248,7 +248,7 @@ def test_what_only_some_plans_have_is_of_its_type(tmp_path, flag):
             tmp_path / "p",
             _BASES,
             {"plan": json.dumps(stored)},
-            format_name="kvprof-plan/1",
+            format_name="kvprof-plan/4",
             force=True,
         )
         with pytest.raises(FailedError, match=r"p: damaged plan: layers\[0\].* is not of type"):
@@ -287,7 +287,7 @@ def test_a_plan_of_very_many_groups_is_read_in_time(tmp_path):
         stored["layers"][0]["keys"]["groups"] = [*groups[:-1], last]
         path = tmp_path / "p"
         save_tensors(
-            path, {}, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1", force=True
+            path, {}, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4", force=True
         )
         if said:
             with pytest.raises(FailedError, match=f"^p: damaged plan: .*{said}"):
@@ -305,7 +305,7 @@ def test_a_group_that_the_quick_look_doubts_hides_no_later_one(tmp_path):
         {**groups[0], "first": 2**31 - 1},
         {**groups[0], "heads": "two"},
     ]
-    save_tensors(tmp_path / "p", _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/1")
+    save_tensors(tmp_path / "p", _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     with pytest.raises(FailedError, match=r"groups\[1\].heads"):
         load_plan(tmp_path / "p")
 

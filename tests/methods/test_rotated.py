@@ -120,9 +120,9 @@ def test_a_head_of_128_has_the_papers_bits():
 def test_the_knob_of_turboquant_is_its_bits():
     family = plan_family("turboquant", inputs("Llama"))
     assert family.settings == (4, 3, 2)
-    rates = [rate(family.build(value), 100, itemsize=2) for value in family.settings]
+    rates = [rate(family.build(value), 100) for value in family.settings]
     assert rates == sorted(rates)
-    assert plan_for_rate(family, rates[1], 100, itemsize=2).quantiser.keys.bits == (3,)
+    assert plan_for_rate(family, rates[1], 100).quantiser.keys.bits == (3,)
     assert plan_family("turboquant", inputs("Llama"), bits=3).settings == (3,)
 
 
@@ -219,10 +219,10 @@ def test_quantisers_that_make_no_sense_are_refused(quantiser, message):
 
 
 def test_reports_say_what_is_done():
-    said = " ".join(describe(made("oscar"), 512, itemsize=2)["sentences"])
+    said = " ".join(describe(made("oscar"), 512)["sentences"])
     assert "Keys are clipped: of each row 96% of the magnitudes stay" in said
     assert "The newest 256 tokens stay" in said
-    said = " ".join(describe(made("turboquant"), 512, itemsize=2)["sentences"])
+    said = " ".join(describe(made("turboquant"), 512)["sentences"])
     assert "a token's whole row shares a norm in float16" in said
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvprof.benchmark.shapes import shape_of_config
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models import gguf as module
-from kvprof.models.fingerprint import configuration
 from kvprof.models.gguf import open_gguf, read_gguf
 from kvprof.models.load import load_model
 from tests.models.gguf_files import CONTEXT, HEADS, KV_HEADS, LAYERS, TOKENS, WIDTH, write_llama
@@ -115,30 +114,6 @@ def test_what_the_file_is_called_makes_no_other_model(file: Path, tmp_path: Path
     renamed.write_bytes(file.read_bytes())
     loaded = load_model(str(renamed), device="cpu")
     assert loaded.fingerprint == load_model(str(file), device="cpu").fingerprint
-    config = loaded.model.config
-    named = configuration(config)
-    config.quantization_config = {"quant_method": "gguf", "gguf_file": "c.gguf", "kernel": 1}
-    assert configuration(config) == named  # an older or a newer transformers notes more
-    del config.quantization_config
-    assert configuration(config) == named
-    config.quantization_config = {"quant_method": "awq"}
-    assert configuration(config) != named
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [(99, r"of the type 99, which this version of the package gguf does not know"), (9, "in Q8_1")],
-)
-def test_a_type_that_nobody_unpacks_is_refused_at_once(
-    file: Path, tmp_path: Path, kind: int, said: str
-) -> None:
-    data, name = bytearray(file.read_bytes()), b"blk.0.ffn_up.weight"
-    at = data.index(name) + len(name)
-    struct.pack_into("<I", data, at + 4 + 8 * struct.unpack_from("<I", data, at)[0], kind)
-    other = tmp_path / "other.gguf"
-    other.write_bytes(data)
-    with pytest.raises(UsageError, match=said):
-        read_gguf("it", other)
 
 
 def test_a_folder_is_asked_for_its_file(file: Path, tmp_path: Path) -> None:
@@ -200,30 +175,16 @@ def test_without_a_tokenizer_it_cannot_read_text(tmp_path: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_whatever_is_damaged_ends_in_one_line(
-    file: Path, tmp_path: Path, data: st.DataObject
-) -> None:
+def test_a_truncated_file_ends_in_one_line(file: Path, tmp_path: Path, data: st.DataObject) -> None:
     whole = file.read_bytes()
-    head = 1500  # where the counts, keys and the first values lie
-    damaged = bytearray(whole)
-    if data.draw(st.booleans(), label="cut"):
-        del damaged[data.draw(st.integers(0, len(whole) - 1), label="at") :]
-    else:
-        for _ in range(data.draw(st.integers(1, 4), label="changes")):
-            at = data.draw(st.integers(0, head), label="at")
-            form = data.draw(st.sampled_from(["<B", "<I", "<Q"]), label="form")
-            most = 2 ** (8 * struct.calcsize(form)) - 1
-            number = data.draw(st.integers(0, most), label="number")
-            struct.pack_into(form, damaged, at, number)
+    damaged = whole[: data.draw(st.integers(0, len(whole) - 1))]
     path = tmp_path / "damaged.gguf"
     path.write_bytes(damaged)
     with contextlib.suppress(UsageError, FailedError):  # anything else is a traceback
         read_gguf("x", path)
 
 
-@pytest.mark.parametrize(
-    ("at", "form", "number"), [(8, "<Q", 2**60), (16, "<Q", 2**60), (4, "<I", 7)]
-)
+@pytest.mark.parametrize(("at", "form", "number"), [(8, "<Q", 2**60), (16, "<Q", 2**60)])
 def test_a_count_that_the_file_cannot_hold_is_seen_at_once(
     file: Path, tmp_path: Path, at: int, form: str, number: int
 ) -> None:
@@ -232,33 +193,6 @@ def test_a_count_that_the_file_cannot_hold_is_seen_at_once(
     path = tmp_path / "damaged.gguf"
     path.write_bytes(damaged)
     with pytest.raises(FailedError, match=r"damaged\.gguf is truncated or damaged"):
-        read_gguf("x", path)
-
-
-def _value(name: bytes, kind: int, content: bytes) -> bytes:
-    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + content
-
-
-@pytest.mark.parametrize(
-    ("values", "content", "said"),
-    [
-        (5000, b"".join(_value(b"%d" % i, 0, b"1") for i in range(5000)), "5,000 keys"),
-        (1, _value(b"a", 9, struct.pack("<IQ", 0, 2**23) + bytes(2**23)), "lists of 8,388,608"),
-        (
-            4,
-            b"".join(
-                _value(b"%d" % i, 9, struct.pack("<IQ", 0, 2**21) + bytes(2**21)) for i in range(4)
-            ),
-            "lists of 6,291,456",
-        ),
-    ],
-)
-def test_more_than_any_model_has_is_refused_before_it_is_read_for_minutes(
-    values: int, content: bytes, said: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "x.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, values) + content)
-    with pytest.raises(FailedError, match=said):
         read_gguf("x", path)
 
 

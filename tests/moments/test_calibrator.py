@@ -108,7 +108,7 @@ def test_fp8_shares_the_data_of_whatever_is_calibrated_beside_it(
     for name in ("fp8", "kivi"):
         alone.expect(name)
     made = alone.family("fp8").build(8.0).made
-    assert (made["calibration"]["source"], made["calibration"]["tokens"]) == ("random", 1024)
+    assert (made["calibration"]["source"], made["calibration"]["tokens"]) == ("calibration", 1024)
     assert "notes" not in made
     assert passes.totals == [1024]
     beside = calibrator(loaded, passes)
@@ -116,6 +116,7 @@ def test_fp8_shares_the_data_of_whatever_is_calibrated_beside_it(
         beside.expect(name)
     assert beside.inputs("fp8").moments is beside.inputs("tale", heads=1).moments
     assert beside.inputs("fp8").moments.info["source"] == "calibration"
+    # One pass of 8k tokens for all three.
     assert len(passes.totals) == 2
     # The user's own data are everybody's, as many tokens of them as the other method takes.
     given = calibrator(loaded, passes, "random")
@@ -124,24 +125,24 @@ def test_fp8_shares_the_data_of_whatever_is_calibrated_beside_it(
     assert given.inputs("fp8").moments.tokens == 8192
     assert given.inputs("kq").moments is given.inputs("fp8").moments
     # What another method cannot have is no reason to go without.
-    odd = calibrator(wrap_model(tiny("Llama", num_key_value_heads=4)), passes, tokens=256)
+    odd = calibrator(wrap_model(tiny("Llama", num_key_value_heads=4)), passes, "random:256")
     odd.expect("fp8")
     odd.expect("palu", heads=3)
     assert odd.inputs("fp8").moments.info["source"] == "random"
 
 
-def test_each_method_has_the_source_of_its_paper(loaded: LoadedModel, passes: Passes) -> None:
+def test_text_calibrates_unless_the_paper_says_random(loaded: LoadedModel, passes: Passes) -> None:
     given = calibrator(loaded, passes, tokens=1024)
-    assert given.inputs("fdc").moments.info["source"] == "random"
+    assert given.inputs("fdc:paper").moments.info["source"] == "random"
+    assert given.inputs("fdc").moments.info["source"] == "calibration"
     assert given.inputs("palu", heads=2).moments.info["source"] == "calibration"
     assert given.inputs("kivi").moments is None
-    assert passes.totals == [1024, 1024]
-    assert given.inputs("fp8").moments.info["source"] == "random"  # fdc's told no magnitudes
-    assert passes.totals == [1024, 1024, 1024]
+    assert given.inputs("fp8").moments.info["source"] == "calibration"  # fdc's told no magnitudes
+    assert passes.totals == [1024] * 4
     # Announced for text, so of no concern to random tokens.
     other = calibrator(loaded, passes, tokens=1024)
     other.expect("palu")
-    assert kept(other.inputs("kq")) == {"q", "k", "v"}
+    assert kept(other.inputs("fdc:paper")) == {"q", "k", "v"}
     # Not announced, so it takes a pass of its own.
     assert kept(other.inputs("oscar")) == {
         "q",
@@ -240,7 +241,7 @@ def test_sequences_are_no_longer_than_the_context(loaded: LoadedModel, passes: P
 
 def test_a_plan_tells_what_it_was_made_from(loaded: LoadedModel, passes: Passes, ids: Path) -> None:
     family = calibrator(loaded, passes, ids).family("kq")
-    made = plan_for_rate(family, 0.0, 96, itemsize=4).made
+    made = plan_for_rate(family, 0.0, 96).made
     assert made["model"] == loaded.spec
     assert made["calibration"]["files"] == [str(ids)]
     assert made["calibration"]["tokens"] == 640
@@ -275,7 +276,7 @@ def test_fisher_and_budget_are_measured_once_on_text(loaded: LoadedModel, passes
     given = calibrator(loaded, passes, "random:512")
     family = given.family("kq", allocation="fisher", grid=4, minimum=4)
     assert "gradients of calibration text" in passes.titles
-    plan = plan_for_rate(family, 0.3, 96, itemsize=4)
+    plan = plan_for_rate(family, 0.3, 96)
     assert plan.made["fisher"]["form"] == "paper"
     assert plan.made["fisher"]["tokens"] == 8192
     given.family("fdc", allocation="fisher")
@@ -287,17 +288,14 @@ def test_fisher_and_budget_are_measured_once_on_text(loaded: LoadedModel, passes
     budget = given.family("kq", allocation="budget", grid=4, minimum=4)
     assert passes.titles[before:] == ["probing 8 targets of kq on calibration text"]
     assert passes.done[-1] == 8
-    ranks = plan_for_rate(budget, 0.3, 96, itemsize=4)
+    ranks = plan_for_rate(budget, 0.3, 96)
     assert ranks.made["sensitivity"]["tokens"] == 2048
     # Another grid, and the same method quantised, have the same bases.
     given.family("kq", allocation="budget", grid=2)
     quantised = given.family("kq-4bit", allocation="budget", grid=4, minimum=4)
     given.family("kq+per-token", allocation="budget", bits=8)
     assert len(passes.titles) == before + 1
-    assert (
-        plan_for_rate(quantised, 0.3, 96, itemsize=4).made["sensitivity"]
-        == ranks.made["sensitivity"]
-    )
+    assert plan_for_rate(quantised, 0.7, 96).made["sensitivity"] == ranks.made["sensitivity"]
     given.family("fdc", allocation="budget")
     assert len(passes.titles) == before + 2
 
@@ -306,7 +304,7 @@ def test_moments_of_the_loss_are_taken_once_for_the_same_exact_tokens(
     loaded: LoadedModel, passes: Passes, ids: Path
 ) -> None:
     given = calibrator(loaded, passes, ids, tokens=256)
-    plan = plan_for_rate(given.family("kq-wf", grid=4, window=8), 0.6, 96, itemsize=4)
+    plan = plan_for_rate(given.family("kq-wf", grid=4, window=8), 0.6, 96)
     assert passes.titles[-1] == "gradients of ids.npy text"
     assert passes.done[-1] == plan.made["loss"]["tokens"] == 256
     assert plan.made["options"]["allocation"] == "loss"

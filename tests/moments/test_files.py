@@ -142,10 +142,10 @@ def test_other_safetensors_files_are_no_moments(tmp_path, metadata):
 
 
 def test_a_newer_format_is_named(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "FORMAT", "kvprof-moments/2")
+    monkeypatch.setattr(files, "FORMAT", "kvprof-moments/3")
     save_moments(example(), tmp_path / "new.safetensors")
     monkeypatch.undo()
-    with pytest.raises(FailedError, match=r"format kvprof-moments/2, this kvprof reads .*/1"):
+    with pytest.raises(FailedError, match=r"format kvprof-moments/3, this kvprof reads .*/2"):
         load_moments(tmp_path / "new.safetensors")
 
 
@@ -170,7 +170,7 @@ def test_the_description_is_json_for_any_reader(saved):
     content = saved.read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     described = header["__metadata__"]
-    assert described["format"] == "kvprof-moments/1"
+    assert described["format"] == "kvprof-moments/2"
     assert json.loads(described["info"])["positions"] == "0-63"
     assert header["layers.1.first.k_pre"]["shape"] == [3, 4, 4]
 

@@ -32,25 +32,26 @@ def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
     assert has_removal_rate(name, **options) == (real.knob == KNOBS["removal"])
     # What a rate out of reach is refused by, before anything is calibrated.
     furthest = [one.build((one.settings or one.bounds)[-1]) for one in (real, found)]
-    most = [rate(plan, CONTEXT, itemsize=4) for plan in furthest]
+    most = [rate(plan, CONTEXT) for plan in furthest]
     assert most[0] == pytest.approx(most[1], abs=1e-9)
     assert refusal(furthest[0]) == refusal(furthest[1])
     assert (found.method, found.settings) == (real.method, real.settings)
     if real.settings:
         plans = [plan_at(one, real.settings[-1]) for one in (real, found)]
     else:
-        plans = [plan_for_rate(one, 0.3, CONTEXT, itemsize=4) for one in (real, found)]
-    calibrated, told = (bytes_at(plan, CONTEXT, itemsize=4).total for plan in plans)
+        wanted = 0.3 if real.at_rate else max(0.3, rate(real.build(0.0), CONTEXT) + 0.05)
+        plans = [plan_for_rate(one, wanted, CONTEXT) for one in (real, found)]
+    calibrated, told = (bytes_at(plan, CONTEXT, itemsize=2).total for plan in plans)
     # Ranks that are handed out by what is measured come in steps of several heads at times.
     assert told == pytest.approx(calibrated, rel=0.05)
     assert plans[1].quantiser == plans[0].quantiser
     assert (plans[1].lazy, plans[1].levels) == (plans[0].lazy, plans[0].levels)
     # At the very rate that a calibrated plan reached, the bytes are its own, or one column's less.
     if not real.settings and plans[0].quantiser is None and plans[0].eviction is None:
-        reached = rate(plans[0], CONTEXT, itemsize=4)
-        again = plan_for_rate(found, reached, CONTEXT, itemsize=4)
-        stored = bytes_at(again, CONTEXT, itemsize=4).total
-        assert calibrated - CONTEXT * 4 * 2 <= stored <= calibrated
+        reached = rate(plans[0], CONTEXT)
+        again = plan_for_rate(found, reached, CONTEXT)
+        stored = bytes_at(again, CONTEXT, itemsize=2).total
+        assert calibrated - CONTEXT * 2 * 2 <= stored <= calibrated
 
 
 @pytest.mark.parametrize("allocation", ["loss", "budget", "output"])
@@ -58,8 +59,8 @@ def test_bits_by_column_are_told_whatever_hands_them_out(allocation: str) -> Non
     """Also where the method's own allocation needs what is not measured here."""
     found = uncalibrated_family(model("Llama"), "kq-wf", allocation=allocation, grid=2, window=4)
     assert found is not None
-    plan = plan_for_rate(found, 0.6, CONTEXT, itemsize=4)
-    assert 0.6 <= rate(plan, CONTEXT, itemsize=4) < 0.9
+    plan = plan_for_rate(found, 0.6, CONTEXT)
+    assert 0.6 <= rate(plan, CONTEXT) < 0.9
 
 
 def test_bytes_that_are_measured_are_not_told() -> None:
@@ -70,7 +71,7 @@ def test_bytes_that_are_measured_are_not_told() -> None:
 def test_ranks_are_spread_evenly_over_the_grid() -> None:
     family = uncalibrated_family(model("Llama"), "kq", grid=4, minimum=4)
     assert family is not None
-    ranks = ranks_of(plan_for_rate(family, 0.4, CONTEXT, itemsize=4))
+    ranks = ranks_of(plan_for_rate(family, 0.4, CONTEXT))
     every = {rank for side in ranks.values() for layer in side for rank in layer}
     assert every == {8, 12}  # the neighbours of 60 % of 16
 

@@ -15,7 +15,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
-from kvprof.methods.plan_files import load_plan, save_plan, structure
+from kvprof.methods.plan_files import FORMAT, load_plan, save_plan, structure
 from kvprof.methods.plan_report import compare_plans, describe, plan_report
 from kvprof.methods.quantisers import kivi, kvquant, per_token
 from kvprof.methods.registry import plan_family
@@ -183,12 +183,12 @@ def test_what_all_heads_have_alike_is_the_quantiser_said_once() -> None:
 
 
 def test_a_report_says_who_has_which_bits() -> None:
-    said = " ".join(describe(mixed("per-token"), 100, itemsize=2)["sentences"])
+    said = " ".join(describe(mixed("per-token"), 100)["sentences"])
     assert "Keys have full precision (50%), 2 bits (50%), 2.00 on average, by head" in said
-    told = plan_report(mixed("per-token"), 100, itemsize=4)
-    assert told["bits"] == {"keys": [[2, 32]], "values": [[32, 4]]}
+    told = plan_report(mixed("per-token"), 100)
+    assert told["bits"] == {"keys": [[2, 16]], "values": [[16, 4]]}
     alike = plan_at(plan_family("per-token", inputs("Llama")), 4.0)
-    assert plan_report(alike, 100, itemsize=4)["bits"] is None
+    assert plan_report(alike, 100)["bits"] is None
     layer = layer_of(("full", "full"), ("full", "full"))
     values = (replace(layer.values.groups[0], quantised=True), layer.values.groups[1])
     keys = tuple(replace(group, quantised=True) for group in layer.keys.groups)
@@ -198,7 +198,7 @@ def test_a_report_says_who_has_which_bits() -> None:
         values=replace(layer.values, groups=values),
     )
     fp8 = plan_of(one_layer("Llama"), Quantiser("fp8", None, SideQuantiser((8,))), layer)
-    said = " ".join(describe(fp8, 100, itemsize=2)["sentences"])
+    said = " ".join(describe(fp8, 100)["sentences"])
     assert "Of the columns of values 50% are not quantised." in said
     assert bytes_at(fp8, 10, itemsize=2).total == 10 * (3 * WIDTH * 2 + WIDTH)
     ranked = plan_of(one_layer("Llama"), per_token(()), layer_of((2, "rank"), (4, "rank")))
@@ -210,20 +210,9 @@ def test_engines_pages_hold_no_heads_with_bits_of_their_own() -> None:
 
 
 def written(path: Path) -> dict[str, Any]:
-    every = [f"kvprof-plan/{number}" for number in (1, 2, 3)]
-    _, metadata = load_tensors(path, format_name=tuple(every), what="plans", made_by="x")
+    _, metadata = load_tensors(path, format_name=FORMAT, what="plans", made_by="x")
     found: dict[str, Any] = json.loads(metadata["plan"])
     return found
-
-
-def format_of(path: Path) -> str:
-    for number in (1, 2, 3):
-        try:
-            load_tensors(path, format_name=(f"kvprof-plan/{number}",), what="plans", made_by="x")
-        except FailedError:
-            continue
-        return f"kvprof-plan/{number}"
-    raise AssertionError(path)
 
 
 @pytest.mark.parametrize("name", QUANTISERS)
@@ -231,19 +220,16 @@ def test_a_saved_plan_comes_back_and_asks_for_a_reader_that_knows_it(
     name: str, tmp_path: Path
 ) -> None:
     save_plan(mixed(name), tmp_path / "p")
-    assert format_of(tmp_path / "p") == "kvprof-plan/3"
     found = load_plan(tmp_path / "p")
     assert compare_plans(found, mixed(name)) == {}
     assert [group.quantised for group in found.layers[0].keys.groups] == [True, False]
 
 
 def test_other_plans_are_written_as_they_were(tmp_path: Path) -> None:
-    older = {"per-token": "1", "kq-wf": "2"}
-    for name, number in older.items():
+    for name in ("per-token", "kq-wf"):
         options = {"grid": 4, "allocation": "output"} if name == "kq-wf" else {}
         knob = 4.0 if name == "per-token" else 0.5
         save_plan(plan_at(plan_family(name, inputs("Llama"), **options), knob), tmp_path / name)
-        assert format_of(tmp_path / name) == f"kvprof-plan/{number}"
         assert "quantised" not in json.dumps(written(tmp_path / name)["layers"])
 
 
@@ -260,7 +246,7 @@ def test_a_forged_plan_is_read_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, stored: dict[str, Any]
 ) -> None:
     path = tmp_path_factory.mktemp("forged") / "p"
-    save_tensors(path, _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/3")
+    save_tensors(path, _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     try:
         plan = load_plan(path)
     except FailedError as problem:
@@ -290,7 +276,7 @@ def test_a_file_that_says_nonsense_is_damaged(
 ) -> None:
     stored = json.loads(json.dumps(_WHOLE))
     stored["layers"][0]["keys"]["groups"][0].update(change)
-    save_tensors(tmp_path / "p", _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/3")
+    save_tensors(tmp_path / "p", _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     with pytest.raises(FailedError, match=f"p: damaged plan: .*({said})"):
         load_plan(tmp_path / "p")
 

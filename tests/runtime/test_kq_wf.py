@@ -228,10 +228,8 @@ def test_what_an_exact_window_covers_is_exact() -> None:
 
 @pytest.mark.parametrize("wanted", [0.6, 0.8, 0.9])
 def test_a_rate_is_met_from_above_and_hardly_exceeded(wanted: float) -> None:
-    plan = plan_for_rate(
-        plan_family("kq-wf", inputs("Llama"), grid=4, **OWN), wanted, 900, itemsize=2
-    )
-    assert wanted <= describe(plan, 900, itemsize=2)["rate"] < wanted + 0.01
+    plan = plan_for_rate(plan_family("kq-wf", inputs("Llama"), grid=4, **OWN), wanted, 900)
+    assert wanted <= describe(plan, 900)["rate"] < wanted + 0.01
 
 
 def test_measured_weights_move_bits_to_where_they_count() -> None:

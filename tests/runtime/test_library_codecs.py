@@ -187,7 +187,7 @@ def test_more_bits_are_nearer(kind: str) -> None:
 def test_named_methods_run_and_store_what_they_account_for(kind: str, base: str) -> None:
     given = inputs("Llama")
     family = plan_family(base + kind, given, **(FINE if base else {}))
-    plan = plan_for_rate(family, 0.3, 60, itemsize=4)
+    plan = plan_for_rate(family, 0.3, 60)
     assert plan.quantiser is not None
     assert plan.quantiser.kind == kind
     model = tiny_model("Llama")

@@ -101,11 +101,11 @@ def test_ranks_are_in_the_papers_ratio_until_one_is_whole(tmp_path: Any) -> None
         wanted = 1.5 if knob > 0.2 else 1 / (1 - 2 * knob)
         assert ranks["values"] / ranks["keys"] == pytest.approx(wanted, rel=0.05)
     for wanted in (0.3, 0.8):
-        plan = plan_for_rate(family, wanted, 1000, itemsize=4)
-        assert wanted <= rate(plan, 1000, itemsize=4) < wanted + 0.03
+        plan = plan_for_rate(family, wanted, 1000)
+        assert wanted <= rate(plan, 1000) < wanted + 0.03
     save_plan(plan, tmp_path / "a.plan")
     assert compare_plans(plan, load_plan(tmp_path / "a.plan", layout=model("Llama").layout)) == {}
-    said = " ".join(describe(plan, 100, itemsize=4, layout=model("Llama").layout)["sentences"])
+    said = " ".join(describe(plan, 100, layout=model("Llama").layout)["sentences"])
     assert "a latent for several layers together, on bases of the plan's" in said
     own = shared_plan()
     save_plan(own, tmp_path / "b.plan")

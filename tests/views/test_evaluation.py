@@ -92,7 +92,7 @@ def test_the_first_line_answers():
     text = " ".join(shown(result, 200).split())
     low, high = row["relative_accuracy_interval"]
     assert text.startswith(
-        f"kq saves 50.0 % of the cache's bytes at full width in float32 and keeps "
+        f"kq saves 50.0 % of the cache's bytes and keeps "
         f"{100 * row['relative_accuracy']:.1f} % of "
         f"the uncompressed model's accuracy (95 % interval {100 * low:.1f}–{100 * high:.1f} %)."
     )

@@ -30,7 +30,7 @@ def test_neighbours_whose_rates_may_be_swapped_are_named() -> None:
 
 def test_the_report_says_what_it_found() -> None:
     text = " ".join(render_text(report(frontier_result()), 120).split())
-    assert "fp8 saves most for sure: 50.0 % of the cache's bytes at full width in bfloat16" in text
+    assert "fp8 saves most for sure: 50.0 % of the cache's bytes at full width at 16 bits" in text
     assert "Whether these go further is open: kq:allocation=budget (45.0–53.0 %)." in text
     assert "Not measured: zack." in text
     assert "Not calibrated on the same tokens: fdc, kq on 8,192 tokens of random" in text

@@ -100,8 +100,8 @@ def test_of_many_steps_the_largest_and_the_last_are_shown() -> None:
 
 def test_the_cache_in_one_line() -> None:
     assert cache_line(result()) == (
-        "cache after 9 tokens: 2.0 KiB measured, 2.0 KiB by the plan's account; rate "
-        "0.500 of 4.0 KiB at full width in bfloat16"
+        "cache after 9 tokens: 2.0 KiB measured, 2.0 KiB by the plan's account, of 4.0 KiB at full "
+        "width in bfloat16; rate 0.500"
     )
 
 

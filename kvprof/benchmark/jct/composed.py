@@ -28,7 +28,7 @@ from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import free_bytes, open_machine
 from kvprof.benchmark.methods import Method, named_plans
 from kvprof.errors import Interrupted
-from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.methods.accounting import bytes_at, full_bytes, rate
 from kvprof.models.placement import parse_dtype
 from kvprof.progress import Counter
 from kvprof.records import events
@@ -161,7 +161,7 @@ class _ComposedCase:
                 self.now(),
                 self.case,
                 method.name,
-                1 - stored / full_bytes(plan, tokens, **sizes),
+                rate(plan, tokens),
                 composer.batch,
                 request.input_len,
                 request.output_len,
@@ -251,6 +251,7 @@ def run_composed(run: Run) -> None:
         model.attention,
         model=request.model,
         rate=request.rate,
+        rate_given=request.rate_given,
         ranks=request.ranks,
         plans=named_plans(request.plans),
         device=run.device,

@@ -13,10 +13,11 @@ from kvprof.benchmark.jct.layer import llama_config
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest
 from kvprof.benchmark.methods import FOLDED, named_plans
-from kvprof.benchmark.shape_plans import at_rate, parse_method, shape_plan
+from kvprof.benchmark.shape_plans import parse_method, shape_plan
 from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import UsageError
-from kvprof.methods.named import method_entries, options_in
+from kvprof.methods.family import plan_for_rate
+from kvprof.methods.named import ALWAYS, method_entries, options_in
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, typed_options
@@ -173,8 +174,12 @@ def make_plans(
     }
     for method, (name, options) in named.items():
         family = calibrator.family(name, **options)
-        plans[method] = at_rate(family, request.rate, tokens, loaded.dtype.itemsize)
+        plans[method] = plan_for_rate(family, request.rate, tokens, alone=_alone(request))
     return plans
+
+
+def _alone(request: JctRequest) -> bool:
+    return request.rate_given and sum(name not in ALWAYS for name in request.methods) == 1
 
 
 def _named(method: str) -> tuple[str, dict[str, Any]]:
@@ -190,8 +195,8 @@ def _drawn(name: str, loaded: LoadedModel, shape: ModelShape, request: JctReques
         shape.attention,
         request.rate,
         tokens=max(request.input_lens) + max(request.output_lens),
-        itemsize=loaded.dtype.itemsize,
         laid=loaded,
+        alone=_alone(request) and name not in ALWAYS,
     )
     return replace(found.plan, method=name, fingerprint=loaded.fingerprint)
 

@@ -222,7 +222,7 @@ class _RealCase:
             self._now(),
             self._case,
             self._plan.method,
-            rate(self._plan, tokens, itemsize=itemsize),
+            rate(self._plan, tokens),
             batch,
             input_len,
             self._output_len,

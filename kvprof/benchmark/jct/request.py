@@ -53,6 +53,8 @@ class JctRequest:
         Every combination is a case.
     rate : float
         Of the cache's bytes, where a method's can be chosen.
+    rate_given : bool
+        Whether it was asked for.
     ranks : str or None
         A file with widths, for composed runs.
     dtype, device : str
@@ -82,6 +84,7 @@ class JctRequest:
     input_lens: tuple[int, ...] = (1024,)
     output_lens: tuple[int, ...] = (64,)
     rate: float = 0.5
+    rate_given: bool = False
     ranks: str | None = None
     dtype: str = "auto"
     device: str = "auto"
