@@ -42,7 +42,6 @@ EXACT = (
             "eval --method kq --rate 0.3 --tasks needle,niah-multikey-1,multi-rounds,arithmetic-2 "
             f"--task-items 1 --task-lengths 384,512 {_TEXT}"
         ),
-        "eval-forced": f"eval --method kq,palu --rate 0.3 --teacher-forced {_SMALL}",
         "frontier": f"frontier --methods fdc,kq --points 2 --no-cache {_SMALL}",
         "sensitivity": "sensitivity --layers 0,1 --bits 4 --tokens 512 --seq-len 128",
         "load": f"{_LOAD} --rates 2,8,32 --methods full,fp8,fdc",

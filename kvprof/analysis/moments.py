@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvprof.analysis.across import AcrossMoments
 from kvprof.analysis.magnitudes import empty_counts, magnitude_counts
+from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import UsageError
 
 __all__ = [
@@ -62,6 +63,15 @@ class LayerMoments:
     magnitudes : dict of str to Tensor
         Where kept, of ``k`` and ``v`` how many values have which magnitude, ``[num_kv_heads,
         bins]``, all positions together (`kvprof.analysis.magnitudes`).
+    pairs : RotaryPairs or None
+        How the layer rotates keys; None where that is not known, and then the two below are too.
+    cross : Tensor or None
+        ``Σ k_j c_jᵀ`` of keys after RoPE and ``c_j`` of `RotaryPairs.angles`, all positions
+        together: ``[num_kv_heads, d, 2F + 1]``.
+    table : Tensor or None
+        ``Σ c_j c_jᵀ``, ``[2F + 1, 2F + 1]``.
+    sums : dict of str to Tensor
+        Of ``v`` and, where kept, ``o`` the sum over all positions, ``[heads, d_v]``.
     """
 
     rest: dict[str, Tensor]
@@ -69,6 +79,10 @@ class LayerMoments:
     c_o: Tensor | None = None
     c_wv: Tensor | None = None
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
+    pairs: RotaryPairs | None = None
+    cross: Tensor | None = None
+    table: Tensor | None = None
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def empty(
@@ -79,6 +93,7 @@ class LayerMoments:
         c_o: Tensor | None = None,
         c_wv: Tensor | None = None,
         magnitudes: bool = False,
+        pairs: RotaryPairs | None = None,
     ) -> "LayerMoments":
         """Return moments with nothing counted yet.
 
@@ -92,6 +107,8 @@ class LayerMoments:
             The weights' own moments, as in the class.
         magnitudes : bool
             Count how large the values of K and V are too.
+        pairs : RotaryPairs or None
+            Keep moments of keys against positions.
         """
 
         def zeros() -> dict[str, Tensor]:
@@ -101,7 +118,18 @@ class LayerMoments:
             }
 
         counts = {key: empty_counts(shapes[key][0], device) for key in ("k", "v") if magnitudes}
-        return cls(rest=zeros(), first=zeros(), c_o=c_o, c_wv=c_wv, magnitudes=counts)
+        empty = cls(rest=zeros(), first=zeros(), c_o=c_o, c_wv=c_wv, magnitudes=counts)
+        if pairs is not None:
+            size = 2 * pairs.count + 1
+            empty.pairs = pairs.to(device)
+            empty.cross = torch.zeros(*shapes["k"], size, dtype=torch.float64, device=device)
+            empty.table = torch.zeros(size, size, dtype=torch.float64, device=device)
+        empty.sums = {
+            key: torch.zeros(*shapes[key], dtype=torch.float64, device=device)
+            for key in ("v", "o")
+            if key in shapes
+        }
+        return empty
 
     def copy(self) -> "LayerMoments":
         """Return an independent copy; weights' moments are shared."""
@@ -110,6 +138,9 @@ class LayerMoments:
             rest={key: value.clone() for key, value in self.rest.items()},
             first={key: value.clone() for key, value in self.first.items()},
             magnitudes={key: value.clone() for key, value in self.magnitudes.items()},
+            cross=None if self.cross is None else self.cross.clone(),
+            table=None if self.table is None else self.table.clone(),
+            sums={key: value.clone() for key, value in self.sums.items()},
         )
 
     def gram(self, key: str) -> Tensor:
@@ -161,6 +192,8 @@ class Moments:
         False when the run was interrupted; what was counted is consistent all the same.
     across : AcrossMoments or None
         Of several layers together, where they were asked for; no file has them.
+    centred : bool
+        Whether they are of keys and values without their means; no file has such either.
     """
 
     layers: list[LayerMoments]
@@ -170,8 +203,16 @@ class Moments:
     info: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
     across: AcrossMoments | None = None
+    centred: bool = False
 
-    def add(self, layer: int, vectors: Mapping[str, Tensor], *, skip_first: int = 0) -> None:
+    def add(
+        self,
+        layer: int,
+        vectors: Mapping[str, Tensor],
+        *,
+        angles: Tensor | None = None,
+        skip_first: int = 0,
+    ) -> None:
         """Accumulate one forward pass of one layer.
 
         Parameters
@@ -180,6 +221,9 @@ class Moments:
             Index into `layers`.
         vectors : mapping of str to Tensor
             For each key kept, ``[batch, heads, T, d]`` in any dtype; multiplied in float64.
+        angles : Tensor or None
+            ``[batch or 1, T, 2F + 1]`` of `RotaryPairs.angles`, where the layer keeps moments of
+            keys against positions.
         skip_first : int
             Leave out this many positions at the start of every sequence.
         """
@@ -191,6 +235,15 @@ class Moments:
             _accumulate(rest, vector[:, :, max(1, skip_first) :])
         for key, counts in store.magnitudes.items():
             counts += magnitude_counts(vectors[key][:, :, skip_first:])
+        for key, total in store.sums.items():
+            total += vectors[key][:, :, skip_first:].sum((0, 2), dtype=torch.float64)
+        if store.cross is not None and store.table is not None and angles is not None:
+            for keys, own in zip(
+                vectors["k"], angles.expand(len(vectors["k"]), -1, -1), strict=True
+            ):
+                _accumulate_crossed(
+                    store.cross, store.table, keys[:, skip_first:], own[skip_first:]
+                )
 
     def count(self, batch: int, length: int, *, skip_first: int = 0) -> None:
         """Count the tokens of a batch of `batch` sequences of `length` tokens once."""
@@ -221,6 +274,15 @@ def _accumulate(gram: Tensor, vector: Tensor) -> None:
                 # One product per head: twice as fast as the batched one on a CPU.
                 for head, rows in enumerate(wide):
                     gram[head].addmm_(rows.T, rows)
+
+
+def _accumulate_crossed(cross: Tensor, table: Tensor, keys: Tensor, angles: Tensor) -> None:
+    """Add ``Σ k cᵀ`` and ``Σ c cᵀ`` of one sequence's ``[heads, T, d]`` and ``[T, C]``."""
+    for block, own in zip(keys.split(_BLOCK, dim=1), angles.split(_BLOCK), strict=True):
+        wide = own.to(torch.float64)
+        table.addmm_(wide.T, wide)
+        for head, rows in enumerate(block.to(torch.float64)):
+            cross[head].addmm_(rows.T, wide)
 
 
 # --- Moments of several KV heads together, for bases that a group of heads shares (Palu, TALE).

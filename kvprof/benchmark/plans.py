@@ -13,6 +13,7 @@ from kvprof.kernels.segments.codes import Bits
 from kvprof.kernels.segments.side import SideKind, width_of
 from kvprof.methods.accounting import layer_bytes
 from kvprof.methods.plan import LayerPlan, Plan
+from kvprof.methods.soundness import CENTRED
 from kvprof.methods.tokens import segments
 from kvprof.runtime.backends.segment_store import kinds_of, shared_columns, stored_as
 
@@ -65,7 +66,7 @@ def full_widths(shape: Shape) -> Widths:
 
 
 def check_heads(what: str, plan: Plan, shape: Shape) -> None:
-    """Refuse a plan for KV heads of another number or width than a shape's.
+    """Refuse a centred plan, and one for KV heads of another number or width than a shape's.
 
     Parameters
     ----------
@@ -79,6 +80,8 @@ def check_heads(what: str, plan: Plan, shape: Shape) -> None:
     UsageError
     """
     for layer in plan.layers:
+        if layer.centre is not None:
+            raise UsageError(f"{what}: {CENTRED}")
         heads = layer.kv_heads
         widths = {group.head_dim for group in (*layer.keys.groups, *layer.values.groups)}
         if heads != shape.num_kv_heads or widths != {shape.head_dim}:

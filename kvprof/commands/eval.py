@@ -12,6 +12,7 @@ from kvprof.commands.options import (
     CalibrateOption,
     CalibrateSeqLenOption,
     CalibrateTokensOption,
+    DecodeOption,
     DeviceOption,
     DtypeOption,
     GgufOption,
@@ -29,7 +30,6 @@ from kvprof.commands.options import (
     TaskItemsOption,
     TaskLengthsOption,
     TasksOption,
-    TeacherForcedOption,
     TextOption,
     TrustOption,
     check_choice,
@@ -74,7 +74,7 @@ def eval(
     tasks: TasksOption = "all",
     task_items: TaskItemsOption = None,
     task_lengths: TaskLengthsOption = None,
-    teacher_forced: TeacherForcedOption = False,
+    decode: DecodeOption = False,
     harness: Annotated[
         str | None,
         typer.Option(
@@ -150,7 +150,6 @@ def eval(
             calibrate,
             calibrate_tokens,
             options,
-            teacher_forced,
             calibrate_seq_len,
         )
     )
@@ -172,7 +171,7 @@ def eval(
         tasks=tasks,
         task_items=task_items,
         task_lengths=task_lengths,
-        teacher_forced=teacher_forced,
+        decode=decode,
         batch_size=batch_size,
     )
     with graceful_interrupt() as stop:
@@ -187,7 +186,6 @@ def eval(
             warnings=[
                 *sample.warnings,
                 *dict.fromkeys(note for one in plans for note in one.made.get("notes", ())),
-                *_not_measured(teacher_forced),
                 *run.warnings,
             ],
             complete=run.complete,
@@ -207,14 +205,6 @@ def _split(given: list[str] | None) -> tuple[str, ...]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--method: {twice[0]} is named twice")
     return tuple(names)
-
-
-def _not_measured(teacher_forced: bool) -> list[str]:
-    if not teacher_forced:
-        return []
-    return [
-        "fp8 is not measured: teacher-forced, a single pass does not show the cost of quantising"
-    ]
 
 
 def _inputs(

@@ -13,7 +13,7 @@ from kvprof.commands.steps import (
     plan_of,
 )
 from kvprof.errors import Interrupted, UsageError
-from kvprof.evaluation.evaluator import hidden_in_one_pass, refuse_hidden
+from kvprof.evaluation.evaluator import hidden_in_one_pass
 from kvprof.evaluation.harness import (
     HarnessSettings,
     check_harness,
@@ -30,7 +30,6 @@ from kvprof.methods.registry import calibration_needs, has_one_setting, typed_op
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.tokens import check_separate, chosen_on
-from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "check_request",
     "harness_settings",
     "make_plans",
-    "refuse_blind",
     "run_evaluations",
 ]
 
@@ -60,8 +58,6 @@ class PlanRequest:
     calibrate, calibrate_tokens : str or None
     options : dict
         Of every method that has a rate to turn; without any such of ``fp8``.
-    teacher_forced : bool
-        Whether sequences are scored in a single pass, and ``fp8`` has no row.
     calibrate_seq_len : str or None
     """
 
@@ -72,7 +68,6 @@ class PlanRequest:
     calibrate: str | None
     calibrate_tokens: str | None
     options: dict[str, Any]
-    teacher_forced: bool = False
     calibrate_seq_len: str | None = None
 
     @property
@@ -110,9 +105,6 @@ def check_request(request: PlanRequest) -> PlanRequest:
     calibration_needs(first, **request.options_of(first))  # a library that is missing
     rated = [method for method in request.methods if method not in ALWAYS]
     needs = [calibration_needs(method, **request.options) for method in rated]
-    calibrated = any(needs) or not request.teacher_forced  # fp8 stands beside them
-    if not calibrated and any(request.calibration.values()):
-        raise UsageError(f"nothing is calibrated; leave out {', '.join(request.calibration)}")
     turned = [x for x, own in zip(rated, needs, strict=True) if own and not has_one_setting(x)]
     if turned and request.rate is None and request.removal is None:
         raise UsageError(f"--method {','.join(turned)} needs --rate or --removal")
@@ -172,60 +164,26 @@ def make_plans(loaded: LoadedModel, request: PlanRequest, sample: Sample, stop: 
     Returns
     -------
     list of Plan
-        ``fp8`` first, then those asked for; without ``fp8`` where it has no figures
-        (teacher-forced). The uncompressed model needs no plan.
+        ``fp8`` first, then those asked for. The uncompressed model needs no plan.
 
     Raises
     ------
     UsageError
-        For a rate out of reach, a plan for another model, one that was calibrated on the text it
-        is evaluated on, or one that is to be scored in a single pass, which does not show it.
+        For a rate out of reach, a plan for another model, or one that was calibrated on the text
+        it is evaluated on.
     typer.Exit
         With 130 when the calibration was interrupted.
     """
-    single_pass = sample.evaluator.settings.teacher_forced
-    if single_pass:
-        for method in request.methods:  # before anything is calibrated
-            refuse_blind(loaded, method, request.options_of(method))
     saved = []
     if request.plan_file is not None:
         saved = [load_plan(request.plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)]
-    beside = ["fp8"] if not single_pass and "fp8" not in request.methods else []
+    beside = ["fp8"] if "fp8" not in request.methods else []
     if any(plan.method == "fp8" for plan in saved):
         beside = []
     plans = [*_from_methods(loaded, request, beside, sample, stop), *saved]
     for plan in plans:
-        if single_pass:
-            _shown(plan)
         check_separate(plan, sample.sources, sample.evaluator.samples)
     return plans
-
-
-def refuse_blind(loaded: LoadedModel, method: str, options: dict[str, Any]) -> None:
-    """Refuse, before anything is calibrated, a method that a single pass does not show.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    method : str
-    options : dict
-        Of the method.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.evaluation.evaluator.refuse_hidden`; and for what cannot be planned at all.
-    """
-    family = uncalibrated_family(loaded, method, **options)
-    if family is not None:  # of others the plan itself tells, once there is one
-        _shown(family.build((family.settings or family.bounds)[-1]))
-
-
-def _shown(plan: Plan) -> None:
-    try:
-        refuse_hidden(plan)
-    except UsageError as cause:
-        raise UsageError(f"{cause}; leave out --teacher-forced, or {plan.method}") from None
 
 
 def _from_methods(
@@ -332,7 +290,7 @@ def run_evaluations(
         "harness": None,
     }
     run = EvalRun(data)
-    total = evaluator.baseline_steps + len(plans) * evaluator.steps
+    total = evaluator.baseline_steps + sum(evaluator.steps(plan) for plan in plans)
     with console.track(f"evaluating {loaded.spec}", total) as progress:
         progress.describe(f"{loaded.spec}, uncompressed")
         baseline = evaluator.baseline(progress.advance, stop)

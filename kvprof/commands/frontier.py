@@ -11,6 +11,7 @@ from kvprof.commands.options import (
     CalibrateOption,
     CalibrateSeqLenOption,
     CalibrateTokensOption,
+    DecodeOption,
     DeviceOption,
     DtypeOption,
     GgufOption,
@@ -23,7 +24,6 @@ from kvprof.commands.options import (
     TaskItemsOption,
     TaskLengthsOption,
     TasksOption,
-    TeacherForcedOption,
     TextOption,
     TrustOption,
     joined,
@@ -82,7 +82,7 @@ def frontier(
     tasks: TasksOption = "all",
     task_items: TaskItemsOption = None,
     task_lengths: TaskLengthsOption = None,
-    teacher_forced: TeacherForcedOption = False,
+    decode: DecodeOption = False,
     calibrate: CalibrateOption = None,
     calibrate_tokens: CalibrateTokensOption = None,
     calibrate_seq_len: CalibrateSeqLenOption = None,
@@ -136,11 +136,7 @@ def frontier(
         from kvprof.methods.registry import calibration_needs
 
     requests = parse_methods(methods, common, lambda own: method_options(None, None, None, own))
-    needs = [
-        calibration_needs(request.method, **request.options)
-        for request in requests
-        if not (teacher_forced and request.method == "fp8")  # which a single pass does not show
-    ]
+    needs = [calibration_needs(request.method, **request.options) for request in requests]
     if (calibrate or calibrate_tokens or calibrate_seq_len) and not any(needs):
         raise UsageError(
             "nothing is calibrated; leave out --calibrate, --calibrate-tokens and "
@@ -163,7 +159,7 @@ def frontier(
         tasks=tasks,
         task_items=task_items,
         task_lengths=task_lengths,
-        teacher_forced=teacher_forced,
+        decode=decode,
         batch_size=batch_size,
     )
     described = sample.inputs()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvprof import console
-from kvprof.errors import Interrupted, KvprofError, UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.evaluation_cache import EvaluationCache
-from kvprof.evaluation.evaluator import Evaluator, hidden_in_one_pass, refuse_hidden
+from kvprof.evaluation.evaluator import Evaluator
 from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_metric
@@ -23,7 +23,6 @@ from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.tokens import check_separate, chosen_on
-from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
 from kvprof.sources.grammar import Source
 
@@ -116,9 +115,6 @@ def run_frontier(
             f"{len(cache)} evaluations of this model on this data are in {folder}; those that come "
             "up again are not repeated"
         )
-    blind = _blind(evaluator, requests)
-    for label, why in blind.items():
-        warn(f"{label} is not measured: {why}")
     total = expected_steps(requests, options.points, evaluator)
     with console.track(f"frontier of {evaluator.loaded.spec}", total) as progress:
 
@@ -131,20 +127,11 @@ def run_frontier(
             evaluator.loaded, calibration, progress=stage, should_stop=stop, notice=warn
         )
         for request in requests:
-            if request.label not in blind:
-                calibrator.expect(request.method, **request.options)
+            calibrator.expect(request.method, **request.options)
 
         def family_of(request: MethodRequest) -> PlanFamily:
-            if request.label in blind:
-                raise UsageError(blind[request.label])
             family = calibrator.family(request.method, **request.options)
-            least, most = (
-                (family.settings or family.bounds)[0],
-                (family.settings or family.bounds)[-1],
-            )
-            if evaluator.settings.teacher_forced:
-                refuse_hidden(family.build(most))
-            made = family.build(least).made
+            made = family.build((family.settings or family.bounds)[0]).made
             chosen = [f"{request.label}: {note}" for note in chosen_on(made, evaluator.samples)]
             for note in [*made.get("notes", ()), *chosen]:
                 if note not in warnings:
@@ -200,37 +187,6 @@ def _facts(loaded: LoadedModel, plan: Plan) -> dict[str, Any]:
             "rate": rate(plan, _LONG_CONTEXT),
         },
     }
-
-
-def _blind(evaluator: Evaluator, requests: list[MethodRequest]) -> dict[str, str]:
-    """Return which rows a single pass does not show, and why; none where sequences are decoded.
-
-    Raises
-    ------
-    UsageError
-        When nothing else was asked for.
-    """
-    if not evaluator.settings.teacher_forced:
-        return {}
-    blind: dict[str, str] = {}
-    for request in requests:
-        try:
-            family = uncalibrated_family(evaluator.loaded, request.method, **request.options)
-        except KvprofError:
-            continue  # its turn comes, and its row says why
-        if family is None:
-            continue
-        if hidden := hidden_in_one_pass(family.build((family.settings or family.bounds)[-1])):
-            blind[request.label] = (
-                f"teacher-forced, a single pass does not show the cost of {hidden}"
-            )
-    asked = [request.label for request in requests if request.method not in ALWAYS]
-    if asked and all(label in blind for label in asked):
-        raise UsageError(
-            f"{', '.join(asked)}: {blind[asked[0]]}, so nothing is left to measure; leave out "
-            "--teacher-forced"
-        )
-    return blind
 
 
 def _refuse_only_failure(data: dict[str, Any], complete: bool) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "CalibrateTokensOption",
     "Command",
     "ContextOption",
+    "DecodeOption",
     "DeviceOption",
     "DtypeOption",
     "Examples",
@@ -49,7 +50,6 @@ __all__ = [
     "TaskItemsOption",
     "TaskLengthsOption",
     "TasksOption",
-    "TeacherForcedOption",
     "TextOption",
     "TrustOption",
     "check_choice",
@@ -77,7 +77,9 @@ GONE = {
     "bench --schedule": "leave it out; one way to cut the work is left",
     "bench --step-times": "--simulate uses the step times that ship",
     "bench --vllm": "python benchmarks/vllm_alone.py times vLLM's own parts",
+    "eval --teacher-forced": "one pass is the default, and shows what decoding reads",
     "frontier --speeds": "kvprof bench measures speeds",
+    "frontier --teacher-forced": "one pass is the default, and shows what decoding reads",
     "plan --prefill": "kvprof bench --jct measures prefill",
     "plan --rates": "give --rate; kvprof frontier finds it",
     "plan --target": "give --rate; kvprof frontier finds it",
@@ -467,12 +469,12 @@ TaskItemsOption = Annotated[
         help="Questions of each task. Default by device.",
     ),
 ]
-TeacherForcedOption = Annotated[
+DecodeOption = Annotated[
     bool,
     typer.Option(
-        "--teacher-forced",
+        "--decode",
         rich_help_panel=DATA,
-        help="Score text in one pass instead of decoding it.",
+        help="Decode text step by step instead of in one pass that reads the same; slow.",
     ),
 ]
 

@@ -240,7 +240,7 @@ class Sample:
             "task_items": len(items),
             "task_lengths": list(self.selection.lengths),
             "task_notes": list(self.selection.notes),
-            "protocol": "teacher_forced" if evaluator.settings.teacher_forced else "decode",
+            "protocol": "decode" if evaluator.settings.decode else "one_pass",
         }
 
 
@@ -253,7 +253,7 @@ def load_sample(
     tasks: str,
     task_items: int | None,
     task_lengths: str | None,
-    teacher_forced: bool,
+    decode: bool,
     batch_size: int | None,
 ) -> Sample:
     """Read what a model is to be evaluated on.
@@ -261,7 +261,7 @@ def load_sample(
     Parameters
     ----------
     loaded : LoadedModel
-    text, sequences, seq_len, tasks, task_items, task_lengths, teacher_forced, batch_size
+    text, sequences, seq_len, tasks, task_items, task_lengths, decode, batch_size
         From the command line.
 
     Raises
@@ -298,7 +298,7 @@ def load_sample(
             f"intervals come from {count} sequence{'s' if count > 1 else ''}, too few to vary as "
             f"other text would: take --sequences {LEAST_SEQUENCES} or more"
         )
-    settings = EvaluationSettings(teacher_forced=teacher_forced, batch_size=batch_size)
+    settings = EvaluationSettings(decode=decode, batch_size=batch_size)
     evaluator = Evaluator(loaded, samples, selection.items, settings)
     return Sample(sources, evaluator, selection, tuple(warnings))
 

@@ -23,7 +23,6 @@ __all__ = [
     "greedy_answers",
     "mean_context",
     "prefill_length",
-    "single_pass_logits",
     "task_batches",
     "written_answers",
 ]
@@ -72,7 +71,7 @@ def mean_context(tokens: int) -> int:
 
 @torch.inference_mode()
 def baseline_logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    """Return the uncompressed model's logits for every decoded token, from a single pass.
+    """Return a model's logits for every decoded token, from a single pass.
 
     Parameters
     ----------
@@ -87,14 +86,6 @@ def baseline_logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
     """
     keep = ids.shape[1] - prefill_length(ids.shape[1])
     return _forward(loaded, ids[:, :-1].to(loaded.device), keep, use_cache=False)[0]
-
-
-@torch.inference_mode()
-def single_pass_logits(loaded: LoadedModel, ids: Tensor, cache: Any) -> Iterator[Tensor]:
-    """Yield ``[B, vocabulary]`` per decoded token from one pass through `cache`."""
-    keep = ids.shape[1] - prefill_length(ids.shape[1])
-    logits, _ = _forward(loaded, ids[:, :-1].to(loaded.device), keep, past_key_values=cache)
-    yield from logits.unbind(1)
 
 
 def decoded_logits(loaded: LoadedModel, ids: Tensor, cache: Any) -> Iterator[Tensor]:

@@ -20,7 +20,6 @@ from kvprof.evaluation.decode import (
     baseline_logits,
     decoded_logits,
     greedy_answers,
-    single_pass_logits,
     written_answers,
 )
 from kvprof.evaluation.scores import (
@@ -51,7 +50,7 @@ __all__ = [
     "Found",
     "assembled",
     "hidden_in_one_pass",
-    "refuse_hidden",
+    "needs_decoding",
     "without_intervals",
 ]
 
@@ -68,17 +67,17 @@ class EvaluationSettings:
 
     Attributes
     ----------
-    teacher_forced : bool
-        Text in a single pass through the cache, instead of prefill and decode. The same tokens
-        are scored; tasks are decoded all the same. Plans of which a single pass does not show all
-        (`hidden_in_one_pass`) are refused.
+    decode : bool
+        Text step by step through the cache, which takes a hundred times as long, instead of in one
+        pass that reads what decoding would read. Tasks, and plans that need it (`needs_decoding`),
+        are decoded all the same.
     batch_size : int or None
         Sequences at once; None by device and memory.
     worst : int
         Tokens of largest divergence to name.
     """
 
-    teacher_forced: bool = False
+    decode: bool = False
     batch_size: int | None = None
     worst: int = 10
 
@@ -184,8 +183,8 @@ def assembled(
         "tasks": tasks,
         "answer_lengths": lengths,
         "worst_tokens": worst,
-        "protocol": "teacher_forced" if settings.teacher_forced else "decode",
-        "measured_bytes": measured,
+        "protocol": "decode" if settings.decode or needs_decoding(plan) else "one_pass",
+        "measured_bytes": measured or None,
         "accounted_bytes": account,
         "seconds": time.perf_counter() - found.began,
         "complete": found.complete,
@@ -194,13 +193,11 @@ def assembled(
 
 
 def hidden_in_one_pass(plan: Plan) -> str | None:
-    """Return in words what of a plan a single pass cannot show; None where it shows all of it.
+    """Return in words what of a plan an ordinary pass cannot show; None where it shows all of it.
 
-    A pass attends to its own tokens before they are quantised or evicted, at the rank of the level
-    that they have after the pass, and with a lazy plan or bases of its own exactly (see
-    `kvprof.methods.plan`); with nothing stored before it, that is all it attends to. Decoding reads
-    what is stored at each step, so a single pass stands for it only where nothing of that matters:
-    where every token is stored once, as it is attended to, and stays so.
+    A pass attends to its own tokens before they are quantised or evicted unless the plan reads by
+    age, at the rank of the level that they have after the pass, and with a lazy plan or bases of
+    its own exactly (see `kvprof.methods.plan`). lm-eval's choices are scored so.
 
     Parameters
     ----------
@@ -215,7 +212,7 @@ def hidden_in_one_pass(plan: Plan) -> str | None:
         for layer in plan.layers
     )
     parts = {
-        "quantising": any(quantises(plan, layer) for layer in plan.layers),
+        "quantising": not plan.by_age and any(quantises(plan, x) for x in plan.layers),
         "evicting": eviction is not None and eviction.keep < 1 and bool(whole),
         "moving tokens down levels": any(len(set(group.ranks)) > 1 for group in groups),
         "its projections (prefill is exact)": (plan.lazy or plan.online_bases) and projected,
@@ -224,19 +221,20 @@ def hidden_in_one_pass(plan: Plan) -> str | None:
     return " and ".join(name for name, there in parts.items() if there) or None
 
 
-def refuse_hidden(plan: Plan) -> None:
-    """Refuse to score in a single pass what a single pass cannot show.
+def needs_decoding(plan: Plan) -> bool:
+    """Whether a plan's accuracy shows only step by step through its cache.
 
-    Raises
-    ------
-    UsageError
-        See `hidden_in_one_pass`.
+    What a query reads of a token follows from their positions, and one pass shows it
+    (`kvprof.methods.tokens.readings`); but not which tokens an evictor keeps, what ``hqq`` makes
+    of a step's tokens, and what layers store together.
+
+    Parameters
+    ----------
+    plan : Plan
     """
-    if hidden := hidden_in_one_pass(plan):
-        raise UsageError(
-            f"{plan.method} has no figures teacher-forced: a single pass does not show the cost of "
-            f"{hidden}"
-        )
+    fitted = plan.quantiser is not None and plan.quantiser.kind == "hqq"
+    evicts = plan.eviction is not None and plan.eviction.keep < 1
+    return fitted or evicts or plan.across is not None
 
 
 def without_intervals(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -301,8 +299,6 @@ class Evaluator:
         besides the plan.
     context : int
         Mean number of tokens before a decoded one: the context of rates.
-    steps : int
-        What `advance` counts per evaluation.
     baseline_steps : int
         What `advance` counts for the baseline.
 
@@ -323,10 +319,14 @@ class Evaluator:
         self.workload = Workload(loaded, samples, items, settings.batch_size)
         self.context = self.workload.context
         self.baseline_steps = self.workload.baseline_steps()
-        self.steps = self.workload.steps(teacher_forced=settings.teacher_forced)
         self.digest = self._digest()
         self._baseline: dict[str, Any] | None = None
         self._answers: dict[int, TaskAnswer] = {}
+
+    def steps(self, plan: Plan | None = None) -> int:
+        """Return what `advance` counts for one evaluation, of most plans or of one."""
+        decode = self.settings.decode or (plan is not None and needs_decoding(plan))
+        return self.workload.steps(decode=decode)
 
     def _digest(self) -> str:
         settings = asdict(self.settings) | {"resamples": RESAMPLES, "seed": SEED}
@@ -339,8 +339,6 @@ class Evaluator:
             "items": [asdict(item) for item in self.items],
             "settings": settings,
         }
-        if self.settings.teacher_forced:
-            described["refuses"] = True  # earlier figures hold what a single pass does not show
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def baseline(
@@ -406,7 +404,7 @@ class Evaluator:
         plan : Plan
             For this model.
         advance : callable
-            Called with `steps` in all.
+            Called with `steps` of the plan in all.
         should_stop : callable
             Asked after each batch; True ends the evaluation with what was done, and ``complete``
             is False then.
@@ -419,15 +417,12 @@ class Evaluator:
         Raises
         ------
         UsageError
-            When the plan does not fit the model, or is to be scored in a single pass, which does
-            not show all of it.
+            When the plan does not fit the model.
         FailedError
             When the compressed model's logits are not finite.
         LackingError
             Out of memory; says what took it and what would fit.
         """
-        if self.settings.teacher_forced:
-            refuse_hidden(plan)
         self.baseline()
         work = [
             *(batch for batch in self.workload.text if batch.base is not None),
@@ -435,31 +430,38 @@ class Evaluator:
         ]
         found = Found()
         keeps = self.workload.keeps_logits
+        one_pass = not (self.settings.decode or needs_decoding(plan))
         # Where the uncompressed model has to run again before each batch, the context of the
-        # compressed one cannot stay open.
-        entered = compressed(self.loaded, plan) if keeps else nullcontext(None)
+        # compressed one cannot stay open; and answers are decoded.
+        stays = keeps and not (one_pass and any(isinstance(x, TaskBatch) for x in work))
+        entered = self._running(plan, one_pass) if stays else nullcontext(None)
         with remembered_rows(), entered as running:
 
             def run(batch: TextBatch | TaskBatch) -> None:
                 with self._explained(plan.method, plan, batch):
                     if isinstance(batch, TaskBatch):
-                        with self._running(plan, running) as session:
+                        with (
+                            nullcontext(running)
+                            if running
+                            else self._running(plan, False) as session
+                        ):
                             self._answer(batch, session.new_cache, found, advance)
                     else:
-                        self._text(plan, batch, running, found, advance)
+                        self._text(plan, batch, running, one_pass, found, advance)
 
             _run(work, run, found, should_stop)
         found.complete &= self.baseline()["complete"]
         return self._assembled(plan, found, self._answers)
 
-    def _running(self, plan: Plan, session: Compression | None) -> Any:
-        return compressed(self.loaded, plan) if session is None else nullcontext(session)
+    def _running(self, plan: Plan, one_pass: bool) -> Any:
+        return compressed(self.loaded, plan, prompt=self.workload.start if one_pass else None)
 
     def _text(
         self,
         plan: Plan,
         batch: TextBatch,
         running: Compression | None,
+        one_pass: bool,
         found: Found,
         advance: Advance,
     ) -> None:
@@ -467,17 +469,17 @@ class Evaluator:
         if base is None:
             base = baseline_logits(self.loaded, batch.ids)
             advance(work.prefill_steps(work.seq_len))
-        with self._running(plan, running) as session:
-            cache = session.new_cache()
-            if self.settings.teacher_forced:
-                logits = single_pass_logits(self.loaded, batch.ids, cache)
-                scores = self._scored(plan.method, batch, logits, base)
+        with nullcontext(running) if running else self._running(plan, one_pass) as session:
+            if one_pass:
+                found_logits = baseline_logits(self.loaded, batch.ids)
+                scores = self._scored(plan.method, batch, found_logits.unbind(1), base)
                 advance(work.prefill_steps(work.seq_len))
             else:
+                cache = session.new_cache()
                 logits = decoded_logits(self.loaded, batch.ids, cache)
                 advance(work.prefill_steps(work.start) - 1)
                 scores = self._scored(plan.method, batch, logits, base, advance)
-            found.measured += cache.nbytes if cache.rest_bytes is None else cache.rest_bytes
+                found.measured += cache.nbytes if cache.rest_bytes is None else cache.rest_bytes
             found.notes = sorted({*found.notes, *session.kernel_notes})
         found.text.append((batch, scores))
 

@@ -116,8 +116,10 @@ class Evaluates(Protocol):
     """What is needed of `kvprof.evaluation.evaluator.Evaluator`."""
 
     context: int
-    steps: int
     baseline_steps: int
+
+    def steps(self, plan: Plan | None = ..., /) -> int:
+        """Return what `advance` counts for one evaluation."""
 
     def baseline(
         self, advance: Callable[[int], None] = ..., should_stop: Callable[[], bool] = ...
@@ -177,7 +179,7 @@ def expected_steps(requests: Sequence[MethodRequest], points: int, evaluator: Ev
         Says how many units one evaluation has.
     """
     planned = sum(_planned(request, points) for request in requests)
-    return evaluator.baseline_steps + planned * evaluator.steps
+    return evaluator.baseline_steps + planned * evaluator.steps()
 
 
 def _planned(request: MethodRequest, points: int) -> int:
@@ -329,13 +331,13 @@ class Frontier:
                 self.warnings.append(
                     f"{request.label}: stopped after {len(points)} evaluations: {failure}"
                 )
-        self._advance(max(0, planned - len(points)) * self._evaluator.steps)
+        self._advance(max(0, planned - len(points)) * self._evaluator.steps())
         return frontier_row(request, points, reason, targets)
 
     def _evaluation(self, plan: Plan, digest: str) -> dict[str, Any]:
         if self._stop():
             raise Interrupted
-        steps = self._evaluator.steps
+        steps = self._evaluator.steps(plan)
         found = self._cache.get(digest)
         if found is not None:
             self._advance(steps)

@@ -234,10 +234,10 @@ class Workload:
         """Return the steps of the uncompressed model."""
         return self._single_passes() + self._task_steps()
 
-    def steps(self, *, teacher_forced: bool) -> int:
+    def steps(self, *, decode: bool) -> int:
         """Return the steps of evaluating one plan."""
         again = 0 if self.keeps_logits else self._single_passes()
-        if teacher_forced:
+        if not decode:
             return again + self._single_passes() + self._task_steps()
         each = self.prefill_steps(self.start) + self.seq_len - self.start - 1
         return again + len(self.text) * each + self._task_steps()

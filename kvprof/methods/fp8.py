@@ -7,13 +7,14 @@ back, so that it costs no byte per token, and being a power of two it rounds not
 said then.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from torch import Tensor
 
-from kvprof.analysis.magnitudes import clipped_shares, flushed_shares, scales_for
+from kvprof.analysis.magnitudes import E4M3_LARGEST, clipped_shares, flushed_shares, scales_for
 from kvprof.analysis.moments import Moments
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
@@ -28,6 +29,8 @@ __all__ = ["fp8"]
 # distribution whose deviation is 0.08 do to the plain cast; scaled, hardly any of any.
 _FLUSHED = 0.01
 _SIDES = {"keys": "k", "values": "v"}
+# How many standard deviations of its widest column e4m3 holds, where only the spread is known.
+_DEVIATIONS = 32
 
 
 def fp8(
@@ -53,6 +56,15 @@ def fp8(
     if inputs.moments is None and scale == "none":
         return PlanFamily("fp8", "bits", lambda _: plan, settings=(8.0,))
     moments = inputs.calibrated("fp8")
+    if moments.centred:
+        made = {
+            **plan.made,
+            "calibration": {**moments.info, "tokens": moments.tokens},
+            "options": {"scale": scale},
+        }
+        plan = _scaled(plan, _spread(moments)) if scale == "head" else plan
+        plan = replace(plan, made=made)
+        return PlanFamily("fp8", "bits", lambda _: plan, settings=(8.0,))
     found = {
         name: [scales_for(counts) for counts in _counts(moments, key)]
         for name, key in _SIDES.items()
@@ -81,6 +93,19 @@ def _counts(moments: Moments, key: str) -> list[Tensor]:
             "magnitudes"
         )
     return [layer.magnitudes[key] for layer in moments.layers]
+
+
+def _spread(moments: Moments) -> dict[str, list[list[float]]]:
+    """Return scales from the spread of centred vectors, whose magnitudes nobody has counted."""
+
+    def scale_of(gram: Tensor) -> float:
+        widest = float((gram.diagonal().max() / moments.tokens).sqrt())
+        return 2.0 ** math.ceil(math.log2(_DEVIATIONS * widest / E4M3_LARGEST)) if widest else 1.0
+
+    return {
+        side: [[scale_of(gram) for gram in layer.gram(key)] for layer in moments.layers]
+        for side, key in _SIDES.items()
+    }
 
 
 def _scaled(plan: Plan, scales: dict[str, list[list[float]]]) -> Plan:

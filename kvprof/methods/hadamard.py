@@ -1,5 +1,6 @@
 """``hadamard-int4``: a Hadamard rotation of K and Q, then integers per token (SAW-INT4)."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -24,10 +25,12 @@ def hadamard(
     block: Count = 0,
     values: Annotated[str, Among("none", "hadamard")] = "none",
     group: Count = 0,
+    sink: Count = 0,
+    window: Count = 0,
 ) -> PlanFamily:
     """Return the one plan of full width, keys turned by Hadamard blocks, with its own bits.
 
-    Nothing is calibrated. Keys and queries are turned after RoPE, so scores stay what they are
+    Keys and queries are turned after RoPE, so scores stay what they are
     (SAW-INT4, arXiv 2604.19157, §3: block-diagonal rotation, then asymmetric integers per token).
 
     Parameters
@@ -46,6 +49,9 @@ def hadamard(
     group : int
         Columns that share a scale and a zero point; 0 for a head's whole row, which is the paper's
         4.25 bits at 128 columns.
+    sink, window : int
+        First and newest tokens that stay at full precision; with a window, layers with a sliding
+        window stay too.
 
     Raises
     ------
@@ -69,11 +75,14 @@ def hadamard(
         )
         for facts in inputs.layout.layers
     )
-    options = {"block": block, "values": values, "group": group}
+    options = {"block": block, "values": values, "group": group, "sink": sink, "window": window}
     made = {**inputs.made, "options": options if bits is None else {"bits": bits, **options}}
     plan = quantised(
         Plan(name, inputs.fingerprint, layers, made=made),
         partial(per_token, group=group or None),
         own if bits is None else bits,
     )
+    assert plan.quantiser is not None
+    quantiser = replace(plan.quantiser, window=window)
+    plan = replace(plan, levels=replace(plan.levels, sink=sink), quantiser=quantiser)
     return PlanFamily(name, "bits", lambda _: plan, settings=(sum(pair) / 2,))

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
+
 from kvprof.analysis.bases import walsh_hadamard
 from kvprof.analysis.moments import LossMoments
 from kvprof.analysis.rank_allocation import (
@@ -44,6 +46,7 @@ __all__ = [
     "identity_groups",
     "identity_layer",
     "low_rank_layers",
+    "orthonormal",
     "projected",
     "rank_targets",
     "value_folds",
@@ -224,6 +227,36 @@ def low_rank_layers(
     return tuple(plans)
 
 
+def orthonormal(plan: Plan) -> Plan:
+    """Give latents orthonormal bases where nothing quantises them; products stay what they are.
+
+    ``down = Q R``: ``z = x @ Q`` and ``up @ R.T`` say the same, and rounding to 16 bits costs a
+    latent no more than it costs a key. A quantiser wants the gauge that the pair has.
+    """
+    if plan.quantiser is not None or len(plan.levels.shares) > 1:
+        return plan
+
+    def turned(group: HeadGroup) -> HeadGroup:
+        if group.down is None or group.up is None or torch.equal(group.down, group.up):
+            return group
+        basis, triangle = torch.linalg.qr(group.down.double())
+        return replace(group, down=basis.float(), up=(group.up.double() @ triangle.mT).float())
+
+    return _with_groups(plan, turned)
+
+
+def _with_groups(plan: Plan, change: Callable[[HeadGroup], HeadGroup]) -> Plan:
+    layers = [
+        replace(
+            layer,
+            keys=replace(layer.keys, groups=tuple(map(change, layer.keys.groups))),
+            values=replace(layer.values, groups=tuple(map(change, layer.values.groups))),
+        )
+        for layer in plan.layers
+    ]
+    return replace(plan, layers=tuple(layers))
+
+
 def hadamard_folded(plan: Plan) -> Plan:
     """Rotate every latent by a Walsh-Hadamard matrix, folded into ``down`` and ``up`` (Palu §3.4).
 
@@ -243,15 +276,7 @@ def hadamard_folded(plan: Plan) -> Plan:
         rotation = walsh_hadamard(group.rank).float()
         return replace(group, down=group.down @ rotation, up=group.up @ rotation)
 
-    layers = [
-        replace(
-            layer,
-            keys=replace(layer.keys, groups=tuple(map(rotated, layer.keys.groups))),
-            values=replace(layer.values, groups=tuple(map(rotated, layer.values.groups))),
-        )
-        for layer in plan.layers
-    ]
-    return replace(plan, layers=tuple(layers))
+    return _with_groups(plan, rotated)
 
 
 def _cost(
@@ -431,6 +456,7 @@ def projected(
         method,
         KNOBS[allocation],
         lambda knob: at_ranks(ranks(knob)),
+        finish=orthonormal,
         targets=tuple(rank_targets(layers)),
         at_ranks=at_ranks,
     )

@@ -37,6 +37,17 @@ quantised (as KIVI and transformers' quantised cache do). With ``lazy`` (TALE) a
 one token attends to its own tokens with exact Q, K, V and the model's own W_O; only the cached copy
 is compressed. ``lazy`` excludes every ``fold_down``; with ``fold_up`` both W_O are kept.
 
+**How queries read** (``by_age``). By age a query reads each older token as it is stored by then,
+in a prompt too, and its own as in decoding: no border of a pass changes an answer. Otherwise a
+pass reads its own tokens as the paragraph above says (prefill uncompressed). ``by_age`` excludes
+``lazy``, ``online_bases``, ``across``, eviction and several levels.
+
+**Centre** (`kvprof.analysis.centring`). A layer with a ``centre`` takes ``R_j m`` from the key of
+every token and u from its value before anything else; scores get ``q_h @ (R_j m)`` back before
+scaling and softcap, outputs get ``u`` times the sum of the probabilities (below 1 with learned
+sinks) before W_O. ``R_j`` is made of the model's own cosines and sines, by the token's slot.
+Nothing is folded in such a layer.
+
 **Tokens.** In this order, per sequence, counted from the first real token (not the padding):
 evict (`Eviction`; heads that share a latent go together, `kvprof.methods.tokens.eviction_units`);
 the first ``levels.sink`` kept tokens stay at full precision and at the top rank; the m others get a
@@ -113,12 +124,13 @@ Tensors are float32 on the CPU; the runtime casts what it runs online and folds 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
 
+from kvprof.analysis.centring import Centre
 from kvprof.errors import UsageError
 from kvprof.methods.across import Across, check_across
 from kvprof.methods.storage import (
@@ -145,6 +157,8 @@ __all__ = [
     "Quantiser",
     "SideQuantiser",
     "ValuePlan",
+    "reads_by_age",
+    "unfolded",
 ]
 
 # The quantised rows hold 16-bit column indices of outliers.
@@ -272,6 +286,8 @@ class LayerPlan:
         Whether it attends to another layer's keys and values and stores none.
     left_out : bool
         Whether the plan leaves it as it is; see the module.
+    centre : Centre or None
+        What its keys and values are stored without; see the module.
     """
 
     keys: KeyPlan
@@ -279,6 +295,7 @@ class LayerPlan:
     sliding_window: int | None = None
     shared: bool = False
     left_out: bool = False
+    centre: Centre | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -311,6 +328,8 @@ class Plan:
         The strawman; see the module.
     across : Across or None
         How a prompt's cache is coded across layers; see the module.
+    by_age : bool
+        See the module.
     made : dict
         JSON values: how the plan was made (model, architecture, calibration source and tokens,
         rate asked, knob and its value, allocation, grid, options). The runtime ignores it.
@@ -326,6 +345,7 @@ class Plan:
     online_bases: bool = False
     made: dict[str, Any] = field(default_factory=dict)
     across: Across | None = None
+    by_age: bool = False
 
     def __post_init__(self) -> None:
         check_plan(self)
@@ -342,6 +362,28 @@ class Plan:
             f"<Plan {method}: {len(self.layers)} layers × {_range(heads)} KV heads, "
             f"ranks K {_range(keys)}, V {_range(values)}>"
         )
+
+
+def reads_by_age(plan: Plan) -> bool:
+    """Whether a plan's queries can read by age: what stores each token for itself, once."""
+    quantiser = plan.quantiser
+    apart = (plan.lazy, plan.online_bases, plan.across, plan.eviction)
+    if quantiser is None or any(apart) or len(plan.levels.shares) > 1:
+        return False
+    return all(x is None or x.axis == "token" for x in (quantiser.keys, quantiser.values))
+
+
+def unfolded(plan: Plan) -> Plan:
+    """Return the same plan with nothing folded into weights: every projection runs online."""
+    layers = [
+        replace(
+            layer,
+            keys=replace(layer.keys, fold_down=False, fold_up=False),
+            values=replace(layer.values, fold_down=False, fold_up=False),
+        )
+        for layer in plan.layers
+    ]
+    return replace(plan, layers=tuple(layers))
 
 
 def _range(values: Sequence[int]) -> str:
@@ -368,6 +410,12 @@ def check_plan(plan: Plan) -> None:
         _check_layer(f"layer {index}", layer, plan)
     if plan.across is not None:
         _check_coded(plan, plan.across)
+    apart = (plan.lazy, plan.online_bases, plan.across, plan.eviction)
+    if plan.by_age and (any(apart) or len(plan.levels.shares) > 1):
+        raise UsageError(
+            f"{plan.method} evicts tokens, moves them down levels or reads a prompt uncompressed: "
+            "its queries cannot read by age"
+        )
 
 
 def _check_coded(plan: Plan, across: Across) -> None:
@@ -432,11 +480,24 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
         or values.projected
     ):
         raise UsageError(f"{name} is left out, and compressed all the same")
+    if layer.centre is not None:
+        _check_centre(name, layer)
     if layer.sliding_window is not None and layer.sliding_window < 2:
         raise UsageError(f"{name}: a sliding window of {layer.sliding_window} stores no token")
     if (plan.lazy or plan.online_bases) and (keys.fold_down or values.fold_down):
         what = "lazy" if plan.lazy else "online_bases"
         raise UsageError(f"{name}: {what} needs exact K and V in prefill, so nothing folds down")
+
+
+def _check_centre(name: str, layer: LayerPlan) -> None:
+    centre, groups = layer.centre, (layer.keys.groups, layer.values.groups)
+    assert centre is not None
+    widths = [(layer.kv_heads, group[0].head_dim) for group in groups]
+    if [tuple(x.shape) for x in (centre.keys, centre.values)] != widths:
+        raise UsageError(f"{name}: its means are not of the shape of its keys and values")
+    sides = (layer.keys, layer.values)
+    if layer.left_out or layer.shared or any(x.fold_down or x.fold_up for x in sides):
+        raise UsageError(f"{name} is centred, and left out, another's, or folded all the same")
 
 
 def _check_scales(name: str, groups: Sequence[HeadGroup], layer: LayerPlan, plan: Plan) -> None:

@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 from torch import Tensor
 
+from kvprof.analysis.centring import Centre
 from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.methods.across import Across, LayerGroup
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
@@ -155,6 +156,7 @@ _SCHEMA = _with(
                 ),
                 shared=_YES_OR_NO,
                 left_out=_YES_OR_NO,
+                centred=_YES_OR_NO,
             ),
             1,
             10_000,
@@ -210,6 +212,7 @@ _SCHEMA = _with(
         },
     ),
     across=_ACROSS,
+    by_age=_YES_OR_NO,
 )
 # By the standard 4.0 is an integer too; no head has that many dimensions.
 _whole = Draft202012Validator.TYPE_CHECKER.redefine(
@@ -230,6 +233,9 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
     """
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(plan.layers):
+        if layer.centre is not None:
+            tensors[f"layers.{index}.centre.keys"] = layer.centre.keys
+            tensors[f"layers.{index}.centre.values"] = layer.centre.values
         for name, side in (("keys", layer.keys), ("values", layer.values)):
             for number, group in enumerate(side.groups):
                 if group.down is not None and group.up is not None:
@@ -317,6 +323,7 @@ def structure(plan: Plan) -> dict[str, Any]:
                 "sliding_window": layer.sliding_window,
                 **({"shared": True} if layer.shared else {}),
                 **({"left_out": True} if layer.left_out else {}),
+                **({"centred": True} if layer.centre is not None else {}),
             }
         )
     return {
@@ -331,6 +338,7 @@ def structure(plan: Plan) -> dict[str, Any]:
         "made": plan.made,
         # As above.
         **({"across": _stored_across(plan.across)} if plan.across is not None else {}),
+        **({"by_age": True} if plan.by_age else {}),
     }
 
 
@@ -413,6 +421,9 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
                 layer["sliding_window"],
                 layer.get("shared", False),
                 layer.get("left_out", False),
+                Centre(*(tensors[f"layers.{index}.centre.{x}"].float() for x in ("keys", "values")))
+                if layer.get("centred", False)
+                else None,
             )
         )
     levels = stored["levels"]
@@ -428,6 +439,7 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
         online_bases=stored["online_bases"],
         made=stored["made"],
         across=_across(stored["across"], tensors) if "across" in stored else None,
+        by_age=stored.get("by_age", False),
     )
 
 

@@ -8,7 +8,11 @@ from kvprof.errors import UsageError
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.models.layout import LayerLayout, ModelLayout
 
-__all__ = ["check_fits", "check_kinds", "head_kinds", "refuse_latent_attention"]
+__all__ = ["CENTRED", "check_fits", "check_kinds", "head_kinds", "refuse_latent_attention"]
+
+
+#: Why the kernels do not run a centred plan.
+CENTRED = "the kernels take no keys and values without their means yet (--option centre=false)"
 
 
 def check_fits(plan: Plan, layout: ModelLayout, fingerprint: str) -> None:
@@ -111,6 +115,8 @@ def _check_layer_fits(name: str, layer: LayerPlan, facts: LayerLayout) -> None:
             f"{name}: the plan's sliding window, or whether the layer shares another's keys and "
             "values, is not the model's"
         )
+    if layer.centre is not None and facts.rotary_pairs is None:
+        raise UsageError(f"{name}: how it rotates keys is not known here, so it cannot be centred")
     keys = layer.keys
     rope = facts.position in ("rope", "partial_rope")
     if keys.placement is Placement.POST_ROPE and rope and (keys.fold_down or keys.fold_up):

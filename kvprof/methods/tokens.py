@@ -6,16 +6,22 @@ sequence of appends was (TALE §2.2.1 and appendix A state the rule as a process
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvprof.methods.plan import Eviction, LayerPlan, Levels, Plan, Quantiser
 
 __all__ = [
+    "Form",
     "Segment",
     "eviction_units",
     "kept",
     "level_ends",
     "quantised_tokens",
     "quantises",
+    "readings",
     "segments",
     "stored_tokens",
 ]
@@ -140,6 +146,106 @@ def segments(plan: Plan, layer: LayerPlan, tokens: int) -> list[Segment]:
             found.append(Segment(sink + start, sink + stop, level, start < quantised))
             start = stop
     return found
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a query reads a token.
+
+    Attributes
+    ----------
+    level : int
+    quantised : tuple of int
+        The levels at which the token was quantised, one after the other; empty where it is not.
+    exact : bool
+        Whether it is read as the model gives it, without projection (a lazy plan's prompt).
+    """
+
+    level: int
+    quantised: tuple[int, ...] = ()
+    exact: bool = False
+
+
+def readings(
+    plan: Plan, layer: LayerPlan, seen: int, tokens: int, prompt: int
+) -> dict[Form, NDArray[np.bool_]]:
+    """Return which query of a pass reads which token in which form.
+
+    Query i of the pass has ``seen + i`` tokens before it. Within the first `prompt` tokens it reads
+    them as the pass of a prompt does, uncompressed; from there on each older token as it is stored
+    by then, and its own token projected and not quantised.
+
+    Parameters
+    ----------
+    plan : Plan
+        Without eviction.
+    layer : LayerPlan
+        One of its layers.
+    seen : int
+        Tokens before the pass; of a plan with several levels 0.
+    tokens : int
+        Of the pass.
+    prompt : int
+        Tokens at the start of the sequence that are read uncompressed by one another; 0 for plans
+        that read by age.
+
+    Returns
+    -------
+    dict of Form to array
+        ``[tokens, N]`` bool each, over the tokens stored before the pass and its own. What is
+        later than a query, or out of a sliding window, is in none.
+    """
+    first = seen - stored_tokens(plan, layer, seen)  # the token of column 0
+    columns = seen - first + tokens
+    top = len(plan.levels.shares) - 1
+    plain = layer.sliding_window is not None or layer.left_out
+    forms: dict[Form, NDArray[np.bool_]] = {}
+
+    def read(form: Form, query: int, start: int, stop: int) -> None:
+        if form not in forms:
+            forms[form] = np.zeros((tokens, columns), dtype=np.bool_)
+        forms[form][query, start - first : stop - first] = True
+
+    def level_of(token: int, total: int) -> int:
+        sink = plan.levels.sink
+        if plain or token < sink:
+            return top
+        ends = level_ends(plan.levels, total - sink)
+        return next(level for level, end in enumerate(ends) if end > token - sink)
+
+    exact = (plan.lazy or plan.online_bases) and prompt > 1
+    if exact:
+        runs = [(Form(top, exact=True), 0, prompt)]
+    else:
+        levels = [level_of(token, prompt) for token in range(prompt)]
+        edges = [0, *(i for i in range(1, prompt) if levels[i] != levels[i - 1]), prompt]
+        runs = [(Form(levels[a]), a, b) for a, b in pairwise(edges) if a < b]
+    for query in range(min(tokens, max(0, prompt - seen))):
+        for form, start, stop in runs:
+            if start <= seen + query:
+                read(form, query, start, min(stop, seen + query + 1))
+    chains: list[tuple[int, ...]] = [()]
+    chain = np.zeros(columns, dtype=np.int64)  # of each token, an index into `chains`
+    for query in range(max(0, prompt - seen), tokens):
+        before = seen + query
+        oldest = before - stored_tokens(plan, layer, before)
+        for segment in segments(plan, layer, before):
+            start, stop = oldest + segment.start, oldest + segment.stop
+            if not segment.quantised:
+                read(Form(segment.level), query, start, stop)
+                continue
+            own = chain[start - first : stop - first]
+            for known in np.unique(own):
+                if chains[known][-1:] != (segment.level,):
+                    longer = (*chains[known], segment.level)
+                    if longer not in chains:
+                        chains.append(longer)
+                    own[own == known] = chains.index(longer)
+            edges = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
+            for a, b in pairwise(edges):
+                read(Form(segment.level, chains[own[a]]), query, start + a, start + b)
+        read(Form(level_of(before, before + 1)), query, before, before + 1)
+    return forms
 
 
 def eviction_units(layer: LayerPlan) -> list[tuple[int, int]]:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.models.interface import AttentionCall, before_rotation, intercept, text_decoder
+from kvprof.models.interface import (
+    AttentionCall,
+    before_rotation,
+    intercept,
+    rotary_tables,
+    text_decoder,
+)
 from kvprof.models.load import LoadedModel
 
 __all__ = ["Tap", "capture", "run_batch"]
@@ -34,6 +40,9 @@ class Tap:
     q_pre, k_pre : Tensor or None
         As `q` and `k`, before RoPE (after QK-norm), when asked for; equal to `q` and `k` in layers
         that have no RoPE.
+    tables : tuple of Tensor or None
+        The cosines and sines that the layer's rotary function got, ``[B or 1, T, columns]`` each;
+        None in layers without RoPE.
     """
 
     layer: int
@@ -43,6 +52,7 @@ class Tap:
     o: Tensor
     q_pre: Tensor | None = None
     k_pre: Tensor | None = None
+    tables: tuple[Tensor, Tensor] | None = None
 
 
 @contextmanager
@@ -95,7 +105,9 @@ def capture(
                 call.rotations[-1], q, k, facts.rotary_offset, facts.rotary_transposed
             )
             q_pre, k_pre = q_pre.detach(), k_pre.detach()
-        receive(Tap(facts.index, q, k, v, call.output.detach().transpose(1, 2), q_pre, k_pre))
+        tables = rotary_tables(call.rotations[-1]) if facts.rotary_pairs else None
+        output = call.output.detach().transpose(1, 2)
+        receive(Tap(facts.index, q, k, v, output, q_pre, k_pre, tables))
 
     def begin(module: nn.Module, args: Any) -> None:
         seen.clear()
@@ -110,7 +122,8 @@ def capture(
 
     decoder = text_decoder(loaded.model)
     with ExitStack() as stack:
-        stack.enter_context(intercept(loaded.model, observe, rotary=pre_rope))
+        rotary = pre_rope or any(layer.rotary_pairs for layer in layout.layers)
+        stack.enter_context(intercept(loaded.model, observe, rotary=rotary))
         stack.callback(decoder.register_forward_pre_hook(begin).remove)
         stack.callback(decoder.register_forward_hook(end).remove)
         yield

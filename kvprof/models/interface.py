@@ -29,6 +29,8 @@ __all__ = [
     "find_rotation",
     "intercept",
     "refusal",
+    "rotary_pairs",
+    "rotary_tables",
     "set_attention",
     "text_decoder",
     "watched_rotations",
@@ -293,6 +295,89 @@ def find_rotation(call: AttentionCall) -> tuple[int, int | None, bool] | None:
             ):
                 return rotary_dim, offset, transposed
     return rotary_dim, None, False
+
+
+def rotary_tables(rotation: Rotation) -> tuple[Tensor, Tensor] | None:
+    """Return the tables of cosines and sines of a rotary function's call, ``[B or 1, T, columns]``.
+
+    None for a function of another form than ``f(q, k, cos, sin)``.
+    """
+    named = dict(zip(("q", "k", "cos", "sin"), rotation.args, strict=False)) | rotation.kwargs
+    cos, sin = named.get("cos"), named.get("sin")
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.dim() != 3:
+        return None
+    return cos, sin
+
+
+def rotary_pairs(
+    rotation: Rotation, offset: int, transposed: bool
+) -> tuple[tuple[int, int, int, int], ...] | None:
+    """Return which dimensions a rotary function turns into each other: ``(x, y, s, column)``.
+
+    A pair becomes ``(x cos - s y sin, y cos + s x sin)`` with the cosine and sine of one column of
+    the function's tables. Found by what it makes of unit vectors.
+
+    Parameters
+    ----------
+    rotation : Rotation
+        A layer's call of it.
+    offset : int
+        Where the slice that it rotates starts in a head.
+    transposed : bool
+        As `find_rotation` found it.
+
+    Returns
+    -------
+    tuple or None
+        None where the function does anything else, or takes no tables of cosines and sines.
+    """
+    names = ("q", "k", "cos", "sin")
+    named = dict(zip(names, rotation.args, strict=False)) | rotation.kwargs
+    tables = rotary_tables(rotation)
+    if tables is None or "k" not in named:
+        return None
+    width, columns = named["k"].shape[-1], named["cos"].shape[-1]
+    # As many tokens as dimensions, each a unit vector; one head, so both orders of axes will do.
+    units = torch.eye(width, dtype=torch.float64)
+    states = units[None, :, None] if transposed else units[None, None]
+
+    def image(cos: Tensor, sin: Tensor) -> Tensor:
+        given = {"q": states, "k": states}
+        given |= {"cos": cos.expand(1, width, -1), "sin": sin.expand(1, width, -1)}
+        args = [given[n] for n, _ in zip(names, rotation.args, strict=False)] + [*rotation.args[4:]]
+        kwargs = {name: given.get(name, value) for name, value in rotation.kwargs.items()}
+        turned: Tensor = rotation.function(*args, **kwargs)[1]
+        return turned.reshape(width, width).double()
+
+    ramp = torch.arange(1, columns + 1, dtype=torch.float64)
+    zero, one = torch.zeros_like(ramp), torch.ones_like(ramp)
+    try:
+        unturned, turned = image(one, zero), image(zero, one)
+        by_cos, by_sin = image(ramp, zero).diagonal(), image(zero, ramp)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    if not torch.equal(unturned, units):
+        return None
+    found = []
+    for x in range(width):
+        image_of_x = turned[x].nonzero().flatten().tolist()
+        if image_of_x == [x] and turned[x, x] == 1:
+            continue  # it is not rotated
+        if len(image_of_x) != 1 or image_of_x == [x]:
+            return None
+        y, sign = image_of_x[0], float(turned[x, image_of_x[0]])
+        reads = {int(z) - 1 for z in (by_cos[x], by_cos[y], abs(by_sin[x, y]), abs(by_sin[y, x]))}
+        # Tables often hold each angle twice, in two columns.
+        own = [table[..., [*reads]] for table in tables]
+        if (
+            abs(sign) != 1
+            or turned[y, x] != -sign
+            or any((one != one[..., :1]).any() for one in own)
+        ):
+            return None
+        if x < y:
+            found.append((offset + x, offset + y, int(sign), min(reads)))
+    return tuple(found)
 
 
 def before_rotation(

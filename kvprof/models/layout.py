@@ -45,6 +45,10 @@ class LayerLayout:
         RoPE cannot be had.
     rotary_transposed : bool
         Whether the rotary function sees ``[B, T, heads, width]``.
+    rotary_pairs : tuple or None
+        Of each pair of dimensions that RoPE turns into each other ``(x, y, s, column)``, as
+        `kvprof.analysis.rotary.RotaryPairs` has them; empty without RoPE, None where the rotation
+        is not of that form or there are no weights to find out on.
     masked : bool
         Whether the mask hides more than what is later or outside `sliding_window` (chunked
         attention, a window in a cache that keeps everything).
@@ -75,6 +79,7 @@ class LayerLayout:
     value_interleaved: bool = False
     rotary_offset: int | None = None
     rotary_transposed: bool = False
+    rotary_pairs: tuple[tuple[int, int, int, int], ...] | None = None
     masked: bool = False
     shared: bool = False
     recurrent: bool = False

@@ -18,7 +18,14 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 from transformers.pytorch_utils import Conv1D
 
 from kvprof.errors import FailedError, KvprofError, UsageError
-from kvprof.models.interface import AttentionCall, find_rotation, intercept, refusal, text_decoder
+from kvprof.models.interface import (
+    AttentionCall,
+    find_rotation,
+    intercept,
+    refusal,
+    rotary_pairs,
+    text_decoder,
+)
 from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.weights import input_device
 
@@ -127,6 +134,9 @@ class _Observer:
         else:
             rotary_dim, offset, transposed = rotation
             position = "rope" if rotary_dim == width else "partial_rope"
+        pairs: tuple[tuple[int, int, int, int], ...] | None = None if offset is None else ()
+        if rotation is not None and offset is not None:
+            pairs = rotary_pairs(call.rotations[0], offset, transposed)
         options = call.options
         scaling = options.get("scaling")
         index = len(self.layers)
@@ -161,6 +171,7 @@ class _Observer:
             value_interleaved=value is not None and value[1],
             rotary_offset=offset,
             rotary_transposed=transposed,
+            rotary_pairs=pairs,
         )
 
     def _unrotated(self, call: AttentionCall) -> str:

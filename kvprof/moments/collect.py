@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvprof.analysis.across import AcrossMoments, layer_groups
 from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments, group_size, join_heads
 from kvprof.analysis.pairs import PAIRS
+from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import FailedError, Interrupted, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.chat import ChatWriter
@@ -189,7 +191,14 @@ def empty_moments(
             c_wv = weight.transpose(1, 2) @ weight
         shapes = moment_shapes(layer, pre_rope=pre_rope, joint_heads=joint_heads, outputs=outputs)
         device = compute_device(loaded.model.get_submodule(layer.attention))
-        layers.append(LayerMoments.empty(shapes, device, c_o=c_o, c_wv=c_wv, magnitudes=magnitudes))
+        pairs = (
+            None if layer.mla or layer.rotary_pairs is None else RotaryPairs.of(layer.rotary_pairs)
+        )
+        layers.append(
+            LayerMoments.empty(
+                shapes, device, c_o=c_o, c_wv=c_wv, magnitudes=magnitudes, pairs=pairs
+            )
+        )
     return Moments(layers, loaded.fingerprint)
 
 
@@ -302,7 +311,12 @@ def collect_moments(
             }
         if seen and abandon is None:
             before[tap.layer] = moments.layers[tap.layer].copy()
-        moments.add(tap.layer, vectors, skip_first=options.skip_first)
+        moments.add(
+            tap.layer,
+            vectors,
+            angles=_angles(moments.layers[tap.layer].pairs, tap),
+            skip_first=options.skip_first,
+        )
         if moments.across is not None and tap.k_pre is not None:
             moments.across.add(tap.layer, {"keys": tap.k_pre, "values": tap.v})
         if abandon is not None and abandon():
@@ -344,6 +358,16 @@ def collect_moments(
         raise UsageError("no token is left to count; lower --skip-first or give more text")
     _check_finite(loaded, moments)
     yield moments
+
+
+def _angles(pairs: RotaryPairs | None, tap: Tap) -> Tensor | None:
+    """Return the cosines and sines of each token of a pass, ``[B or 1, T, 2F + 1]``."""
+    if pairs is None:
+        return None
+    if tap.tables is None:  # no RoPE: the same for all tokens
+        return torch.ones(1, tap.k.shape[2], 1, device=tap.k.device)
+    cos, sin = (x.to(tap.k.device) for x in tap.tables)
+    return pairs.angles(cos, sin)
 
 
 def _prefix(loaded: LoadedModel, source: Source) -> str:

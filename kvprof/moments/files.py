@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvprof.analysis.magnitudes import empty_counts
 from kvprof.analysis.moments import LayerMoments, Moments
+from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.files import parse_json
 from kvprof.tensor_files import load_tensors, save_tensors
@@ -36,7 +37,15 @@ def save_moments(moments: Moments, path: Path, *, force: bool = False) -> None:
                 tensors[f"layers.{index}.{part}.{key}"] = value
         for key, counts in layer.magnitudes.items():
             tensors[f"layers.{index}.magnitudes.{key}"] = counts
-        for name, weight in (("c_o", layer.c_o), ("c_wv", layer.c_wv)):
+        for key, total in layer.sums.items():
+            tensors[f"layers.{index}.sums.{key}"] = total
+        if layer.pairs is not None:
+            pairs = [layer.pairs.first, layer.pairs.second, layer.pairs.sign, layer.pairs.column]
+            # safetensors takes no empty tensor: of a layer without RoPE, one row of zeros.
+            rows = torch.stack([x.double() for x in pairs])
+            tensors[f"layers.{index}.pairs"] = rows if rows.numel() else torch.zeros(4, 1).double()
+        whole = (("c_o", layer.c_o), ("c_wv", layer.c_wv), ("cross", layer.cross))
+        for name, weight in (*whole, ("table", layer.table)):
             if weight is not None:
                 tensors[f"layers.{index}.{name}"] = weight
     metadata = {
@@ -116,8 +125,24 @@ def _layer(own: dict[str, Tensor]) -> LayerMoments:
             key.removeprefix(start): value for key, value in own.items() if key.startswith(start)
         }
 
+    pairs = None
+    if "pairs" in own:
+        rows = own["pairs"]
+        if rows.dim() != 2 or len(rows) != 4 or bool((rows[:2] < 0).any()):
+            raise ValueError("its rotary pairs are none")
+        turned = rows[:, rows[0] != rows[1]]  # a layer without RoPE has one row of zeros
+        first, second, sign, column = turned
+        pairs = RotaryPairs(first.long(), second.long(), sign.double(), column.long())
     return LayerMoments(
-        part("rest"), part("first"), own.get("c_o"), own.get("c_wv"), part("magnitudes")
+        part("rest"),
+        part("first"),
+        own.get("c_o"),
+        own.get("c_wv"),
+        part("magnitudes"),
+        pairs,
+        own.get("cross"),
+        own.get("table"),
+        part("sums"),
     )
 
 
@@ -141,6 +166,19 @@ def _check(name: str, layer: LayerMoments) -> None:
         shape = (len(layer.rest[key]), empty_counts(1, counts.device).shape[1])
         if counts.shape != shape or counts.dtype != torch.float64 or bool((counts < 0).any()):
             raise ValueError(f"{name}: {key[:40]!r} has magnitudes that are no counts by head")
+    if (layer.pairs is None) is not (layer.cross is None) or (layer.cross is None) is not (
+        layer.table is None
+    ):
+        raise ValueError(f"{name} lacks a part of its keys' moments against positions")
+    if layer.cross is not None and layer.table is not None and layer.pairs is not None:
+        width, size = layer.rest["k"].shape[-1], 2 * layer.pairs.count + 1
+        shapes = (tuple(layer.cross.shape), tuple(layer.table.shape))
+        inside = all(bool((x < width).all()) for x in (layer.pairs.first, layer.pairs.second))
+        if shapes != ((len(layer.rest["k"]), width, size), (size, size)) or not inside:
+            raise ValueError(f"{name}: its keys' moments against positions have another shape")
+    for key, total in layer.sums.items():
+        if key not in layer.rest or total.shape != layer.rest[key].shape[:2]:
+            raise ValueError(f"{name}: {key[:40]!r} has a sum of another shape")
     heads = {key: len(gram) for key, gram in {**layer.rest, **weights}.items() if key in _KV_HEADS}
     queries = {len(layer.rest[key]) for key in ("q", "q_pre", "o") if key in layer.rest}
     if len(set(heads.values())) > 1 or any(

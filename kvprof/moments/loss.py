@@ -180,7 +180,8 @@ def _gradients(loaded: LoadedModel, read: _Read, sink: int, window: int) -> tupl
     for head, (query, output, slope) in enumerate(
         zip(read.query, read.output, read.slope, strict=True)
     ):
-        scores = (query @ read.key[head].mT).float() * scaling
+        # Products of 16 bits are off by whole units where keys have channels of some hundreds.
+        scores = query.float() @ read.key[head].float().mT * scaling
         if cap is not None:
             scores = cap * (scores / cap).tanh()
         masked = scores.masked_fill(~seen, float("-inf"))

@@ -84,6 +84,8 @@ def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
     UsageError
         As `kvprof.methods.registry.plan_family`, and for a method that needs more than moments.
     """
+    if method != "full":
+        options["centre"] = False  # there are no means, and they cost no byte
     needs = calibration_needs(method, **options)
     inputs = MethodInputs(loaded.layout, loaded.fingerprint)
     if needs is None:

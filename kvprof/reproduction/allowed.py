@@ -86,7 +86,7 @@ _FREE = frozenset(
         "--task-items",
         "--task-lengths",
         "--tasks",
-        "--teacher-forced",
+        "--decode",
         "--temperature",
         "--timeout",
         "--tokens",

@@ -21,6 +21,7 @@ __all__ = [
     "KeySide",
     "Scoring",
     "ValueSide",
+    "applied",
     "attend",
     "bundled",
     "logits",
@@ -45,8 +46,8 @@ class Bundle:
     ranks : tuple of int
         As in `HeadGroup`.
     down, up : Tensor or None
-        ``[g, n * d, r]`` in the run's dtype, or ``[rows, g, n * d, r]`` for bases of a sequence's
-        own; None for the identity.
+        ``[g, n * d, r]``, or ``[rows, g, n * d, r]`` for bases of a sequence's own, float32 or
+        wider, in which they are applied; None for the identity.
     folded : bool
         Whether the model's projection puts out the latent already, in the group's first columns.
     online : bool
@@ -103,7 +104,7 @@ class Bundle:
         if self.down is None:
             return joined if self.scale is None else joined / self.scale
         with part("compress"):
-            return joined @ self.down
+            return applied(joined, self.down)
 
     def split(self, joined: Tensor) -> Tensor:
         """Part the heads of ``[rows, g, N, n * d]`` again: ``[rows, g, n, N, d]``."""
@@ -117,12 +118,20 @@ class Bundle:
         if self.up is None:
             return self.split(latent)
         with part("decompress"):
-            return self.split(latent @ self.up[..., : latent.shape[-1]].mT)
+            return self.split(applied(latent, self.up[..., : latent.shape[-1]].mT))
 
     def up_by_head(self) -> Tensor:
         """Return ``up_j`` per head, ``[..., g, n, d, r]``."""
         assert self.up is not None  # asked for projected groups only
         return unflatten(self.up, -2, (self.heads, self.head_dim))
+
+
+def applied(rows: Tensor, basis: Tensor) -> Tensor:
+    """Multiply rows with a basis in its own, wider dtype; returns the rows' dtype.
+
+    A basis of 16 bits is off by more than a token's own share of a channel of some hundreds.
+    """
+    return (rows.to(basis.dtype) @ basis).to(rows.dtype)
 
 
 def bundled(
@@ -164,8 +173,9 @@ def bundled(
         if first.down is not None:
             downs = [group.down for group in members if group.down is not None]
             ups = [group.up for group in members if group.up is not None]
-            down = torch.stack(downs).to(device, dtype)
-            up = torch.stack(ups).to(device, dtype)
+            wide = torch.promote_types(dtype, torch.float32)
+            down = torch.stack(downs).to(device, wide)
+            up = torch.stack(ups).to(device, wide)
         bundles.append(
             Bundle(
                 kv_heads=tuple(h for g in members for h in range(g.first, g.first + g.heads)),
@@ -215,12 +225,13 @@ class ValueSide:
 
     They are latents ``[rows, g, N, r']`` or whole heads ``[rows, g, n, N, d]``. With `in_latents`
     the result stays in the latents' coordinates, ``[…, r]``, for a folded W_O; otherwise latents
-    are turned back into heads.
+    are turned back into heads. `mean`, ``[g * n, d]``, is what all of them lack.
     """
 
     bundle: Bundle
     blocks: list[Tensor]
     in_latents: bool
+    mean: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -238,6 +249,9 @@ class Scoring:
     group : int or None
         Query heads per KV head, where keys may be stored per query head; None leaves heads as the
         keys have them.
+    offset : callable or None
+        From a slice of queries to what their products with all keys lack, ``[rows, Hkv, G, t', N]``
+        float32 or wider (`kvprof.methods.plan`, centre).
     observe : callable or None
         Gets the masked logits and the probabilities (both ``[rows, Hkv, G, t', N]`` float32) and
         the slice of queries that they belong to.
@@ -248,13 +262,18 @@ class Scoring:
     sinks: Tensor | None = None
     visible: Tensor | None = None
     group: int | None = None
+    offset: Callable[[slice], Tensor] | None = field(default=None)
     observe: Callable[[Tensor, Tensor, slice], None] | None = field(default=None)
 
 
 def block_scores(block: KeyBlock, queries: slice) -> Tensor:
-    """Return ``q @ k.T`` of a block, ``[rows, g, n, G, t', N]``."""
+    """Return ``q @ k.T`` of a block, ``[rows, g, n, G, t', N]``, float32 or wider.
+
+    Scores of 16 bits are off by whole units where keys have channels of some hundreds.
+    """
     query = block.query[..., queries, : block.key.shape[-1]]
-    flat = query.flatten(3, 4) @ block.key.mT
+    wide = torch.promote_types(query.dtype, torch.float32)
+    flat = query.flatten(3, 4).to(wide) @ block.key.to(wide).mT
     return unflatten(flat, 3, query.shape[3:5])
 
 
@@ -281,7 +300,10 @@ def logits(sides: Sequence[KeySide], scoring: Scoring, queries: slice) -> Tensor
     if scoring.group is not None and result.shape[2] != scoring.group:
         result = unflatten(result.flatten(1, 2), 1, (-1, scoring.group))  # a key per query head
     wide = torch.promote_types(result.dtype, torch.float32)
-    result = result.to(wide) * scoring.scaling
+    result = result.to(wide)
+    if scoring.offset is not None:
+        result = result + scoring.offset(queries)
+    result = result * scoring.scaling
     if scoring.softcap is not None:
         result = torch.tanh(result / scoring.softcap) * scoring.softcap
     if scoring.visible is not None:
@@ -321,10 +343,23 @@ def attend(
         probabilities = softmax(scores, scoring.sinks)
         if scoring.observe is not None:
             scoring.observe(scores, probabilities, queries)
+        shares = None  # they add up to 1 but for what learned sinks take
+        if scoring.sinks is not None and values[0].mean is not None:
+            shares = probabilities.sum(-1, keepdim=True)
         probabilities = probabilities.to(dtype)
-        outputs = [_output(side, probabilities) for side in values]
+        outputs = [_with_mean(side, _output(side, probabilities), shares) for side in values]
         done.append(_side_by_side(outputs, [side.bundle for side in values]))
     return concatenated(done, 1)
+
+
+def _with_mean(side: ValueSide, output: Tensor, shares: Tensor | None) -> Tensor:
+    """Give ``[rows, g * n, G, t', d]`` back what the values lack."""
+    if side.mean is None:
+        return output
+    mean = side.mean[:, None, None]
+    if shares is not None:
+        mean = mean * shares.index_select(1, index_of(side.bundle.kv_heads, shares.device))
+    return (output + mean).to(output.dtype)
 
 
 def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
@@ -350,7 +385,7 @@ def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
     if latent is not None and not side.in_latents:
         # [..., g, n, d, r] against [rows, g, n, G, t', r]
         with part("decompress"):
-            turned = latent.flatten(3, 4) @ side.bundle.up_by_head().mT
+            turned = applied(latent.flatten(3, 4), side.bundle.up_by_head().mT)
             turned = unflatten(turned, 3, latent.shape[3:5])
             heads = turned if heads is None else heads + turned
         latent = None

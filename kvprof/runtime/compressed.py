@@ -130,6 +130,7 @@ def compressed(
     kernels: str | None = None,
     *,
     graphs: bool = True,
+    prompt: int | None = None,
 ) -> Iterator[Compression]:
     """Run a model with a plan's compressed cache while the body runs.
 
@@ -153,6 +154,10 @@ def compressed(
         and replayed, in ``generate`` as in loops of one's own (`kvprof.runtime.graphs`);
         `Compression.graph_reason` says why they are not. Norms, rotations and gated units of single
         tokens are run in one launch each there (`kvprof.runtime.pointwise`).
+    prompt : int, optional
+        Makes every pass one over whole sequences: each query attends as it would with the first
+        `prompt` tokens prefilled and the rest decoded one by one. Nothing is stored, and torch
+        runs. Not for plans that evict or code across layers.
 
     Yields
     ------
@@ -170,7 +175,7 @@ def compressed(
     # Whether the weights are still what they were costs a pass over all of them.
     fingerprint = loaded.fingerprint
     check_fits(plan, loaded.layout, fingerprint)
-    session = Compression(loaded, plan, kernels)
+    session = Compression(loaded, plan, kernels, prompt)
     check_runs(loaded, fingerprint)
     with _running(session), _faster(session, graphs):
         yield session
@@ -328,7 +333,7 @@ def _running(session: Compression) -> Iterator[None]:
             raise UsageError(f"{layout.architecture} does not let kvprof compute its attention")
         active.update({module_id: (session, index) for module_id, index in attentions.items()})
         stack.callback(lambda: [active.pop(module_id) for module_id in attentions])
-        if session.rebuilds:
+        if session.takes_angles:
             stack.enter_context(watched_rotations(decoder, session.watching))
         hook = decoder.register_forward_pre_hook(session.begin, with_kwargs=True)
         stack.callback(hook.remove)
@@ -352,5 +357,5 @@ def _faster(session: Compression, graphs: bool) -> Iterator[None]:
             if graphs:
                 session.graphs = stack.enter_context(replaying(session, model))
                 stack.callback(setattr, session, "graphs", None)
-            stack.enter_context(few_launches(model, rotations=not session.rebuilds))
+            stack.enter_context(few_launches(model, rotations=not session.takes_angles))
         yield

@@ -266,6 +266,10 @@ class Keeper:
             for bits in {x.column_bits for x in getattr(layer, side).groups if x.quantised}
         }
 
+    def codec(self, side: str, level: int, bundle: Bundle) -> Codec:
+        """Return how quantised tokens of a level are kept."""
+        return self._codecs[side, level, bundle.column_bits] if bundle.quantised else PLAIN
+
     @property
     def scoring(self) -> bool:
         """Whether tokens are evicted by their scores."""
@@ -414,7 +418,7 @@ class Keeper:
             row_group.scores = row_group.scores.gather(-1, index)
         if row_group.noise is not None:
             row_group.noise = row_group.noise.gather(-1, index)
-        if self.layer.keys.placement is Placement.PRE_ROPE:
+        if self.layer.keys.placement is Placement.PRE_ROPE or self.layer.centre is not None:
             fresh = torch.arange(own.position, own.position + own.tokens, device=index.device)
             fresh = fresh.expand(*index.shape[:2], -1).to(torch.int32)
             every = (
@@ -449,9 +453,7 @@ class Keeper:
             chosen = None if index is None else self._chosen(index, bundle)
             kept = []
             for segment in wanted:
-                codec: Codec = PLAIN
-                if segment.quantised and bundle.quantised:
-                    codec = self._codecs[side, segment.level, bundle.column_bits]
+                codec = self.codec(side, segment.level, bundle) if segment.quantised else PLAIN
                 width = bundle.ranks[segment.level]
                 if chosen is None:
                     pieces = _pieces(parts, dropped + segment.start, dropped + segment.stop)

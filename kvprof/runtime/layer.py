@@ -4,16 +4,20 @@ The order is the plan's: a pass sees what was stored before it at its stored qua
 tokens at the rank of their level; afterwards tokens are evicted, moved down levels and quantised.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvprof.analysis.bases import eigenbasis
+from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Placement, Plan
-from kvprof.methods.tokens import level_ends
+from kvprof.methods.tokens import Form, level_ends, quantises, readings
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import (
     Bundle,
@@ -25,12 +29,43 @@ from kvprof.runtime.attention import (
     bundled,
 )
 from kvprof.runtime.clock import part
+from kvprof.runtime.codecs import PLAIN
 from kvprof.runtime.keeping import Keeper, OwnTokens
 from kvprof.runtime.rotary import rebuilds, rotated
-from kvprof.runtime.rows import RowGroup
+from kvprof.runtime.rows import Part, RowGroup
 from kvprof.runtime.tensors import index_of, unflatten
 
 __all__ = ["LayerRuntime"]
+
+
+# A sequence's queries are read in so many slices, none shorter than this.
+_SLICES, _FEWEST = 8, 128
+
+
+@lru_cache(maxsize=16)
+def _readings(
+    plan: Plan, layer: LayerPlan, seen: int, tokens: int, prompt: int
+) -> dict[Form, NDArray[np.bool_]]:
+    """Return `readings`, which takes longer than a layer's own work."""
+    return readings(plan, layer, seen, tokens, prompt)
+
+
+def _kind(plan: Plan, layer: LayerPlan) -> tuple[Any, ...]:
+    return layer.sliding_window, layer.left_out, layer.shared, quantises(plan, layer)
+
+
+@dataclass(frozen=True, eq=False)
+class _Means:
+    """A layer's means ``[num_kv_heads, d]`` where it runs."""
+
+    pairs: RotaryPairs
+    keys: Tensor
+    values: Tensor
+
+    @cached_property
+    def rotated(self) -> Tensor:
+        """What ``c_j`` becomes a rotated mean by, ``[num_kv_heads, d, 2F + 1]``."""
+        return self.pairs.rotated(self.keys)
 
 
 class LayerRuntime:
@@ -55,12 +90,20 @@ class LayerRuntime:
                 f"layer {index}: a lazy prefill needs exact Q and K, so nothing can be folded into "
                 "W_Q or W_K; leave fold_down and fold_up of the keys out"
             )
+        # Layers that store tokens alike are read alike.
+        self._alike = next(x for x in plan.layers if _kind(plan, x) == _kind(plan, self.layer))
         self._bundles: dict[Any, tuple[list[Bundle], list[Bundle]]] = {}
+        self._centres: dict[Any, _Means] = {}
 
     @property
     def rebuilds(self) -> bool:
         """Whether keys are stored before RoPE in a layer that has RoPE."""
         return rebuilds(self.layer, self.facts)
+
+    @property
+    def takes_angles(self) -> bool:
+        """Whether it needs the cosines and sines of every stored token."""
+        return self.rebuilds or (self.layer.centre is not None and bool(self.facts.rotary_pairs))
 
     def exact(self, several: bool) -> bool:
         """Whether a pass attends to its own tokens exactly because the plan is lazy (TALE)."""
@@ -68,28 +111,70 @@ class LayerRuntime:
 
     def run(self, row_group: RowGroup, own: OwnTokens) -> Tensor:
         """Attend and store; returns the heads' outputs side by side, ``[rows, t, Σ_h w_h]``."""
-        keys, values = self.bundles(own.query.device, own.query.dtype)
+        by_form = self.plan.by_age and own.several and quantises(self.plan, self.layer)
+        own, scoring = self._centred(row_group, own)
         first = self.plan.online_bases and row_group.seen == 0
         exact = first or self.exact(own.several)
-        if first:
+        keys, values, latents = self._latents(row_group, own, own.tokens if first else 0)
+        if by_form:
+            output = self._attended_by_form(row_group, own, keys, values, latents, scoring, 0)
+        else:
+            key_sides = [
+                self._key_side(row_group, index, bundle, latent, own, exact)
+                for index, (bundle, latent) in enumerate(zip(keys, latents[0], strict=True))
+            ]
+            value_sides = [
+                self._value_side(row_group, index, bundle, latent, own, exact)
+                for index, (bundle, latent) in enumerate(zip(values, latents[1], strict=True))
+            ]
+            if self.keeper.scoring:
+                scoring = self.keeper.scored(row_group, own, key_sides, scoring, exact)
+            output = attend(key_sides, value_sides, scoring, own.query.dtype)
+        self.keeper.store(row_group, own, keys, latents[0], values, latents[1])
+        return output
+
+    def run_whole(self, row_group: RowGroup, own: OwnTokens, prompt: int) -> Tensor:
+        """Attend to a whole sequence as prefill of `prompt` tokens and decoding of the rest would.
+
+        Nothing is stored. For plans that neither evict nor code across layers.
+
+        Parameters
+        ----------
+        row_group : RowGroup
+            Empty.
+        own : OwnTokens
+            The whole sequence.
+        prompt : int
+            Tokens that one another read as in a prompt; plans that read by age need none.
+        """
+        own, scoring = self._centred(row_group, own)
+        keys, values, latents = self._latents(row_group, own, prompt)
+        prompt = 0 if self.plan.by_age else prompt
+        return self._attended_by_form(row_group, own, keys, values, latents, scoring, prompt)
+
+    def _latents(
+        self, row_group: RowGroup, own: OwnTokens, decomposed: int
+    ) -> tuple[list[Bundle], list[Bundle], tuple[list[Tensor], list[Tensor]]]:
+        """Return the head groups of keys and values, and the pass's own latents.
+
+        Bases of a sequence's own are found in its first `decomposed` tokens.
+        """
+        keys, values = self.bundles(own.query.device, own.query.dtype)
+        if self.plan.online_bases and decomposed:
             with part("basis"):
-                self._decompose(row_group, "keys", keys, own.key)
-                self._decompose(row_group, "values", values, own.value)
+                self._decompose(row_group, "keys", keys, own.key[:, :, :decomposed])
+                self._decompose(row_group, "values", values, own.value[:, :, :decomposed])
         keys = self._with_bases(row_group, "keys", keys)
         values = self._with_bases(row_group, "values", values)
         pre = self.layer.keys.placement is Placement.PRE_ROPE
         source = own.unrotated if pre and own.unrotated is not None else self._copied(own.key)
-        key_latents = [bundle.latent(source) for bundle in keys]
-        value_latents = [bundle.latent(own.value) for bundle in values]
+        found = ([x.latent(source) for x in keys], [x.latent(own.value) for x in values])
+        return keys, values, found
 
-        key_sides = [
-            self._key_side(row_group, index, bundle, latent, own, exact)
-            for index, (bundle, latent) in enumerate(zip(keys, key_latents, strict=True))
-        ]
-        value_sides = [
-            self._value_side(row_group, index, bundle, latent, own, exact)
-            for index, (bundle, latent) in enumerate(zip(values, value_latents, strict=True))
-        ]
+    # What a pass attends to.
+
+    def _centred(self, row_group: RowGroup, own: OwnTokens) -> tuple[OwnTokens, Scoring]:
+        """Take the means from a pass's own keys and values, and say what scores lack then."""
         scoring = Scoring(
             scaling=self._scaling(own.options),
             softcap=own.options.get("softcap"),
@@ -97,13 +182,202 @@ class LayerRuntime:
             visible=own.visible,
             group=self.facts.group,
         )
-        if self.keeper.scoring:
-            scoring = self.keeper.scored(row_group, own, key_sides, scoring, exact)
-        output = attend(key_sides, value_sides, scoring, own.query.dtype)
-        self.keeper.store(row_group, own, keys, key_latents, values, value_latents)
-        return output
+        if self.layer.centre is None:
+            return own, scoring
+        wide = torch.promote_types(own.key.dtype, torch.float32)
+        means = self._means(own.key.device, wide)
+        angles = self._angles(row_group, own, wide)
+        rotated = angles[:, :1, -own.tokens :] @ means.rotated.mT
+        heads, group = self.facts.num_kv_heads, self.facts.group
 
-    # What a pass attends to.
+        def without(states: Tensor, mean: Tensor) -> Tensor:
+            return (states.to(wide) - mean).to(states.dtype)
+
+        def offset(queries: slice) -> Tensor:
+            query = unflatten(own.query[:, :, queries].to(wide), 1, (heads, group))
+            met = (query @ means.rotated[:, None]).flatten(2, 3)  # [rows, Hkv, G * t', 2F + 1]
+            return unflatten(met @ angles.mT, 2, (group, -1))
+
+        own = replace(
+            own,
+            key=without(own.key, rotated),
+            value=without(own.value, means.values[:, None]),
+            unrotated=None
+            if own.unrotated is None
+            else without(own.unrotated, means.keys[:, None]),
+        )
+        if not self.facts.rotary_pairs and scoring.softcap is None and scoring.sinks is None:
+            return own, scoring  # the same for all keys, so it leaves the softmax
+        return own, replace(scoring, offset=offset)
+
+    def _means(self, device: torch.device, dtype: torch.dtype) -> "_Means":
+        """Return the layer's means, and what its keys' become when they are rotated."""
+        key = (device, dtype)
+        if key not in self._centres:
+            assert self.layer.centre is not None
+            assert self.facts.rotary_pairs is not None  # check_fits has seen to it
+            centre, pairs = self.layer.centre, RotaryPairs.of(self.facts.rotary_pairs)
+            keys, values = centre.keys.to(device, dtype), centre.values.to(device, dtype)
+            self._centres[key] = _Means(pairs.to(device), keys, values)
+        return self._centres[key]
+
+    def _angles(self, row_group: RowGroup, own: OwnTokens, dtype: torch.dtype) -> Tensor:
+        """Return ``c_j`` of every stored token and of the pass's own.
+
+        ``[rows or 1, num_kv_heads or 1, N, 2F + 1]``.
+        """
+        tokens = row_group.stored + own.tokens
+        if own.angles is None:
+            return torch.ones(1, 1, tokens, 1, dtype=dtype, device=own.key.device)
+        pairs = self._means(own.key.device, dtype).pairs
+        positions = self._positions(row_group, own, tokens, None)
+        cos, sin = own.angles.at(index_of(tuple(row_group.rows), own.key.device), positions)
+        angles = pairs.angles(cos.to(dtype), sin.to(dtype))
+        if len(self.keeper.units) > 1 and angles.shape[1] > 1:
+            heads = [size for _, size in self.keeper.units]
+            every = torch.tensor(heads, device=angles.device)
+            angles = angles.repeat_interleave(every, dim=1)
+        return angles
+
+    def _attended_by_form(
+        self,
+        row_group: RowGroup,
+        own: OwnTokens,
+        keys: list[Bundle],
+        values: list[Bundle],
+        latents: tuple[list[Tensor], list[Tensor]],
+        scoring: Scoring,
+        prompt: int,
+    ) -> Tensor:
+        """Attend to each token in the form that each query reads it in.
+
+        Some queries at a time, so that most tokens are multiplied in one form only.
+        """
+        device, tokens = own.query.device, own.tokens
+        forms = _readings(self.plan, self._alike, row_group.seen, tokens, prompt)
+        count = row_group.stored + tokens
+        blocks = [
+            (
+                mask,
+                self._key_forms(row_group, keys, latents[0], own, form),
+                self._value_forms(row_group, values, latents[1], own, form),
+            )
+            for form, mask in forms.items()
+        ]
+        seen = own.visible
+        if seen is None:
+            seen = torch.ones(tokens, count, dtype=torch.bool, device=device)
+            seen = seen.tril(count - tokens)[None, None]
+        step = max(_FEWEST, -(-tokens // _SLICES))
+        done = []
+        for start in range(0, tokens, step):
+            queries = slice(start, min(start + step, tokens))
+            read = []  # a form's keys and values within the columns that these queries read
+            for mask, key_blocks, value_blocks in blocks:
+                columns = np.flatnonzero(mask[queries].any(0))
+                if len(columns):
+                    within = slice(int(columns[0]), int(columns[-1]) + 1)
+                    read.append((mask, key_blocks, value_blocks, within))
+            visible = torch.cat(
+                [
+                    seen[..., queries, own_columns]
+                    & torch.from_numpy(mask[queries, own_columns]).to(device)
+                    for mask, _, _, own_columns in read
+                ],
+                dim=-1,
+            )
+            key_sides = [
+                KeySide(
+                    bundle,
+                    [
+                        KeyBlock(block.query[..., queries, :], block.key[..., columns, :])
+                        for _, key_blocks, _, columns in read
+                        for block in (key_blocks[index],)
+                    ],
+                )
+                for index, bundle in enumerate(keys)
+            ]
+            value_sides = [
+                ValueSide(
+                    bundle,
+                    [value_blocks[index][..., columns, :] for _, _, value_blocks, columns in read],
+                    in_latents=self.layer.values.fold_up and bundle.projected,
+                    mean=self._value_mean(bundle, own),
+                )
+                for index, bundle in enumerate(values)
+            ]
+            narrowed = replace(scoring, visible=visible)
+            if scoring.offset is not None:
+                whole, spans = scoring.offset, [columns for *_, columns in read]
+
+                def offset(
+                    some: slice, queries: slice = queries, whole: Any = whole, spans: Any = spans
+                ) -> Tensor:
+                    begin, stop = queries.start, queries.stop
+                    found = whole(slice(begin + some.start, min(begin + some.stop, stop)))
+                    return torch.cat([found[..., span] for span in spans], dim=-1)
+
+                narrowed = replace(narrowed, offset=offset)
+            done.append(attend(key_sides, value_sides, narrowed, own.query.dtype))
+        return torch.cat(done, dim=1)
+
+    def _key_forms(
+        self,
+        row_group: RowGroup,
+        bundles: list[Bundle],
+        latents: list[Tensor],
+        own: OwnTokens,
+        form: Form,
+    ) -> list[KeyBlock]:
+        """Return all stored and own keys of each bundle in a form."""
+        found = []
+        for index, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
+            exact = form.exact
+            rows = [] if exact else [self._rows(row_group, "keys", index, bundle, latent, form)]
+            found += self._key_blocks(row_group, bundle, rows, own, exact)
+        return found
+
+    def _value_forms(
+        self,
+        row_group: RowGroup,
+        bundles: list[Bundle],
+        latents: list[Tensor],
+        own: OwnTokens,
+        form: Form,
+    ) -> list[Tensor]:
+        """Return all stored and own values of each bundle in a form."""
+        found = []
+        for index, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
+            exact = form.exact
+            rows = [] if exact else [self._rows(row_group, "values", index, bundle, latent, form)]
+            found += self._value_blocks(bundle, rows, own, exact)
+        return found
+
+    def _rows(
+        self,
+        row_group: RowGroup,
+        side: str,
+        index: int,
+        bundle: Bundle,
+        latent: Tensor,
+        form: Form,
+    ) -> Tensor:
+        """Return all stored and own tokens in a form, ``[rows, g, N, r']``."""
+        kept = getattr(row_group, side)
+        parts: list[Part] = kept[index] if kept else []
+        rows = torch.cat([*(x.rows() for x in parts), latent], dim=-2)
+        plain = self.layer.sliding_window is not None
+        # Sinks stay, and what is stored so already is not quantised twice.
+        start = 0 if plain else min(self.plan.levels.sink, rows.shape[-2])
+        start += sum(x.tokens for x in parts if x.codec is not PLAIN)
+        for level in form.quantised:
+            codec, width = self.keeper.codec(side, level, bundle), bundle.ranks[level]
+            rows = rows[..., :width]
+            new = rows[..., start:, :]
+            if codec is not PLAIN and new.shape[-2]:
+                coded = codec.decode(codec.encode(new), width, rows.dtype)
+                rows = torch.cat([rows[..., :start, :], coded], dim=-2)
+        return rows[..., : bundle.ranks[form.level]]
 
     def _key_side(
         self,
@@ -114,11 +388,22 @@ class LayerRuntime:
         own: OwnTokens,
         exact: bool,
     ) -> KeySide:
+        stored = row_group.bundle_rows("keys", index)
+        latents = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
+        return KeySide(bundle, self._key_blocks(row_group, bundle, latents, own, exact))
+
+    def _key_blocks(
+        self,
+        row_group: RowGroup,
+        bundle: Bundle,
+        latents: list[Tensor],
+        own: OwnTokens,
+        exact: bool,
+    ) -> list[KeyBlock]:
+        """Return blocks of latents, and with `exact` of the pass's own keys as they are."""
         query = bundle.by_group(
             unflatten(own.query, 1, (-1, self.facts.group // self.layer.key_copies))
         )
-        stored = row_group.bundle_rows("keys", index)
-        latents = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
         own_block = KeyBlock(query, bundle.by_group(self._copied(own.key)))
         if self.rebuilds or bundle.online or not bundle.projected:
             heads = [bundle.rebuilt(rows) for rows in latents]
@@ -131,10 +416,11 @@ class LayerRuntime:
             turned = query
             if latents and not self.layer.keys.fold_up:
                 with part("compress"):
-                    turned = query.flatten(3, 4) @ bundle.up_by_head()
+                    up = bundle.up_by_head()
+                    turned = query.flatten(3, 4).to(up.dtype) @ up
                     turned = unflatten(turned, 3, query.shape[3:5])
             blocks = [KeyBlock(turned, rows.unsqueeze(2)) for rows in latents]
-        return KeySide(bundle, [*blocks, own_block] if exact else blocks)
+        return [*blocks, own_block] if exact else blocks
 
     def _copied(self, keys: Tensor) -> Tensor:
         """Give each query head a key of its own where the plan stores one for each."""
@@ -151,13 +437,25 @@ class LayerRuntime:
         exact: bool,
     ) -> ValueSide:
         stored = row_group.bundle_rows("values", index)
-        blocks = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
-        if bundle.online or not bundle.projected:
-            blocks = [bundle.rebuilt(rows) for rows in blocks]
-        if exact:
-            blocks.append(bundle.by_group(own.value))
+        latents = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
         folded = self.layer.values.fold_up and bundle.projected and not exact
-        return ValueSide(bundle, blocks, in_latents=folded)
+        blocks = self._value_blocks(bundle, latents, own, exact)
+        return ValueSide(bundle, blocks, in_latents=folded, mean=self._value_mean(bundle, own))
+
+    def _value_blocks(
+        self, bundle: Bundle, latents: list[Tensor], own: OwnTokens, exact: bool
+    ) -> list[Tensor]:
+        """Return blocks of latents, and with `exact` of the pass's own values as they are."""
+        whole = bundle.online or not bundle.projected
+        blocks = [bundle.rebuilt(rows) for rows in latents] if whole else latents
+        return [*blocks, bundle.by_group(own.value)] if exact else blocks
+
+    def _value_mean(self, bundle: Bundle, own: OwnTokens) -> Tensor | None:
+        if self.layer.centre is None:
+            return None
+        wide = torch.promote_types(own.value.dtype, torch.float32)
+        means = self._means(own.value.device, wide).values
+        return means.index_select(0, index_of(bundle.kv_heads, means.device))
 
     def _by_level(self, row_group: RowGroup, bundle: Bundle, latent: Tensor) -> list[Tensor]:
         """Cut a pass's own latents to the ranks that their levels have after the pass."""
@@ -183,19 +481,29 @@ class LayerRuntime:
         assert own.angles is not None
         assert self.facts.rotary_offset is not None  # check_fits has seen to it
         rows = index_of(tuple(row_group.rows), keys.device)
-        tokens, groups = keys.shape[3], bundle.groups
-        stored = row_group.stored
-        fresh = torch.arange(own.position, own.position + tokens - stored, device=keys.device)
-        if row_group.positions is None:
-            old = torch.arange(own.position - stored, own.position, device=keys.device)
-            positions = torch.cat([old, fresh]).expand(len(row_group.rows), groups, -1)
-        else:
-            old = row_group.positions[:, self.keeper.units_of(bundle)].long()
-            positions = torch.cat([old, fresh.expand(*old.shape[:2], -1)], dim=-1)
+        positions = self._positions(row_group, own, keys.shape[3], bundle)
         cos, sin = own.angles.at(rows, positions)
         return rotated(
             own.rotation, keys, cos, sin, self.facts.rotary_offset, self.facts.rotary_transposed
         )
+
+    def _positions(
+        self, row_group: RowGroup, own: OwnTokens, tokens: int, bundle: Bundle | None
+    ) -> Tensor:
+        """Return where stored and own tokens stand, ``[rows, groups, tokens]``.
+
+        For each group of a bundle, or without one for each unit that is evicted together.
+        """
+        stored, device = row_group.stored, own.key.device
+        fresh = torch.arange(own.position, own.position + tokens - stored, device=device)
+        if row_group.positions is None:
+            old = torch.arange(own.position - stored, own.position, device=device)
+            groups = 1 if bundle is None else bundle.groups
+            return torch.cat([old, fresh]).expand(len(row_group.rows), groups, -1)
+        old = row_group.positions.long()
+        if bundle is not None:
+            old = old[:, self.keeper.units_of(bundle)]
+        return torch.cat([old, fresh.expand(*old.shape[:2], -1)], dim=-1)
 
     def _scaling(self, options: dict[str, Any]) -> float:
         scaling = options.get("scaling")

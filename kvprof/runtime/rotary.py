@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Placement
-from kvprof.models.interface import Rotation
+from kvprof.models.interface import Rotation, rotary_tables
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.tensors import unflatten
 
@@ -63,12 +63,11 @@ def angles(rotation: Rotation, batch: int) -> RotaryTable:
     UsageError
         For a function of another form than ``f(q, k, cos, sin)``.
     """
-    named = dict(zip(("q", "k", "cos", "sin"), rotation.args, strict=False)) | rotation.kwargs
-    cos, sin = named.get("cos"), named.get("sin")
-    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.dim() != 3:
+    tables = rotary_tables(rotation)
+    if tables is None:
         name = getattr(rotation.function, "__name__", "its rotary function")
         raise UsageError(f"keys cannot be rebuilt before RoPE: {name} takes no cos and sin tables")
-    return RotaryTable(cos.expand(batch, -1, -1), sin.expand(batch, -1, -1))
+    return RotaryTable(*(x.expand(batch, -1, -1) for x in tables))
 
 
 def rotated(

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.utils import ModelOutput
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.methods.plan import Plan
+from kvprof.methods.plan import Plan, unfolded
 from kvprof.models.interface import Interception, Rotation, before_rotation
 from kvprof.models.load import LoadedModel
 from kvprof.progress import Progress, silent
@@ -59,6 +59,9 @@ class Compression:
         The one that the last forward pass used, for looking at its bytes.
     active : bool
         Whether the context is open.
+    prompt : int or None
+        Where passes are over whole sequences, attended as prefill of so many tokens and decoding of
+        the rest would, with nothing stored: how many; else None.
     route : KernelRoute
         Which layers run on the kernels.
     widths : list of int
@@ -67,15 +70,23 @@ class Compression:
         What replays decoding steps while the context is open; None where nothing does.
     """
 
-    def __init__(self, loaded: LoadedModel, plan: Plan, kernels: str | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: Plan,
+        kernels: str | None = None,
+        prompt: int | None = None,
+    ) -> None:
+        plan = plan if prompt is None else unfolded(plan)
         self.loaded = loaded
         self.plan = plan
+        self.prompt = prompt
         self.cache: CompressedCache | None = None
         self.active = False
         self._layers = [
             LayerRuntime(plan, index, facts) for index, facts in enumerate(loaded.layout.layers)
         ]
-        self.route = KernelRoute(loaded, plan, kernels)
+        self.route = KernelRoute(loaded, plan, kernels if prompt is None else "off")
         self.widths = [sum(self._widths(runtime, False)) for runtime in self._layers]
         self.switches: dict[int, OutputSwitch] = {}
         self.watching = Interception("compressed", lambda call: None)
@@ -124,12 +135,12 @@ class Compression:
     @property
     def opaque(self) -> bool:
         """Whether a layer's attention can be one operator: nothing reaches it but its arguments."""
-        return not (self.rebuilds or self.switches)
+        return not (self.takes_angles or self.switches)
 
     @property
-    def rebuilds(self) -> bool:
-        """Whether keys are rebuilt before RoPE somewhere."""
-        return any(layer.rebuilds for layer in self._layers)
+    def takes_angles(self) -> bool:
+        """Whether some layer needs the cosines and sines of stored tokens."""
+        return any(layer.takes_angles for layer in self._layers)
 
     def compile_ahead(self, progress: Progress = silent) -> int:
         """Compile what the plan's layers run on the kernels, on all cores at once.
@@ -293,7 +304,7 @@ class Compression:
         if index in self.switches:
             self.switches[index].exact = exact
         # Taken from the list by every layer that rebuilds, so that it holds the next one's alone.
-        rotation = self._last_rotation(index) if runtime.rebuilds else None
+        rotation = self._last_rotation(index) if runtime.takes_angles else None
         done = self.route.run(index, cache, query, key, value, options, rotation)
         if done is not None:
             store.stored()
@@ -304,9 +315,10 @@ class Compression:
         if rotation is not None:
             facts = runtime.facts
             assert facts.rotary_offset is not None  # check_fits has seen to it
-            _, unrotated = before_rotation(
-                rotation, query, key, facts.rotary_offset, facts.rotary_transposed
-            )
+            if runtime.rebuilds:
+                _, unrotated = before_rotation(
+                    rotation, query, key, facts.rotary_offset, facts.rotary_transposed
+                )
             with part("decompress"):
                 table = cache.angles(index, rotation, batch)
         store.trim()
@@ -328,26 +340,27 @@ class Compression:
                 states = states if rows is None else states[rows]
                 return states[:, :, hidden:] if hidden else states
 
-            result = runtime.run(
-                row_group,
-                OwnTokens(
-                    own(query),
-                    own(key),
-                    own(value),
-                    own(unrotated),
-                    visible_keys(
-                        own(mask.expand(batch, -1, -1, -1)) if mask is not None else None,
-                        row_group.stored,
-                        tokens - hidden,
-                    ),
-                    store.seen + hidden,
-                    several,
-                    options,
-                    rotation,
-                    table,
-                    cache.reach or self.loaded.context_length,
+            tokens_of_rows = OwnTokens(
+                own(query),
+                own(key),
+                own(value),
+                own(unrotated),
+                visible_keys(
+                    own(mask.expand(batch, -1, -1, -1)) if mask is not None else None,
+                    row_group.stored,
+                    tokens - hidden,
                 ),
+                store.seen + hidden,
+                several,
+                options,
+                rotation,
+                table,
+                cache.reach or self.loaded.context_length,
             )
+            if self.prompt is None:
+                result = runtime.run(row_group, tokens_of_rows)
+            else:
+                result = runtime.run_whole(row_group, tokens_of_rows, self.prompt)
             if whole and not hidden:
                 output = result
                 break

@@ -9,7 +9,8 @@ from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
 from kvprof.kernels.segments.geometries import FORMATS, geometry_of
 from kvprof.methods.plan import LayerPlan, Placement, Plan
-from kvprof.methods.registry import calibration_needs
+from kvprof.methods.registry import calibration_needs, centred_by_default
+from kvprof.methods.soundness import CENTRED
 from kvprof.methods.storage import Quantiser
 from kvprof.moments.uncalibrated import Laid, uncalibrated_family
 from kvprof.runtime.backends.segment_store import refused_quantiser
@@ -62,6 +63,8 @@ def check_method(laid: Laid, method: str, **options: Any) -> None:
     UsageError
         With the reason. Of a method that is not kvprof's own nothing is known: its plan will tell.
     """
+    if options.get("centre", centred_by_default(method)) is not False:
+        raise UsageError(f"{method} cannot be served: {CENTRED}")
     family = uncalibrated_family(laid, method, **options)
     if family is not None:
         plan = family.build((family.settings or family.bounds)[-1])
@@ -82,6 +85,8 @@ def refusal(plan: Plan) -> str | None:
     ----------
     plan : Plan
     """
+    if any(layer.centre is not None for layer in plan.layers):
+        return CENTRED
     if plan.across is not None:
         if plan.across.at_rest:
             return "it is for storing and moving a cache, and an engine decodes from its pages"

@@ -48,9 +48,8 @@ _PROTOCOLS = {
     "decode": "the first half of each sequence is prefilled in one pass, which as in use attends "
     "to its own tokens before they are quantised or evicted and predicts the first token scored; "
     "the rest is decoded step by step through the compressed cache and scored",
-    "teacher_forced": "TEACHER-FORCED: a single pass over each sequence, its second half scored; "
-    "methods of which a single pass does not show all (quantisers, eviction, token levels) have no "
-    "figures so",
+    "one_pass": "the second half of each sequence is scored in one pass in which every query reads "
+    "what decoding would read (--decode steps)",
 }
 
 

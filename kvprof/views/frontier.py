@@ -270,7 +270,7 @@ def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
 
 _PROTOCOLS = {
     "decode": "half of each sequence prefilled, the rest decoded token by token and scored",
-    "teacher_forced": "teacher-forced: the second half of each sequence scored in a single pass",
+    "one_pass": "the second half of each sequence scored in one pass that reads as decoding does",
 }
 
 

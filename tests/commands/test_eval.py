@@ -78,46 +78,18 @@ def test_full_and_fp8_stand_beside_every_method(
     inputs = result["inputs"]
     assert inputs["methods"] == ["kq", "fdc", "svd-kv"]
     assert inputs["text"] == ["notes.txt", "prose"]
-    assert inputs["protocol"] == "decode"
+    assert inputs["protocol"] == "one_pass"
 
 
 def test_report_and_csv(tiny_folder: Path, notes: Path) -> None:
     arguments = ("eval", tiny_folder, "--method", "kq", "--rate", 0.5, *SMALL, *FINE)
-    done = kvprof(*arguments, "--text", notes, "--teacher-forced")
+    done = kvprof(*arguments, "--text", notes, "--decode")
     assert done.code == 0, done.stderr
     assert "saves 50" in done.stdout
-    assert "TEACHER-FORCED" in done.stdout
+    assert "decoded step by" in " ".join(done.stdout.split())
     done = kvprof(*arguments, "--text", notes, "--csv", "-")
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert {row["method"] for row in rows} == {"full", "fp8", "kq"}
-
-
-def test_a_single_pass_gives_no_figures_of_what_it_does_not_show(
-    tiny_folder: Path, notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = (tiny_folder, *SMALL, "--text", notes, "--teacher-forced")
-    result = eval_json(tmp_path, *common, "--method", "kq", "--rate", 0.5, *FINE)
-    assert [row["method"] for row in result["data"]["evaluations"]] == ["full", "kq"]
-    assert any("fp8 is not measured" in warning for warning in result["warnings"])
-    made = tmp_path / "kq-4bit.plan"
-    done = kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.7, *FINE, "--save", made)
-    assert done.code == 0, done.stderr
-
-    def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("it is refused before any work")
-
-    monkeypatch.setattr(Evaluator, "baseline", never)
-    monkeypatch.setattr("kvprof.moments.calibrator.Calibrator.inputs", never)
-    for arguments in (
-        ("--method", "kq,kq-4bit", "--rate", 0.7, *FINE),
-        ("--method", "tale", "--rate", 0.1, *FINE),
-        ("--method", "fp8"),
-        ("--plan", made),
-    ):
-        done = kvprof("eval", *common, *arguments)
-        assert done.code == 2
-        assert "a single pass does not show the cost of" in done.error
-        assert "leave out --teacher-forced" in done.error
 
 
 def test_a_row_of_the_same_name_that_is_another_says_so(
@@ -151,7 +123,9 @@ def test_a_plan_from_a_file(tiny_folder: Path, notes: Path, tmp_path: Path) -> N
 def test_full_by_name_runs_through_the_cache(
     tiny_folder: Path, notes: Path, tmp_path: Path
 ) -> None:
-    result = eval_json(tmp_path, tiny_folder, "--method", "full", *SMALL, "--text", notes)
+    result = eval_json(
+        tmp_path, tiny_folder, "--method", "full", "--decode", *SMALL, "--text", notes
+    )
     rows = {row["method"]: row for row in result["data"]["evaluations"]}
     assert list(rows) == ["fp8", "full"]
     assert rows["full"]["measured_bytes"] == rows["full"]["accounted_bytes"]
@@ -220,12 +194,8 @@ def test_questions_that_do_not_fit_are_counted(
         (("--method", "kq", "--rate", 0.999, *FINE), "reaches rates from"),
         (("--method", "kq", "--rate", 0.5, "--removal", 0.1), "keep one"),
         (("--method", "kq", "--rate", 0.5, "--option", "width=3"), "has no option width"),
-        (("--method", "fp8", "--grid", 4), "fp8 has no option grid: it has scale, skip"),
+        (("--method", "fp8", "--grid", 4), "fp8 has no option grid: it has scale, skip, centre"),
         (("--method", "full", "--option", "scale=none"), "full have no options"),
-        (
-            ("--method", "full", "--teacher-forced", "--calibrate", "prose"),
-            "nothing is calibrated",
-        ),
         (
             ("--method", "kq", "--rate", 0.1, "--calibrate-seq-len", "x"),
             "--calibrate-seq-len: 'x' is not",

@@ -118,25 +118,6 @@ def test_a_frontier_is_measured_reported_and_resumed(
     assert again["inputs"]["evaluations_measured"] == 0
 
 
-def test_a_single_pass_ranks_only_what_it_shows(tiny_folder: Path, tmp_path: Path) -> None:
-    arguments = ("--teacher-forced", "--calibrate-tokens", 512, "--calibrate-seq-len", 128)
-    result = frontier_json(
-        tmp_path, tiny_folder, "--methods", "kq,kq-4bit,tale,per-token", *arguments
-    )
-    by_label = {method["label"]: method for method in result["data"]["methods"]}
-    assert {label for label, method in by_label.items() if method["points"]} == {"kq", "full"}
-    for label in ("kq-4bit", "tale", "per-token", "fp8"):
-        assert by_label[label]["max_rate"] is None
-        assert "a single pass does not show the cost of" in by_label[label]["reason"]
-    # Longer than the sequences that are scored, as prompts may be.
-    assert {key: one["seq_len"] for key, one in result["inputs"]["calibration"].items()} == {
-        "kq": 128
-    }
-    done = kvprof("frontier", tiny_folder, *SMALL, "--methods", "per-token,tale", *arguments)
-    assert done.code == 2
-    assert "per-token, tale: teacher-forced" in done.error
-
-
 def test_targets_hold_together(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,10 +251,6 @@ def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path
         (["--allocation", "budget", "--methods", "kivi"], "allocation=budget: none of the"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--methods", "kq", "--allocation", "nonsense"], "nonsense"),
-        (
-            ["--methods", "sink-recent", "--teacher-forced", "--calibrate-seq-len", "512"],
-            "nothing is calibrated",
-        ),
         (["--methods", ","], "names no method"),
         (["--target", "nan"], "--target nan"),
         (["--target", "accuracy=0.9", "--target", "0.5"], "of one metric"),

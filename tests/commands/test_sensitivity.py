@@ -136,7 +136,7 @@ def test_eval_of_what_was_handed_out_is_what_was_measured(
     how = ("--plan", handed_out / "mixed.plan")
     done = kvprof(
         *("eval", tiny_folder, *how, "--text", text, "--sequences", 3, "--seq-len", 32),
-        *("--tasks", "none", "--json", tmp_path / "e.json"),
+        *("--tasks", "none", "--decode", "--json", tmp_path / "e.json"),
     )
     assert done.code == 0, done.stderr
     result = json.loads((tmp_path / "e.json").read_text())

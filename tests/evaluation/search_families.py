@@ -92,8 +92,10 @@ class FakeEvaluator:
 
     digest = "data"
     context = CONTEXT
-    steps = 10
     baseline_steps = 4
+
+    def steps(self, plan: Any = None) -> int:
+        return 10
 
     def __init__(self, share: Callable[[float], float], *, stop_after: int | None = None) -> None:
         self._share = share
@@ -123,7 +125,7 @@ class FakeEvaluator:
         if self._stop_after is not None and len(self.rates) >= self._stop_after:
             return {**evaluation(0.0), "complete": False}
         self.rates.append(true_rate(plan))
-        advance(self.steps - 1)  # rounding: one step is never told
+        advance(self.steps() - 1)  # rounding: one step is never told
         return evaluation(self._share(self.rates[-1]))
 
     def stopped(self) -> bool:

@@ -138,7 +138,7 @@ def test_decoding_through_the_plan_costs_what_was_measured(
     again = load_plan(tmp_path / "p", fingerprint=loaded.fingerprint, layout=loaded.layout)
     assert compare_plans(plan, again) == {}
     wanted = measuring.measure(measuring.assignment(chosen))
-    evaluator = Evaluator(loaded, [sample], [], EvaluationSettings())
+    evaluator = Evaluator(loaded, [sample], [], EvaluationSettings(decode=True))
     found = evaluator.evaluate(again)
     assert found["kl"]["mean"] == pytest.approx(wanted["kl"], rel=2e-3)
     assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=0.02)
@@ -199,7 +199,7 @@ def test_layers_without_a_part_stay_as_they_are() -> None:
     sizes = offer.sizes(CONTEXT)
     every = offer.within(sizes, offer.least(sizes))
     assert every is not None
-    alone = plan_at(plan_family("per-token", own), 2.0)
+    alone = plan_at(plan_family("per-token", own, centre=False), 2.0)
     assert compare_plans(every.plan, replace(alone, method="budget")) == {}
 
 

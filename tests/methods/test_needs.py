@@ -19,7 +19,7 @@ from tests.methods.models import FINE, inputs
         ("kivi", None, []),
         ("per-token:bits=k8v4", None, []),
         ("hadamard-int4", None, ["online"]),  # K and Q turned after RoPE, V as it is
-        ("hadamard-int4:values=hadamard", None, ["online", "folded"]),
+        ("hadamard-int4:values=hadamard,centre=false", None, ["online", "folded"]),
         ("turboquant", None, ["online", "folded"]),
         ("oscar", None, ["online", "folded"]),
         ("kq-k8v4", 0.7, ["online", "folded"]),

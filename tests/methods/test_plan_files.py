@@ -36,6 +36,7 @@ NAMES = [
     "kvquant",
     "kvtc",
     "xkv",
+    "hadamard-int4",  # centred, and read by age
 ]
 
 
@@ -62,6 +63,11 @@ def test_what_was_saved_comes_back(name, tmp_path):
     after = load_plan(tmp_path / "p", fingerprint=before.fingerprint)
     assert compare_plans(before, after) == {}
     assert structure(after) == structure(before)
+    for a, b in zip(before.layers, after.layers, strict=True):
+        assert (a.centre is None) is (b.centre is None)
+        if a.centre is not None and b.centre is not None:
+            assert torch.equal(a.centre.keys, b.centre.keys)
+            assert torch.equal(a.centre.values, b.centre.values)
     for a, b in zip(before.layers, after.layers, strict=True):
         for x, y in zip(a.keys.groups, b.keys.groups, strict=True):
             assert (x.down is None) == (y.down is None)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.analysis.pairs import PAIRS, pair_gram
+from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import FailedError, KvprofError, UsageError
 from kvprof.moments import files
 from kvprof.moments.files import FORMAT, load_moments, save_moments
@@ -34,7 +35,11 @@ def example(*, w_v: bool = True, w_o: bool = True) -> Moments:
             torch.device("cpu"),
             c_o=gram(kv_heads, d_v) if w_o else None,
             c_wv=gram(kv_heads, d_v) if w_v else None,
+            # The second layer has no RoPE.
+            pairs=RotaryPairs.of([(0, 2, 1, 0), (1, 3, -1, 1)] if heads == 4 else []),
         )
+        layer.cross, layer.table = (torch.rand_like(x) for x in (layer.cross, layer.table))
+        layer.sums = {key: torch.rand_like(one) for key, one in layer.sums.items()}
         for part in (layer.rest, layer.first):
             for key, (count, width) in shapes.items():
                 part[key] = gram(count, width)
@@ -63,6 +68,9 @@ def test_what_was_saved_comes_back_to_the_last_bit(saved):
                 assert torch.equal(a[key], b[key])
         assert torch.equal(ours.c_o, theirs.c_o)
         assert torch.equal(ours.c_wv, theirs.c_wv)
+        assert torch.equal(ours.pairs.sign, theirs.pairs.sign)
+        assert torch.equal(ours.pairs.column, theirs.pairs.column)
+        assert ours.sums.keys() == theirs.sums.keys()
     for pair in PAIRS:
         assert torch.equal(pair_gram(after, 1, pair), pair_gram(before, 1, pair))
 

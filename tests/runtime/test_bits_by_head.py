@@ -158,7 +158,7 @@ def test_bytes_are_counted_by_hand_and_are_those_that_lie_in_the_cache(name: str
 
 def test_what_all_heads_have_alike_is_the_quantiser_said_once() -> None:
     loaded = model("Llama")
-    said = plan_at(plan_family("per-token", inputs("Llama")), 4.0)
+    said = plan_at(plan_family("per-token", inputs("Llama"), centre=False), 4.0)
     layers = [
         replace(
             layer,
@@ -187,7 +187,7 @@ def test_a_report_says_who_has_which_bits() -> None:
     assert "Keys have full precision (50%), 2 bits (50%), 2.00 on average, by head" in said
     told = plan_report(mixed("per-token"), 100)
     assert told["bits"] == {"keys": [[2, 16]], "values": [[16, 4]]}
-    alike = plan_at(plan_family("per-token", inputs("Llama")), 4.0)
+    alike = plan_at(plan_family("per-token", inputs("Llama"), centre=False), 4.0)
     assert plan_report(alike, 100)["bits"] is None
     layer = layer_of(("full", "full"), ("full", "full"))
     values = (replace(layer.values.groups[0], quantised=True), layer.values.groups[1])

@@ -42,6 +42,9 @@ METHODS_AT_FULL_RANK: dict[str, tuple[str, dict[str, Any]]] = {
     "tale": ("tale", {**FINE, "heads": 2}),
     "tale_eager": ("tale", {**FINE, "heads": 2, "lazy": False, "sink": 0}),
     "strawman": ("strawman", FINE),
+    "kq_centred": ("kq", {**FINE, "centre": True}),
+    "palu_centred": ("palu", {**FINE, "heads": 2, "centre": 1}),
+    "tale_centred": ("tale", {**FINE, "heads": 2, "centre": True}),
 }
 #: Those that store, fold or rebuild unlike others; the rest differ in the bases alone.
 _UNLIKE = (
@@ -54,6 +57,8 @@ _UNLIKE = (
     "tale",
     "tale_eager",
     "strawman",
+    "kq_centred",
+    "palu_centred",
 )
 _LOSSY = (
     "kq-wf",

@@ -110,7 +110,7 @@ def test_quantisers_alone(name: str) -> None:
     model, prefill, length = one_layer("Llama"), 158, 168
     ids = token_ids(1, length)
     bits = {"fp8": 8, "quanto": 4}.get(name, 3)
-    plan = plan_family(name, known("Llama")[0]).build(float(bits))
+    plan = plan_family(name, known("Llama")[0], centre=False).build(float(bits))
     tap = taps(model, ids, pre_rope=False)
     exact = heads_out(model, tap.q, tap.k, tap.v)
     rows = [exact[:, query] for query in range(prefill)]
@@ -138,7 +138,7 @@ def test_keys_and_values_have_bits_of_their_own(name: str) -> None:
     lost = []
     for text, pair in (("k4v2", (4, 2)), ("k2v4", (2, 4))):
         base = {**HALF, "minimum": 16} if name.startswith("kq") else {}  # bases, and all of them
-        family = plan_family(name, known("Llama")[0], **base, bits=text)
+        family = plan_family(name, known("Llama")[0], **base, bits=text, centre=False)
         plan = plan_at(family, (family.settings or (0.0,))[0])
         rows = []
         for query in range(prefill, length):

@@ -22,11 +22,14 @@ from tests.runtime.test_formula import attention_outputs, heads_out, relative, t
 from tests.runtime.test_quantiser_formulas import integers
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "hadamard": ("hadamard-int3", {}),
-    "hadamard_blocks": ("hadamard-int3", {"block": 4, "values": "hadamard", "group": 8}),
-    "hadamard_unlike": ("hadamard-int4", {"bits": "k8v3"}),
+    "hadamard": ("hadamard-int3", {"centre": False}),
+    "hadamard_blocks": (
+        "hadamard-int3",
+        {"block": 4, "values": "hadamard", "group": 8, "centre": False},
+    ),
+    "hadamard_unlike": ("hadamard-int4", {"bits": "k8v3", "centre": False}),
     "turboquant": ("turboquant", {"bits": 3}),
-    "turboquant_unlike": ("turboquant", {"bits": "k8v3"}),
+    "turboquant_unlike": ("turboquant", {"bits": "k8v3", "centre": False}),
     "turboquant_unit": ("turboquant", {"bits": 2, "rotation": "hadamard", "unit": True}),
     "oscar": ("oscar", {"bits": 3, "sink": 5, "window": 20}),
     "oscar_layer": ("oscar", {"bits": 3, "sink": 5, "window": 20, "bases": "layer", "group": 4}),
@@ -141,7 +144,7 @@ def test_outputs_are_the_formulas(name: str, arch: str) -> None:
 def unquantised(name: str, arch: str) -> Plan:
     options = {"window": 0, "sink": 0} if name == "oscar" else {}
     if name.startswith("hadamard"):
-        options = {"values": "hadamard"}
+        options = {"values": "hadamard", "centre": False}
     family = plan_family(name, inputs(arch), **options)
     return replace(plan_at(family, family.settings[0]), quantiser=None)
 
@@ -160,7 +163,7 @@ def test_on_the_kernels_codes_are_the_same_to_rounding() -> None:
     """The middle that kernels keep is rounded anew, so a code may differ where it is near."""
     pytest.importorskip("triton")
     loaded, ids = deep_model("Llama"), token_ids(1, 40)
-    plan = plan_family("hadamard-int4", deep_inputs("Llama")).build(4.0)
+    plan = plan_family("hadamard-int4", deep_inputs("Llama"), centre=False).build(4.0)
     found = {}
     for kernels in ("on", "off"):
         with compressed(loaded, plan, kernels=kernels) as session, torch.inference_mode():

@@ -130,7 +130,7 @@ def test_what_was_not_done_is_not_shown():
 
 def test_protocols_are_named():
     assert "decoded step by" in shown(evaluation_result())
-    assert "TEACHER-FORCED" in shown(evaluation_result(protocol="teacher_forced"))
+    assert "in one pass" in shown(evaluation_result(protocol="one_pass"))
     text = shown(evaluation_result(harness=True))
     assert "By its own protocol" in text
     assert re.search(r"arc_easy,\s+acc_norm", text)
