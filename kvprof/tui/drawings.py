@@ -51,15 +51,7 @@ _LONGEST_NAME = 18
 
 
 def stacked_bars(bars: Sequence[MethodBar], ink: Ink, airy: bool = False) -> RenderableType:
-    """Return a bar per method, with its time and its difference from the baseline.
-
-    Parameters
-    ----------
-    bars : sequence of MethodBar
-    ink : Ink
-    airy : bool
-        Leave a line between two bars.
-    """
+    """Return a bar per method, with its time and its difference from the baseline."""
     if not bars:
         return Text("nothing was measured yet", style="italic")
     drawn = [
@@ -115,20 +107,7 @@ def part_table(
     ink: Ink,
     small: float | None = 0.01,
 ) -> PartTable:
-    """Return the parts of every method that there is room for, and the request's own times.
-
-    Parameters
-    ----------
-    cases : sequence of CaseState
-    order : sequence of str
-        The parts.
-    baseline : CaseState or None
-        What the request's times are held against.
-    chosen : CaseState or None
-    ink : Ink
-    small : float or None
-        Parts below this share of every shown method stand in one row; None keeps all apart.
-    """
+    """Return the parts of every method that there is room for, and the request's own times."""
 
     def wanted(index: int) -> tuple[bool, bool, int]:
         return cases[index] is not chosen, cases[index] is not baseline, index

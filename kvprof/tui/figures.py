@@ -144,13 +144,7 @@ class LayerFilter:
 
     @classmethod
     def parse(cls, text: str) -> "LayerFilter":
-        """Read a filter: ``0-7,12``, ``k<64``, or both, joined by commas.
-
-        Raises
-        ------
-        ValueError
-            When an entry is neither, with what to write.
-        """
+        """Read a filter: ``0-7,12``, ``k<64``, or both, joined by commas."""
         ranges, comparisons = [], []
         called = {name: column for column, name in COLUMNS.items()}
         for entry in filter(None, (part.strip() for part in text.split(","))):

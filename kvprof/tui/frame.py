@@ -43,21 +43,7 @@ __all__ = [
 
 
 def text_lines(content: RenderableType, console: Console, width: int) -> list[Text]:
-    """Return what `content` draws as lines, which Textual paints faster than any other renderable.
-
-    Parameters
-    ----------
-    content : RenderableType
-        Text, a group, or what yields such; nothing else is drawn by the views.
-    console : Console
-    width : int
-        Columns.
-
-    Raises
-    ------
-    TypeError
-        When it draws something else.
-    """
+    """Return what `content` draws as lines, which Textual paints fastest."""
     if isinstance(content, str):
         content = Text(content)
     if isinstance(content, Text):
@@ -169,20 +155,7 @@ def footer(
     width: int,
     screens: Sequence[str] = REQUEST_SCREENS,
 ) -> Text:
-    """Return the keys that do something here, on as many lines as they need.
-
-    Parameters
-    ----------
-    screen : str
-    hidden : frozenset of str
-        Keys that do nothing now.
-    words : dict of str
-        Another word for a key, for example what a second press does.
-    width : int
-        Columns.
-    screens : sequence of str
-        Those of the run.
-    """
+    """Return the keys that do something here, on as many lines as they need."""
     entries = [Text.assemble((f"1–{len(screens)}", "bold"), " screens")]
     for key in KEYS:
         if not key.word or key.key in hidden or (key.screens and screen not in key.screens):
@@ -385,22 +358,7 @@ class RunScreen(Screen[None]):
         *,
         every: float = 0.0,
     ) -> bool:
-        """Fill a widget with what `make` returns, unless `key` is what it was filled for.
-
-        Parameters
-        ----------
-        widget : str
-        key : tuple
-            Everything that `make` depends on.
-        make : callable
-        every : float
-            Seconds between two drawings of something costly that changes all the time.
-
-        Returns
-        -------
-        bool
-            Whether the widget was filled.
-        """
+        """Fill a widget with what `make` returns, unless `key` is what it was filled for."""
         target = self.widget(widget)
         if not isinstance(target, Static):
             return False

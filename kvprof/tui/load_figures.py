@@ -59,12 +59,6 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
     """Return the figures of a case, of the requests that ended so far.
 
     While it runs, those that take long are not among them yet.
-
-    Parameters
-    ----------
-    case : LoadCase
-    objective : mapping
-        As `kvprof.records.load.rate_row` has it.
     """
     started, finished = case.started, case.finished
     asked = counted_of(case)
@@ -125,16 +119,7 @@ def rate_words(rate: float) -> str:
 def binned(
     times: Sequence[float], values: Sequence[float | None], columns: int
 ) -> list[float | None]:
-    """Return the mean of what lies in each of so many stretches of time; None where nothing does.
-
-    Parameters
-    ----------
-    times : sequence of float
-        Ascending.
-    values : sequence of float or None
-        As long as `times`.
-    columns : int
-    """
+    """Return the mean within each of so many stretches of time; None where nothing lies."""
     if not times:
         return []
     end = times[-1] or 1.0

@@ -18,20 +18,7 @@ __all__ = ["Session", "recorded_result"]
 
 
 def recorded_result(record: Path | None, result: dict[str, Any] | None) -> str:
-    """Return the result of a run as its file's text: what is on disk now, incomplete or not.
-
-    Parameters
-    ----------
-    record : Path or None
-        The run's events; None when there are none.
-    result : dict or None
-        The result, for a run without events.
-
-    Raises
-    ------
-    FailedError
-        When the events do not make a result yet.
-    """
+    """Return the result of a run as its file's text: what is on disk now, incomplete or not."""
     if record is None:
         assert result is not None
         return render_result(result)

@@ -208,16 +208,6 @@ class RunState(Fold[CaseState]):
 
         Where figures settle early, a case takes less than it may. A case that is to come is taken
         to need as long per token that it writes; what prepares it comes on top.
-
-        Parameters
-        ----------
-        time : float
-            Of the run.
-
-        Returns
-        -------
-        tuple of float or None
-            None where nothing tells.
         """
         newest, begun = self.progress, self._begun
         if newest is None or begun is None or self.end is not None:
@@ -321,14 +311,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 def state_of(result: dict[str, Any]) -> RunState:
-    """Return the state that a finished run's events would have left.
-
-    Parameters
-    ----------
-    result : dict
-        Of kind ``jct`` or ``load``. Samples that a result does not keep (parts by step) are there
-        as sums, requests under load as the figures of their rate.
-    """
+    """Return the state that a finished run's events would have left."""
     state, data = RunState(), result["data"]
     if result["kind"] == "load":
         return _load_state(state, result)

@@ -68,13 +68,7 @@ class Worker:
         self.released = False
 
     def start(self) -> None:
-        """Start the process.
-
-        Raises
-        ------
-        FailedError
-            When it cannot be started, or its streams cannot be written.
-        """
+        """Start the process."""
         environment = child_environment() | {"COLUMNS": str(self._width)}
         try:
             with self._stream(REPORT_NAME) as report, self._stream(MESSAGES_NAME) as messages:

@@ -100,13 +100,7 @@ class Bar:
 
 
 def bar_of(label: str, account: Account) -> Bar:
-    """Return the bar of a request: its time, and beside it whatever its parts do not add up to.
-
-    Parameters
-    ----------
-    label : str
-    account : Account
-    """
+    """Return the bar of a request: its time, and beside it whatever its parts do not add up to."""
     time = duration(account.seconds)
     said = [time if account.walls is not None else f"{time} so far"]
     if (misfit := account.misfit()) is not None:
@@ -214,13 +208,6 @@ def columns(bar: Bar, scale: float, slots: int) -> list[tuple[str, int]]:
 
     A bar is as long as its sum, and its columns are shared out by largest remainders: rounding
     where parts end would draw one of a thousandth and leave out one of a hundredth beside it.
-
-    Parameters
-    ----------
-    bar : Bar
-    scale : float
-        Value of the whole width.
-    slots : int
     """
     drawn = {part: value for part, value in bar.parts.items() if value > 0}
     if not drawn or scale <= 0:

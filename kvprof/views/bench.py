@@ -98,17 +98,7 @@ _ERROR = (
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``bench``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     found = groups(result)
     left = "" if result["complete"] else _unmeasured(result["inputs"], found)
     parts: list[RenderableType] = []
@@ -346,13 +336,7 @@ def median_seconds(row: Row) -> float | None:
 
 
 def groups(result: Mapping[str, Any]) -> list[Group]:
-    """Return what was measured by phase, batch and context, in the order of the run.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof bench``.
-    """
+    """Return what was measured by phase, batch and context, in the order of the run."""
     data = result["data"]
     found: dict[tuple[str, int, int], Group] = {}
     for name in ("rows", "baselines"):
@@ -366,13 +350,7 @@ def groups(result: Mapping[str, Any]) -> list[Group]:
 
 
 def sweeps(result: Mapping[str, Any]) -> list[list[Group]]:
-    """Return the groups of each phase and batch that was run at several contexts.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof bench``.
-    """
+    """Return the groups of each phase and batch that was run at several contexts."""
     by_batch = groupby(groups(result), key=lambda group: (group.phase, group.batch))
     members = [[group for group in found if group.rows] for _, found in by_batch]
     return [found for found in members if len(found) > 1]
@@ -382,12 +360,6 @@ def _rate_unit(values: Iterable[float | None], of: str = "B") -> tuple[float, st
     """Return what to multiply rates in tera with and their unit, by the largest of them.
 
     A CPU's memory gives some hundredths of a TB/s, its arithmetic of a TFLOP/s.
-
-    Parameters
-    ----------
-    values : iterable of float or None
-    of : str
-        ``B`` or ``FLOP``.
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
     return (1e3, f"G{of}/s") if known and max(known) < _LEAST_TERA else (1.0, f"T{of}/s")
@@ -436,15 +408,7 @@ def _drift(group: Group, row: Row) -> float | None:
 
 
 def _widths(ranks: Mapping[str, Any] | None, heads: int | None = None) -> str:
-    """Write the widths that are kept: ``64 (32–112)``, their mean and their range; or the one.
-
-    Parameters
-    ----------
-    ranks : mapping or None
-        ``keys`` and ``values``, a width per stored head each.
-    heads : int or None
-        KV heads of the shape; where fewer are stored, several share each: ``256 / 4 heads``.
-    """
+    """Write the widths that are kept: ``64 (32–112)``, their mean and their range; or the one."""
     if ranks is None:
         return MISSING
     known = [float(width) for name in ("keys", "values") for width in ranks[name]]
@@ -459,13 +423,7 @@ def _widths(ranks: Mapping[str, Any] | None, heads: int | None = None) -> str:
 
 
 def context_curves(members: Sequence[Group]) -> list[Series]:
-    """Return the time in milliseconds against the context, a curve per method and full width.
-
-    Parameters
-    ----------
-    members : sequence of Group
-        Of one phase and batch, by growing context.
-    """
+    """Return the time in milliseconds against the context, a curve per method and full width."""
     curves: dict[str, dict[int, tuple[float | None, Sequence[float | None]]]] = {}
     for group in members:
         best = _best_baseline(group)
@@ -496,11 +454,6 @@ def roofline_points(result: Mapping[str, Any]) -> list[Series]:
 
     Of each phase and batch the longest context; a gap between two points keeps plots from joining
     what is no curve.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof bench``.
     """
     longest: dict[tuple[str, int], Group] = {}
     for group in groups(result):
@@ -529,13 +482,6 @@ def roofs(points: Iterable[Series], data: Row) -> list[Series]:
     """Return what memory allows at each intensity and what arithmetic does, as far as measured.
 
     They end where they meet, or a little over the best that was reached.
-
-    Parameters
-    ----------
-    points : iterable of Series
-        From `roofline_points`; without a point there are no roofs.
-    data : mapping
-        Of the result.
     """
     drawn = [(x, y) for one in points for x, y in zip(one.x, one.y, strict=True) if y is not None]
     bandwidth = _finite(data["bandwidth"]["tb_per_s"])
@@ -582,17 +528,7 @@ _SECONDS_FROM = 10.0  # a table whose times reach this many seconds is not writt
 def _method_table(
     group: Group, shape: Mapping[str, Any], tb_per_s: float | None = None
 ) -> RankedTable:
-    """Return one row per method at one phase, batch and context.
-
-    Parameters
-    ----------
-    group : Group
-        With at least one row.
-    shape : mapping
-        ``data.shape``: what full width keeps, of how many heads.
-    tb_per_s : float, optional
-        What memory gives here: it decides the unit.
-    """
+    """Return one row per method at one phase, batch and context."""
     rows = group.rows
     medians = [median_seconds(row) for row in rows]
     scale, unit = _unit(medians)
@@ -759,11 +695,6 @@ def to_csv(result: Mapping[str, Any]) -> str:
     ``reason``. ``seconds`` is the median of ``samples`` samples, ``seconds_low`` and
     ``seconds_high`` its 95 % interval; ``baseline_seconds`` is the median of
     the full-width kernel in turn with it. Floats are written in full (`repr`).
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof bench``.
     """
     columns = (
         "kind",
@@ -822,23 +753,7 @@ _ROW = 2  # panels side by side
 
 
 def figure(result: Mapping[str, Any]) -> Any:
-    """Return the roofline, after panels of time against context where there are several.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof bench``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For `kvprof.views.figure.figure_bytes`.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
+    """Return the roofline, after panels of time against context where there are several."""
     swept = sweeps(result)
     return panel_figure(
         [

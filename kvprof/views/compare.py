@@ -66,19 +66,7 @@ def report(
     *,
     whole: bool = False,
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``compare``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    whole : bool
-        Also list the figures that are the same, and all that changed.
-    """
+    """Return the report for people."""
     data = result["data"]
     letters = run_letters(len(data["runs"]))
     parts: list[RenderableType] = [Text()]

@@ -16,17 +16,7 @@ __all__ = ["report"]
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return what the machine has and what each command can do.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``doctor``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return what the machine has and what each command can do."""
     data = result["data"]
     parts = [
         heading("Machine"),

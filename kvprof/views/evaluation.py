@@ -56,17 +56,7 @@ _PROTOCOLS = {
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``eval``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     data = result["data"]
     evaluations = data["evaluations"]
     parts: list[RenderableType] = []
@@ -144,12 +134,7 @@ def _thin(evaluations: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def unable_note(tasks: Sequence[str]) -> str | None:
-    """Say which tasks judge nothing; None without any.
-
-    Parameters
-    ----------
-    tasks : sequence of str
-    """
+    """Say which tasks judge nothing; None without any."""
     if not tasks:
         return None
     judge = (
@@ -170,13 +155,7 @@ def _unmeasured(inputs: Mapping[str, Any], evaluations: Sequence[Mapping[str, An
 
 
 def apart_note(calibrated: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Say that methods were calibrated on different tokens; None where that is not so.
-
-    Parameters
-    ----------
-    calibrated : mapping
-        By method: ``source``, ``tokens`` and ``seq_len`` of its calibration.
-    """
+    """Say that methods were calibrated on different tokens; None where that is not so."""
     same: dict[tuple[Any, ...], list[str]] = {}
     for name, found in calibrated.items():
         same.setdefault(
@@ -458,14 +437,7 @@ def _source_table(evaluations: Sequence[Evaluation]) -> DataTable | None:
 
 
 def _depth_table(evaluations: Sequence[Evaluation], by: str) -> DataTable | None:
-    """Return right answers of all tasks that judge together, by depth or by length.
-
-    Parameters
-    ----------
-    evaluations : sequence of mapping
-    by : str
-        ``by_depth`` or ``by_length``.
-    """
+    """Return right answers of all tasks that judge together, by depth or by length."""
     judging = [task for task in _task_names(evaluations) if task not in _unable_tasks(evaluations)]
     values = sorted(
         {
@@ -594,11 +566,6 @@ def to_csv(result: Mapping[str, Any]) -> str:
     ``name`` says which. ``baseline`` is the uncompressed model's figure,
     ``low`` and ``high`` the ends of the 95 % interval where there is one, ``count`` the tokens or
     questions behind a figure, ``dtype`` that of the run.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof eval``.
     """
     return tidy_csv(COLUMNS, _rows(result["data"]))
 
@@ -702,23 +669,7 @@ def _share(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figure(result: Mapping[str, Any]) -> Any:
-    """Return a point per method and rate, with its interval; what has no figure is left out.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof eval``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For `kvprof.views.figure.figure_bytes`.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
+    """Return a point per method and rate, with its interval; what has no figure is left out."""
     methods: dict[str, list[tuple[float, float, list[float]]]] = {}
     for row in result["data"]["evaluations"]:
         kept = row["relative_accuracy"]

@@ -121,13 +121,7 @@ Block = Heading | Paragraph | Bullets | Rows | Pairs | Plot | Bars | Ratios | Dr
 
 
 def blocks_of(report: RenderableType) -> list[Block]:
-    """Return the blocks of a report, in its order.
-
-    Parameters
-    ----------
-    report : RenderableType
-        From `kvprof.views.kinds.report`.
-    """
+    """Return the blocks of a report, in its order."""
     found: list[Block] = []
     for block in _blocks(report):
         if found and isinstance(block, Drawing) and isinstance(found[-1], Drawing):
@@ -241,18 +235,7 @@ _PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)
 
 
 def to_html(result: Mapping[str, Any]) -> str:
-    """Return the report of a result as a page: no script, no network, plots as inline SVG.
-
-    Parameters
-    ----------
-    result : mapping
-        Of any kind.
-
-    Raises
-    ------
-    LackingError
-        When there is a plot and matplotlib is not installed.
-    """
+    """Return the report of a result as a page: no script, no network, plots as inline SVG."""
     title = f"kvprof {result['kind']}"
     name = result["inputs"].get("model")
     written = f"{result['created']}, kvprof {result['kvprof_version']}"
@@ -267,18 +250,7 @@ def page_html(
     written: str,
     figure: Callable[[], Any] | None = None,
 ) -> str:
-    """Return any report as a page; see `to_html`.
-
-    Parameters
-    ----------
-    title, headline : str
-        Of the window and of the page.
-    content : RenderableType
-    written : str
-        The page's last line.
-    figure : callable, optional
-        Makes the figure of a report that has none in it; it stands behind the first table.
-    """
+    """Return any report as a page; see `to_html`."""
     blocks = blocks_of(content)
     body = [list(_html(block)) for block in blocks]
     if figure is not None and not any(isinstance(one, Plot | Bars | Ratios) for one in blocks):
@@ -374,13 +346,7 @@ _ADDRESS = re.compile(r"(?<=\w)(:)(?=//)|(?<=\bwww)(\.)|(@)(?=\w)", re.IGNORECAS
 
 
 def to_markdown(result: Mapping[str, Any]) -> str:
-    """Return the report of a result as Markdown (GitHub's, which has tables).
-
-    Parameters
-    ----------
-    result : mapping
-        Of any kind.
-    """
+    """Return the report of a result as Markdown (GitHub's, which has tables)."""
     return page_markdown(f"kvprof {result['kind']}", report(result, colour=False))
 
 

@@ -44,18 +44,7 @@ _ANNOTATED = (16, 16)  # largest map whose cells carry their figure
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure that draws without a display.
-
-    Parameters
-    ----------
-    width, height : float
-        Inches.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
+    """Return an empty matplotlib figure that draws without a display."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -76,26 +65,7 @@ def panel_figure(
     margin: tuple[float, float] = (0.0, 0.0),
     title: str = "",
 ) -> Any:
-    """Return a figure of panels of one size, line by line.
-
-    Parameters
-    ----------
-    draws : sequence of callable
-        Each draws on the axes that it is given.
-    panel : (float, float)
-        Width and height of one, in inches.
-    columns : int
-        Panels side by side, at most.
-    margin : (float, float)
-        Width and height beside and below all panels, in inches, for a legend.
-    title : str
-        Above all of them.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
+    """Return a figure of panels of one size, line by line."""
     columns = min(columns, max(1, len(draws)))
     lines = max(1, -(-len(draws) // columns))
     figure = new_figure(panel[0] * columns + margin[0], panel[1] * lines + margin[1])
@@ -128,22 +98,7 @@ def outer_legend(figure: Any, handles: Mapping[str, Any], columns: int) -> None:
 
 
 def figure_bytes(figure: Any, fmt: str, *, dpi: int = 200) -> bytes:
-    """Return a figure as a file's content; the same figure gives the same bytes.
-
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-        From `new_figure`.
-    fmt : str
-        ``svg`` or ``png``.
-    dpi : int
-        Dots per inch of a PNG.
-
-    Raises
-    ------
-    UsageError
-        When the format is another.
-    """
+    """Return a figure as a file's content; the same figure gives the same bytes."""
     if fmt not in FORMATS:
         raise UsageError(f"figure format {fmt!r} is unknown; choose from {', '.join(FORMATS)}")
     import matplotlib
@@ -240,21 +195,7 @@ def draw_curves(
     log_x: bool = False,
     log_y: bool = False,
 ) -> None:
-    """Draw curves, each with its band where it has one.
-
-    Parameters
-    ----------
-    axes : matplotlib.axes.Axes
-        Of a figure from `new_figure`.
-    series : sequence of Series
-        None, NaN and, on a log axis, values <= 0 leave gaps.
-    title, x_label, y_label : str
-        Written at the axes.
-    log_x : bool
-        Powers of two, written as counts (``1k``, ``2k``).
-    log_y : bool
-        Powers of ten.
-    """
+    """Draw curves, each with its band where it has one."""
     for index, one in enumerate(series):
         colour = _COLOURS[index % len(_COLOURS)]
         y = _drawable(one.y, log=log_y)
@@ -331,19 +272,7 @@ def draw_map(
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
-    """Draw a layer × head map; returns the image, for a colour bar.
-
-    Parameters
-    ----------
-    axes : matplotlib.axes.Axes
-        Of a figure from `new_figure`.
-    values : sequence of sequence of float or None
-        ``[layer][head]``; heads that a layer does not have, and None, stay white.
-    title : str
-        Above it.
-    low, high : float or None
-        Ends of the colour scale.
-    """
+    """Draw a layer × head map; returns the image, for a colour bar."""
     heads = max((len(row) for row in values), default=0)
     grid = np.full((len(values), max(1, heads)), np.nan)
     for layer, row in enumerate(values):

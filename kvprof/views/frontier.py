@@ -69,17 +69,7 @@ _HEIGHT = 14
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``frontier``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     data = result["data"]
     parts: list[RenderableType] = [Text(), _main_table(result)]
     if lines := _reasons(result):
@@ -422,13 +412,7 @@ _NEEDS = (
 
 
 def running_table(result: Mapping[str, Any]) -> SplitTable | None:
-    """Return what running each method takes, and its bytes of a long context.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``; None for one of earlier versions, which does not tell.
-    """
+    """Return what running each method takes, and its bytes of a long context."""
     known = [
         (method, point)
         for method in ranked(result)
@@ -497,11 +481,6 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
     ``max_rate`` says which row of a method is its largest rate. Columns of tasks are
     ``task_<name>`` and ``task_<name>_baseline``. Floats are written in full (`repr`).
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
     """
     tasks = tasks_of(result)
     others = [one["metric"] for one in targets_of(result)[1:]]
@@ -595,21 +574,6 @@ def figure(result: Mapping[str, Any]) -> Any:
     """Return the curves with their intervals as bands, the target as a line: a panel per target.
 
     The axis ends where ten times what the target gives away is lost; curves run out of it.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For `kvprof.views.figure.figure_bytes`.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
     """
     title = titled(result, f"{result['inputs']['model']} at {result['data']['context']:,} tokens")
     targets = targets_of(result)

@@ -49,40 +49,20 @@ def metric_name(metric: str) -> str:
 
 
 def targets_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return ``metric`` and ``target`` of all that have to be kept together, the first one first.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``; one of earlier versions has a single target.
-    """
+    """Return ``metric`` and ``target`` of all that have to hold, the first one first."""
     data = result["data"]
     return list(data.get("targets") or [{"metric": data["metric"], "target": data["target"]}])
 
 
 def share_at(point: Mapping[str, Any], metric: str | None = None) -> Mapping[str, Any]:
-    """Return ``share`` and ``share_interval`` of a target's metric at a point.
-
-    Parameters
-    ----------
-    point : mapping
-        Of a method.
-    metric : str or None
-        None takes the first target's.
-    """
+    """Return ``share`` and ``share_interval`` of a target's metric at a point."""
     shares: Mapping[str, Any] = point.get("shares", {})
     found: Mapping[str, Any] = point if metric is None else shares.get(metric, point)
     return found
 
 
 def ranked(result: Mapping[str, Any]) -> list[Method]:
-    """Return the methods by falling ``max_rate``; those without one last, as they were asked for.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    """
+    """Return the methods by falling ``max_rate``; those without one last, as asked for."""
     return sorted(
         result["data"]["methods"],
         key=lambda method: float("inf") if method["max_rate"] is None else -method["max_rate"],
@@ -151,11 +131,6 @@ def undecided(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     The true largest rate of a method lies in ``max_rate_interval``; where two of these overlap the
     sample does not tell which method goes further. Methods with nothing to turn are left out: their
     rate is what it is.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
     """
     searched = [
         method
@@ -181,17 +156,7 @@ def lowest_drawn(target: float) -> float:
 def curves(
     result: Mapping[str, Any], floor: float | None = None, metric: str | None = None
 ) -> list[Series]:
-    """Return one curve per method, the share kept against the rate, in order of rank.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof frontier``.
-    floor : float or None
-        Leaves out shares below it, which would flatten everything else.
-    metric : str or None
-        Of one of the targets; None takes the first.
-    """
+    """Return one curve per method, the share kept against the rate, in order of rank."""
     drawn = []
     for method in ranked(result):
         found = [(point["rate"], share_at(point, metric)) for point in method["points"]]

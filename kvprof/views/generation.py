@@ -22,13 +22,7 @@ _NAMES = {"compressed": "compressed", "full": "uncompressed"}
 
 
 def cache_line(result: Mapping[str, Any]) -> str:
-    """Return in one line what the cache held, measured beside the plan's account.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``generate``.
-    """
+    """Return in one line what the cache held, measured beside the plan's account."""
     cache = result["data"]["cache"]
     if cache is None:
         return "nothing was cached"
@@ -41,13 +35,7 @@ def cache_line(result: Mapping[str, Any]) -> str:
 
 
 def decoding_line(result: Mapping[str, Any]) -> str | None:
-    """Return in one line how decoding steps were launched on a GPU; None where there is no choice.
-
-    Parameters
-    ----------
-    result : Mapping
-        Of kind ``generate``.
-    """
+    """Return how decoding steps were launched on a GPU; None where there is no choice."""
     decoding = result["data"].get("decoding")
     if decoding is None:
         return None
@@ -60,17 +48,7 @@ def decoding_line(result: Mapping[str, Any]) -> str | None:
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the text that was streamed when it was written, and what was said after it.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``generate``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the text that was streamed when it was written, and what was said after it."""
     data = result["data"]
     parts: list[RenderableType] = [paragraph(data["text"])]
     if data["difference"] is not None:
@@ -84,17 +62,7 @@ def report(
 def comparison(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the comparison with the uncompressed model's text, as ``--diff`` shows it.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``generate`` that has a ``difference``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the comparison with the uncompressed model's text, as ``--diff`` shows it."""
     found = result["data"]["difference"]
     parts: list[RenderableType] = [heading("Compared with the uncompressed model")]
     parts.append(paragraph(_summary(result)))

@@ -225,15 +225,7 @@ class HeatMap:
 def rank_maps(
     ranks: Mapping[str, Sequence[Sequence[float]]], columns: str = "KV head"
 ) -> list[RenderableType]:
-    """Return a map of ranks below each title, all on one scale.
-
-    Parameters
-    ----------
-    ranks : mapping
-        Title to ``[layer][head]``.
-    columns : str
-        What the columns are.
-    """
+    """Return a map of ranks below each title, all on one scale."""
     every = [rank for one in ranks.values() for layer in one for rank in layer]
     parts: list[RenderableType] = []
     for title, values in ranks.items():

@@ -58,17 +58,7 @@ _HEIGHT = 14
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``jct``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     data = result["data"]
     parts: list[RenderableType] = []
     found, shown = groups(result), detailed(result)
@@ -272,16 +262,7 @@ def _unattributed(account: Account) -> str:
 def _part_table(
     group: Group, accounts: Mapping[str, Account], apart: Mapping[str, frozenset[str]]
 ) -> PartTable:
-    """Return parts as rows, cases as columns: time, share and difference to the baseline's part.
-
-    Parameters
-    ----------
-    group : Group
-    accounts : mapping
-        By case.
-    apart : mapping
-        Case to the parts that are differences of two times.
-    """
+    """Return parts as rows, cases as columns: time, share and difference to the baseline's part."""
     base = group.baseline
     return PartTable(
         [
@@ -455,13 +436,7 @@ _PROCESS = "Process peak: resident memory of the whole process, its weights and 
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:
-    """Return how to read the report, with what the cases' labels say.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-    """
+    """Return how to read the report, with what the cases' labels say."""
     data = result["data"]
     composed = data["mode"] == "composed"
     found = [_MODES[data["mode"]], _TIMES, _COMPOSED_PARTS if composed else _PARTS]
@@ -585,11 +560,6 @@ def to_csv(result: Mapping[str, Any]) -> str:
     ``case``: a case's totals. ``part``: a part of a case in one phase. ``step``: a forward pass.
     ``layer``: a layer of a case. ``memory``: the cache's bytes at a context, and ``level``: its
     tokens per level. ``telemetry``: a value of a device. Floats are written in full (`repr`).
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
     """
     return tidy_csv(_COLUMNS, _rows(result["data"]))
 

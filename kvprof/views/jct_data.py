@@ -83,16 +83,6 @@ class Group:
         Cases are measured one after the other, so that nothing pairs their runs: the interval of
         the ratio comes from the two that were recorded, as of figures that know nothing of each
         other (distances of the ends in logarithms, their squares added).
-
-        Parameters
-        ----------
-        case : mapping
-            Of this request.
-
-        Returns
-        -------
-        tuple of float or None
-            None for the baseline, and where one of the two has no interval (a single pass).
         """
         if self.baseline is None or case is self.baseline:
             return None
@@ -159,13 +149,7 @@ class Curves:
 
 
 def groups(result: Mapping[str, Any]) -> list[Group]:
-    """Return the requests of a result, in the order of measuring.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-    """
+    """Return the requests of a result, in the order of measuring."""
     data = result["data"]
     found: dict[tuple[int, int, int], list[Case]] = {}
     for case in data["cases"]:
@@ -200,13 +184,7 @@ def _baseline(cases: Sequence[Case], method: str) -> Case | None:
 
 
 def sweeps(result: Mapping[str, Any]) -> list[Sweep]:
-    """Return requests that differ in one length only, three or more of each.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-    """
+    """Return requests that differ in one length only, three or more of each."""
     found = groups(result)
     made = []
     for varied, fixed in (("input_len", "output_len"), ("output_len", "input_len")):
@@ -219,13 +197,7 @@ def sweeps(result: Mapping[str, Any]) -> list[Sweep]:
 
 
 def detailed(result: Mapping[str, Any]) -> list[Group]:
-    """Return the requests that a report shows part by part: few, or each sweep's longest.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-    """
+    """Return the requests that a report shows part by part: few, or each sweep's longest."""
     found = groups(result)
     if len(found) <= _FEW:
         return found
@@ -274,27 +246,12 @@ QUANTITIES = {
 
 
 def peak_name(inputs: Mapping[str, Any]) -> str:
-    """Return what the most memory is of: a GPU's allocations, or a process on a CPU.
-
-    Parameters
-    ----------
-    inputs : mapping
-        Of the result.
-    """
+    """Return what the most memory is of: a GPU's allocations, or a process on a CPU."""
     return "process peak" if inputs.get("device") == "cpu" else "device peak"
 
 
 def step_curves(result: Mapping[str, Any], group: Group, factor: float = 1.0) -> list[Series]:
-    """Return a curve per case: the time of a decode step against its context.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-    group : Group
-    factor : float
-        From seconds to the axis's unit.
-    """
+    """Return a curve per case: the time of a decode step against its context."""
     curves = []
     for name, case in zip(group.names, group.cases, strict=True):
         seconds: dict[int, list[float]] = {}
@@ -312,10 +269,6 @@ def sweep_curves(sweep: Sweep) -> Curves:
 
     Over lengths that differ by a hundred times, methods that differ by a tenth are one line: then
     the curves are the methods' times over the baseline's.
-
-    Parameters
-    ----------
-    sweep : Sweep
     """
     x_label = "input tokens" if sweep.varied == "input_len" else "output tokens"
     factor, unit = unit_of(case["jct_seconds"] for group in sweep.members for case in group.cases)
@@ -354,14 +307,7 @@ def byte_unit(most: float) -> tuple[int, str]:
 
 
 def memory_curves(result: Mapping[str, Any], group: Group) -> tuple[list[Series], str]:
-    """Return a curve per case, logical bytes against context, and the unit that all are in.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-    group : Group
-    """
+    """Return a curve per case, logical bytes against context, and the unit that all are in."""
     cases = {case["case"]: name for name, case in zip(group.names, group.cases, strict=True)}
     rows = [
         row

@@ -26,23 +26,7 @@ _ROW = 2  # panels side by side
 
 
 def figure(result: Mapping[str, Any]) -> Any:
-    """Return a panel of stacked parts per request, or per method of a sweep, then the curves.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``jct``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For `kvprof.views.figure.figure_bytes`.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
+    """Return a panel of stacked parts per request, or per method of a sweep, then the curves."""
     known = accounts(result["data"])
     swept = [(sweep, method) for sweep in sweeps(result) for method in sweep.methods()]
     shown = detailed(result)
@@ -76,17 +60,7 @@ def plain_counts(axes: Any) -> None:
 
 
 def bars_figure(bars: StackedBars) -> Any:
-    """Return a figure of the stacked bars of a report with their notes, without their title.
-
-    Parameters
-    ----------
-    bars : StackedBars
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
+    """Return a figure of the stacked bars of a report with their notes, without their title."""
     drawing = new_figure(7.2, 1.4 + 0.34 * len(bars.bars))
     axes = drawing.subplots()
     stacks = _stacks(bars.bars, shares=bars.shares)

@@ -24,13 +24,6 @@ def flat_tables(value: Any, name: str = "") -> Iterator[tuple[str, list[dict[str
     """Yield every list of rows inside a value with the name it stands under.
 
     Entries of a row that are mappings themselves become columns ``outer.inner``.
-
-    Parameters
-    ----------
-    value : object
-        Mappings, sequences and scalars, as JSON has them.
-    name : str
-        Of `value` itself.
     """
     if isinstance(value, Mapping):
         for key, entry in value.items():
@@ -45,11 +38,6 @@ def loose_parts(value: Any) -> Iterator[RenderableType]:
     """Yield what shows a value: its scalars, then each of its lists of rows as a table.
 
     Lists of numbers are left out; CSV and JSON have them.
-
-    Parameters
-    ----------
-    value : object
-        As of `flat_tables`.
     """
     if isinstance(value, Mapping):
         plain = {
@@ -124,17 +112,7 @@ _MODULES = {
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report of a result, whatever its kind.
-
-    Parameters
-    ----------
-    result : mapping
-        That passes the schema.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report of a result, whatever its kind."""
     if result["kind"] == "benchmark":
         return _benchmark(result, width, colour)
     made: RenderableType = _module(result["kind"]).report(result, width, colour=colour)

@@ -51,17 +51,7 @@ Row = Mapping[str, Any]
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report of a load.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``load``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report of a load."""
     data, inputs = result["data"], result["inputs"]
     verdicts = [_verdict(method, data) for method in data["methods"]]
     body: list[RenderableType] = [bullets(verdicts[1:])] if len(verdicts) > 1 else []
@@ -576,13 +566,7 @@ def _steps(steps: Mapping[str, Any]) -> str:
 
 
 def to_csv(result: Mapping[str, Any]) -> str:
-    """Return a row per method and rate.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``load``.
-    """
+    """Return a row per method and rate."""
     rows = []
     for row in result["data"]["rates"]:
         line: dict[str, Any] = {
@@ -623,18 +607,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
 
 def figure(result: Mapping[str, Any]) -> Any:
-    """Return latency per token, TTFT and TBT against the rate, a curve per method.
-
-    Parameters
-    ----------
-    result : mapping
-        Of kind ``load``.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
+    """Return latency per token, TTFT and TBT against the rate, a curve per method."""
     data = result["data"]
     limits = data["objective"]
 

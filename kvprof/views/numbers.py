@@ -86,17 +86,7 @@ def count(value: int | None) -> str:
 
 
 def interval(value: float | None, bounds: Sequence[float | None] | None, digits: int = 3) -> str:
-    """Write a figure with the interval it lies in: ``1.49 [1.41, 1.58]``.
-
-    Parameters
-    ----------
-    value : float or None
-        The figure.
-    bounds : sequence of two floats, or None
-        Lower and upper end; without them the figure stands alone.
-    digits : int
-        Significant digits of each.
-    """
+    """Write a figure with the interval it lies in: ``1.49 [1.41, 1.58]``."""
     if bounds is None:
         return number(value, digits)
     low, high = bounds
@@ -104,16 +94,7 @@ def interval(value: float | None, bounds: Sequence[float | None] | None, digits:
 
 
 def shared(width: str, heads: int | None, stored: int) -> str:
-    """Write a width and how many heads share it: ``256 / 4 heads``; none of its own is said.
-
-    Parameters
-    ----------
-    width : str
-    heads : int or None
-        KV heads of the shape.
-    stored : int
-        Latents of a layer.
-    """
+    """Write a width and how many heads share it: ``256 / 4 heads``; none of its own is said."""
     each = heads // stored if heads and stored else 1
     return f"{width} / {each} heads" if each > 1 else width
 
@@ -138,13 +119,7 @@ _UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
 
 
 def unit_of(seconds: Iterable[float | None]) -> tuple[float, str]:
-    """Return what to multiply times with and their unit, by the largest of them.
-
-    Parameters
-    ----------
-    seconds : iterable of float or None
-        Of one column, or of one axis.
-    """
+    """Return what to multiply times with and their unit, by the largest of them."""
     known = [abs(value) for value in seconds if value is not None and isfinite(value)]
     most = max(known, default=0.0)
     return next((factor, unit) for least, factor, unit in _UNITS if most >= least)

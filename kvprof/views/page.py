@@ -47,22 +47,7 @@ _FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]|[\t\n]")
 
 
 def tidy_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows as CSV with a header, which pandas reads without an option.
-
-    Parameters
-    ----------
-    columns : sequence of str
-        Header, in order.
-    rows : iterable of mapping
-        Column to value; a missing column and None are written empty, floats in full (`repr`). A
-        text that a spreadsheet would run as a formula has an apostrophe in front, which the
-        spreadsheet hides; what moves a terminal's cursor is left out.
-
-    Raises
-    ------
-    ValueError
-        When a row holds a column that the header does not name.
-    """
+    """Return rows as CSV with a header, which pandas reads without an option."""
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
     writer.writerow({name: _cell(name) for name in columns})
@@ -131,17 +116,7 @@ def bullets(lines: Iterable[str], style: str = "") -> RenderableType:
 
 
 def flow(entries: Iterable[Text], width: int, *, gap: int = 3) -> list[Text]:
-    """Put entries next to each other, as many as fit a line; none is broken unless it must be.
-
-    Parameters
-    ----------
-    entries : iterable of Text
-        For example those of a legend.
-    width : int
-        Columns.
-    gap : int
-        Blanks between two entries.
-    """
+    """Put entries next to each other, as many as fit a line; none is broken unless it must be."""
     lines: list[Text] = []
     for entry in entries:
         if lines and lines[-1].cell_len + gap + entry.cell_len <= width:
@@ -187,13 +162,7 @@ def _incomplete(reason: str | None) -> str:
 
 
 def weights_row(described: Mapping[str, Any]) -> dict[str, str]:
-    """Return the row that says which GGUF file a model was read from, and how it is rounded.
-
-    Parameters
-    ----------
-    described : mapping
-        A result's inputs, or the shape of a benchmark.
-    """
+    """Return the row that says which GGUF file a model was read from, and how it is rounded."""
     gguf = described.get("gguf")
     return {} if not gguf else {"weights": f"{gguf['file']}, {gguf['quantisation']}"}
 
@@ -216,32 +185,6 @@ def framed(
 
     From top to bottom: that the run stopped, where it did; the answer; what limits it; the body;
     how to read it; what it was measured with, and when; warnings; and again that the run stopped.
-
-    Parameters
-    ----------
-    result : mapping
-        Of any kind.
-    body : iterable of RenderableType
-        What only this kind has.
-    answer : str
-        What the result says, in a sentence or two.
-    cautions : iterable of str
-        Of an answer that does not cover all that a reader would expect.
-    notes : iterable of str
-        How to read the body.
-    measured_with : mapping, optional
-        What the figures depend on, by name; None is left out. Without a mapping there is no such
-        part.
-    why : str
-        Why the run stopped, where more is known than that it did.
-    spaced : bool
-        Set the first note off by an empty line; one is enough where the body begins with a heading.
-    repeated : bool
-        Say at the end as well that the run stopped, for reports longer than a screen.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
     """
     incomplete = _incomplete(result.get("incomplete_reason"))
     stopped = [] if result["complete"] else [paragraph(incomplete, "bold red")]
@@ -311,22 +254,7 @@ class Fitted:
 
 
 def render_text(content: RenderableType, width: int = 100, *, colour: bool = False) -> str:
-    """Return what `content` looks like as text, for a file or a test.
-
-    Parameters
-    ----------
-    content : RenderableType
-        For example a report.
-    width : int
-        Columns.
-    colour : bool
-        Keep ANSI escape codes.
-
-    Returns
-    -------
-    str
-        Lines without trailing blanks, ending in a newline.
-    """
+    """Return what `content` looks like as text, for a file or a test."""
     console = PrintableConsole(
         file=io.StringIO(),
         width=width,

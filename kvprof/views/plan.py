@@ -36,19 +36,7 @@ def report(
     *,
     describe: bool = False,
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``plan``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    describe : bool
-        Say in words what is done, and show every layer's ranks.
-    """
+    """Return the report for people."""
     data = result["data"]
     parts: list[RenderableType] = []
     if data["fit"] is not None:

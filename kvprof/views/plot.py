@@ -44,15 +44,7 @@ class Axis:
 
 
 def linear_ticks(values: Sequence[float], at_most: int = 6) -> Axis:
-    """Return a linear axis over `values` with ticks at multiples of 1, 2 or 5 times ten to the n.
-
-    Parameters
-    ----------
-    values : sequence of float
-        Finite, at least one.
-    at_most : int
-        Number of ticks that there is room for; where that leaves one, there are a few more.
-    """
+    """Return a linear axis over `values` with ticks at 1, 2 or 5 times powers of ten."""
     low, high = min(values), max(values)
     if low == high:
         # A constant curve runs through the middle, not along an edge.
@@ -80,15 +72,7 @@ def _round_up(step: float) -> float:
 
 
 def log10_ticks(values: Sequence[float], at_most: int = 6) -> Axis:
-    """Return a log axis with ticks at powers of ten, and at 2 and 5 times them where few fit.
-
-    Parameters
-    ----------
-    values : sequence of float
-        Positive, at least one.
-    at_most : int
-        Number of ticks that there is room for.
-    """
+    """Return a log axis with ticks at powers of ten, and at 2 and 5 times them where few fit."""
     low, high = math.log10(min(values)), math.log10(max(values))
     if high - low < 0.1:
         low, high = low - 0.35, high + 0.35
@@ -106,15 +90,7 @@ def log10_ticks(values: Sequence[float], at_most: int = 6) -> Axis:
 
 
 def log2_ticks(values: Sequence[float], at_most: int = 6) -> Axis:
-    """Return a log axis for counts, with ticks as people write them (``1k``, ``2k``, ``4k``).
-
-    Parameters
-    ----------
-    values : sequence of float
-        Positive, at least one.
-    at_most : int
-        Number of ticks that there is room for.
-    """
+    """Return a log axis for counts, with ticks as people write them (``1k``, ``2k``, ``4k``)."""
     low, high = math.log2(min(values)), math.log2(max(values))
     if low == high:
         low, high = low - 0.5, high + 0.5
@@ -222,38 +198,7 @@ def line_plot(
     ascii_only: bool = False,
     legend_above: bool = False,
 ) -> Text:
-    """Draw curves; each has markers of its own, so that they can be told apart without colour.
-
-    Parameters
-    ----------
-    series : sequence of Series
-        In the order of the legend; a later curve is drawn over an earlier one.
-    title, x_label, y_label : str
-        Written above, below and at the top of the y axis.
-    width : int
-        No line is wider than this many columns.
-    height : int
-        Rows of the canvas with its x axis; title, labels and legend come on top.
-    log_x : bool
-        Powers of two, written as counts (``1k``, ``2k``, ``4k``).
-    log_y : bool
-        Powers of ten.
-    x_ticks : sequence of float
-        Values to put ticks at instead of the computed ones (not used with `log_x`).
-    colours : sequence of str
-        Of the curves in turn, as Rich writes them; an empty one is the terminal's own.
-    colour : bool
-        False returns text without any style.
-    ascii_only : bool
-        Draw with ASCII characters, for a terminal without Unicode.
-    legend_above : bool
-        The legend under the title, where a screen may cut off what is below.
-
-    Returns
-    -------
-    rich.text.Text
-        Lines joined by newlines.
-    """
+    """Draw curves; each has markers of its own, so that they can be told apart without colour."""
     curves = [_points(s, log_x=log_x, log_y=log_y) for s in series]
     xs = [p[0] for curve in curves for part in curve for p in part]
     ys = [p[1] for curve in curves for part in curve for p in part]

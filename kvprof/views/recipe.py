@@ -259,13 +259,7 @@ def _drawn(one: Ratio, span: float, width: int, *, ascii_only: bool) -> str:
 
 
 def beside_figure(beside: Beside) -> Any:
-    """Return the ratios as a matplotlib figure.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
-    """
+    """Return the ratios as a matplotlib figure."""
     ratios = beside.ratios
     figure = new_figure(6.4, 0.9 + 0.32 * len(ratios))
     axes = figure.subplots()

@@ -37,17 +37,7 @@ _NOTES = (
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``sensitivity``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     data, inputs = result["data"], result["inputs"]
     limit = inputs.get("limit")
     parts: list[RenderableType] = [heading("What each setting costs"), _settings_table(data)]

@@ -47,17 +47,7 @@ _EFFECTIVE_RANK = (
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``spectrum`` (``architecture``).
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     chosen = _chosen_removal(result)
     parts: list[RenderableType] = [paragraph(summary(result))]
     parts += [paragraph(f"Note: {label}.", "bold") for label in result["inputs"].get("labels", ())]
@@ -83,13 +73,7 @@ def report(
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """Return one paragraph that answers how far this cache can go.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof spectrum``.
-    """
+    """Return one paragraph that answers how far this cache can go."""
     pairs = result["data"]["pairs"]
     if not pairs:
         return "Nothing was measured."
@@ -264,18 +248,7 @@ def _normalised_mean(pair: Result) -> list[float]:
 
 
 def _chosen_removal(result: Result) -> Result | None:
-    """Return the entry of ``data.removal`` that heat maps and summary show.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof spectrum``.
-
-    Returns
-    -------
-    mapping or None
-        None when the result has no removal rates (``qk`` or ``vo`` was not selected).
-    """
+    """Return the entry of ``data.removal`` that heat maps and summary show."""
     rows: Sequence[Result] = result["data"].get("removal") or ()
     return min(rows, key=lambda row: abs(row["dim_rate"] - _SHOWN_DIM_RATE), default=None)
 
@@ -341,15 +314,7 @@ def _pair_table(result: Mapping[str, Any]) -> RenderableType:
 
 
 def _per_query_head(data: Mapping[str, Any], grouped: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the report's part about bases per query head (FDC §5.1 read literally).
-
-    Parameters
-    ----------
-    data : mapping
-        ``data.per_query_head`` of a spectrum result.
-    grouped : mapping
-        ``data.pairs.qk`` of it: one basis per KV head.
-    """
+    """Return the report's part about bases per query head (FDC §5.1 read literally)."""
     parts: list[RenderableType] = [heading("One basis of qk per query head")]
     if set(data["group"]) == {1}:
         return [
@@ -443,11 +408,6 @@ def to_csv(result: Mapping[str, Any]) -> str:
     ``dim`` counts from 1, so that ``energy_kept`` is that of a rank of ``dim``; ``layer``,
     ``kv_head`` and ``query_head`` count from 0. Floats are written in full (`repr`). Rows of the
     pair ``qk_per_query_head`` have ``query_head`` instead of ``kv_head``.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof spectrum``.
     """
     data = result["data"]
     rows = chain(_pair_rows(data["pairs"]), _removal_rows(data.get("removal") or ()))
@@ -514,21 +474,6 @@ def figure(result: Mapping[str, Any]) -> Any:
     """Return the curves (FDC Fig. 3, ZACK Fig. 5, 10) beside maps of the ranks of qk and vo.
 
     Mean, and the band that holds 95 % of the heads, are divided by the mean's first value.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof spectrum``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For `kvprof.views.figure.figure_bytes`.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
     """
     chosen = _chosen_removal(result)
     layers = 0 if chosen is None else len(chosen["ranks_qk"])

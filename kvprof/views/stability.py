@@ -126,17 +126,7 @@ _HEIGHT = 12  # rows of a plot
 def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
-    """Return the report for people.
-
-    Parameters
-    ----------
-    result : mapping
-        A result of kind ``stability``.
-    width : int or None
-        Columns at most; None takes the console's.
-    colour : bool
-        False leaves out every escape code.
-    """
+    """Return the report for people."""
     data = result["data"]
     pairs = curves_of(result)
     answer, *evidence = verdict(result, pairs)
@@ -268,13 +258,6 @@ def verdict(
     """Return paragraphs: the answer in one line, what it rests on per pair, and the yardsticks.
 
     Figures are averages at the largest token count and the given rank nearest half the width.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof stability``.
-    pairs : mapping of str to sequence of Curve, optional
-        From `curves_of`, when the caller already has them.
     """
     chosen = curves_of(result) if pairs is None else pairs
     judged = {pair: _datasets(curves) for pair, curves in chosen.items() if _datasets(curves)}
@@ -426,15 +409,7 @@ def _targets(curves: Sequence[Curve]) -> str:
 
 
 def _advice(result: Mapping[str, Any], pairs: Mapping[str, Sequence[Curve]]) -> list[str]:
-    """Return in words how many tokens to calibrate with, and what that does not buy.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof stability``.
-    pairs : mapping of str to sequence of Curve
-        From `curves_of`.
-    """
+    """Return in words how many tokens to calibrate with, and what that does not buy."""
     found = result["data"]["recommendation"]
     if found is None:
         return ["No recommendation: it takes a sweep of two token counts or more."]
@@ -487,35 +462,14 @@ def _given_ranks(result: Mapping[str, Any]) -> list[int]:
 
 
 def cost_rank(result: Mapping[str, Any], pair: str) -> int | None:
-    """Return the given rank that costs are read at: the one nearest half the pair's width.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof stability``. ``data.half_ranks`` names the rank per pair; in a result without
-        it the largest given rank is taken, which by default is half the width. Every figure says
-        which rank it is for.
-    pair : str
-        One of the result's.
-
-    Returns
-    -------
-    int or None
-        None when no rank was given.
-    """
+    """Return the given rank that costs are read at: the one nearest half the pair's width."""
     ranks = _given_ranks(result)
     named = result["data"].get("half_ranks", {}).get(pair)
     return named if named in ranks else max(ranks, default=None)
 
 
 def curves_of(result: Mapping[str, Any]) -> dict[str, list[Curve]]:
-    """Sort the rows of a result into curves, in one pass.
-
-    Returns
-    -------
-    dict of str to list of Curve
-        By pair; the noise floor comes last. Curves without an average are left out.
-    """
+    """Sort the rows of a result into curves, in one pass."""
     found: dict[tuple[str, str, str], Curve] = {}
     for row in result["data"]["curves"]:
         key = (row["pair"], row["source"], row["target"])
@@ -553,17 +507,7 @@ def worst(curves: Sequence[Curve]) -> Curve | None:
 
 
 def head_costs(curve: Curve, rank: int | None, tokens: int) -> list[list[float | None]]:
-    """Return the extra lost energy of each head, mean over seeds, as ``[layer][kv_head]``.
-
-    Parameters
-    ----------
-    curve : Curve
-        Of one pair and target.
-    rank : int or None
-        Given rank; a narrower head is taken at its full width, None at its largest given rank.
-    tokens : int
-        Token count.
-    """
+    """Return the extra lost energy of each head, mean over seeds, as ``[layer][kv_head]``."""
     chosen = _costs_by_head(curve, rank, tokens)
     if not chosen:
         return []
@@ -650,17 +594,7 @@ _DECADES = 20.0
 
 
 def _series(curves: Sequence[Curve], figure: str, scale: float = 1.0) -> list[Series]:
-    """Return one curve per target of a figure at the rank of the cost, with its spread.
-
-    Parameters
-    ----------
-    curves : sequence of Curve
-        Of one pair.
-    figure : str
-        Key of a curve's row.
-    scale : float
-        What values are multiplied by; 100 writes a share in per cent.
-    """
+    """Return one curve per target of a figure at the rank of the cost, with its spread."""
     drawn = []
     for curve in curves:
         rows = [curve.at_cost_rank(tokens) for tokens in curve.counts]
@@ -735,15 +669,7 @@ def _ratio_table(curves: Sequence[Curve]) -> DataTable:
 def _cluster_table(
     curves: Sequence[Curve], clusters: Sequence[Mapping[str, Any]]
 ) -> DataTable | None:
-    """Return how many columns were aligned together at the largest token count; None without.
-
-    Parameters
-    ----------
-    curves : sequence of Curve
-        Of one pair.
-    clusters : sequence of mapping
-        ``data.clusters``.
-    """
+    """Return how many columns were aligned together at the largest token count; None without."""
     found: list[tuple[Curve, dict[int, int]]] = []
     for curve in curves:
         for entry in clusters:
@@ -908,11 +834,6 @@ def to_csv(result: Mapping[str, Any]) -> str:
     ``heads_and_seeds`` (how many) and, for every figure, ``<figure>_low`` and ``<figure>_high``
     (2.5 and 97.5 percentiles over them). Angles are in radians, losses and errors are shares;
     floats are written in full (`repr`).
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof stability``.
     """
     return tidy_csv(COLUMNS, _rows(result))
 
@@ -939,21 +860,6 @@ def figure(result: Mapping[str, Any]) -> Any:
     The papers' ratio after sign alignment (FDC Fig. 14, ZACK Fig. 18), the subspace distance, the
     extra lost energy and the extra error of scores or outputs, at the given rank nearest half the
     width.
-
-    Parameters
-    ----------
-    result : mapping
-        Of ``kvprof stability``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For `kvprof.views.figure.figure_bytes`.
-
-    Raises
-    ------
-    LackingError
-        When matplotlib is not installed.
     """
     pairs = curves_of(result)
     draws: list[Callable[[Any], None]] = []

@@ -282,16 +282,7 @@ def key_values(pairs: Mapping[str, str]) -> RenderableType:
 
 
 def claims_table(claims: Sequence[Mapping[str, Any]], *, title: str = "Claims") -> DataTable:
-    """Return a table of claims, each with what was measured and the verdict in words.
-
-    Parameters
-    ----------
-    claims : sequence of mapping
-        ``data.claims[]``: ``claim`` (str), ``threshold`` and ``measured`` (float, str or None),
-        ``verdict`` (str), and optionally ``interval`` (lower and upper end of `measured`).
-    title : str
-        Above the table.
-    """
+    """Return a table of claims, each with what was measured and the verdict in words."""
     rows = [
         (
             str(claim["claim"]),
