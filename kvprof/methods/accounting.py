@@ -342,7 +342,7 @@ def _eviction_bytes(plan: Plan, layer: LayerPlan, tokens: int) -> int:
     units = len(eviction_units(layer)) if eviction.kind != "recent" else 1
     numbers = {"recent": 0, "h2o": 1, "snapkv": 1, "keyformer": 2}[eviction.kind]
     per_token = numbers * _SCORE_BYTES
-    if layer.keys.placement is Placement.PRE_ROPE:
+    if layer.keys.placement is Placement.PRE_ROPE or layer.centre is not None:
         per_token += _POSITION_BYTES  # keys are rebuilt at the position they had
     return stored * units * per_token
 

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
+from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import Placement, Plan
+from kvprof.methods.registry import plan_family
 from kvprof.methods.storage import Eviction
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.keeping import gumbel, snapped
+from tests.methods.models import FINE, inputs, model
 from tests.models.tiny import seeded, token_ids
 from tests.runtime.plans import loaded, make_plan, ragged
 from tests.runtime.test_formula import (
@@ -200,3 +203,16 @@ def test_snapkv_looks_again_at_every_pass_of_several_tokens(sizes: tuple[int, ..
             newest = min(4 if size > 1 else 1, size, row_group.stored)
             ages = row_group.scores[..., -newest:]
             assert torch.equal(ages, torch.arange(seen - newest + 2.0, seen + 2.0).expand_as(ages))
+
+
+@pytest.mark.parametrize("name", ["h2o", "sink-recent", "fdc+keyformer"])
+def test_a_centred_cache_keeps_where_its_tokens_stood(name: str) -> None:
+    """Means go back by position, which eviction tears apart; the account counts that too."""
+    options = FINE if name.startswith("fdc") else {}
+    plan = plan_family(name, inputs("Llama"), centre=True, **options).build(0.5)
+    ids = token_ids(2, 43)
+    with compressed(model("Llama"), plan, "off") as session, torch.inference_mode():
+        cache = session.new_cache()
+        for start, stop in [(0, 40), *((i, i + 1) for i in range(40, 43))]:
+            model("Llama").model(ids[:, start:stop], past_key_values=cache)
+    assert cache.nbytes == bytes_at(plan, 43, itemsize=4, batch=2).total

@@ -37,7 +37,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], float | None]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["Llama", "Gemma2", "Gemma3", "SmolLM3"])
+@pytest.fixture(scope="module", params=["Llama", "Gemma3"])
 def calibrated(request: pytest.FixtureRequest) -> tuple[LoadedModel, MethodInputs]:
     loaded = wrap_model(tiny(request.param).double())
     settings = CollectOptions(512, 64, pre_rope=True, joint_heads=2, magnitudes=True)
