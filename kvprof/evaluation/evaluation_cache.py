@@ -71,6 +71,8 @@ def plan_digest(plan: Plan) -> str:
         for group in side.groups
         for matrix in (group.down, group.up)
     ]
+    centres = [layer.centre for layer in plan.layers if layer.centre is not None]
+    matrices += [mean for centre in centres for mean in (centre.keys, centre.values)]
     if plan.across is not None:
         matrices += [matrix for x in plan.across.groups for matrix in (x.basis, x.mean)]
     for matrix in matrices:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -233,8 +233,7 @@ def needs_decoding(plan: Plan) -> bool:
     plan : Plan
     """
     fitted = plan.quantiser is not None and plan.quantiser.kind == "hqq"
-    evicts = plan.eviction is not None and plan.eviction.keep < 1
-    return fitted or evicts or plan.across is not None
+    return fitted or plan.eviction is not None or plan.across is not None
 
 
 def without_intervals(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -431,23 +430,25 @@ class Evaluator:
         found = Found()
         keeps = self.workload.keeps_logits
         one_pass = not (self.settings.decode or needs_decoding(plan))
-        # Where the uncompressed model has to run again before each batch, the context of the
-        # compressed one cannot stay open; and answers are decoded.
-        stays = keeps and not (one_pass and any(isinstance(x, TaskBatch) for x in work))
-        entered = self._running(plan, one_pass) if stays else nullcontext(None)
-        with remembered_rows(), entered as running:
+        sessions: list[tuple[bool, Compression]] = []
+        with remembered_rows(), ExitStack() as stack:
+
+            def session(prompted: bool) -> Compression:
+                """Keep one context open as long as it serves."""
+                if not sessions or sessions[0][0] is not prompted:
+                    stack.close()
+                    sessions[:] = [(prompted, stack.enter_context(self._running(plan, prompted)))]
+                return sessions[0][1]
 
             def run(batch: TextBatch | TaskBatch) -> None:
                 with self._explained(plan.method, plan, batch):
                     if isinstance(batch, TaskBatch):
-                        with (
-                            nullcontext(running)
-                            if running
-                            else self._running(plan, False) as session
-                        ):
-                            self._answer(batch, session.new_cache, found, advance)
-                    else:
-                        self._text(plan, batch, running, one_pass, found, advance)
+                        self._answer(batch, session(False).new_cache, found, advance)
+                        return
+                    # Where the uncompressed model has to run again before each batch, the context
+                    # of the compressed one cannot stay open.
+                    running = session(one_pass) if keeps else None
+                    self._text(plan, batch, running, one_pass, found, advance)
 
             _run(work, run, found, should_stop)
         found.complete &= self.baseline()["complete"]

@@ -164,7 +164,7 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     installed = _installed()
     if (name in installed or name in METHODS) and skips_layers(name) and "skip" in options:
         given = replace(inputs, skip=_skipped(name, options.pop("skip"), inputs))
-        return _leaving_out(plan_family(name, given, **options), given)
+        return _leaving_out(plan_family(name, given, **options, centre=False), given)
     if name in installed:
         with few_threads():
             return installed[name].family(inputs, **options)
@@ -277,7 +277,9 @@ def _combined(
     inputs: MethodInputs,
     options: dict[str, Any],
 ) -> PlanFamily:
-    family = plan_family(base, inputs, **_own(options, base, modifiers))
+    # Centred or not is decided for the combination, above.
+    own = {"centre": False} if skips_layers(base) else {}
+    family = plan_family(base, inputs, **{**_own(options, base, modifiers), **own})
     if base == "full" and "skip" in options:
         given = replace(inputs, skip=_skipped(name, options["skip"], inputs))
         family = _leaving_out(family, given)

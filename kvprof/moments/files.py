@@ -176,6 +176,8 @@ def _check(name: str, layer: LayerMoments) -> None:
         inside = all(bool((x < width).all()) for x in (layer.pairs.first, layer.pairs.second))
         if shapes != ((len(layer.rest["k"]), width, size), (size, size)) or not inside:
             raise ValueError(f"{name}: its keys' moments against positions have another shape")
+    if layer.cross is not None and "v" not in layer.sums:
+        raise ValueError(f"{name} lacks the sum of its values")
     for key, total in layer.sums.items():
         if key not in layer.rest or total.shape != layer.rest[key].shape[:2]:
             raise ValueError(f"{name}: {key[:40]!r} has a sum of another shape")

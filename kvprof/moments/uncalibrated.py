@@ -24,6 +24,7 @@ from kvprof.methods.registry import (
     calibration_needs,
     follows_from_rate,
     plan_family,
+    skips_layers,
     without_allocation,
 )
 from kvprof.models.layout import LayerLayout, ModelLayout
@@ -84,7 +85,7 @@ def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
     UsageError
         As `kvprof.methods.registry.plan_family`, and for a method that needs more than moments.
     """
-    if method != "full":
+    if skips_layers(method):
         options["centre"] = False  # there are no means, and they cost no byte
     needs = calibration_needs(method, **options)
     inputs = MethodInputs(loaded.layout, loaded.fingerprint)

@@ -262,7 +262,7 @@ class Scoring:
     sinks: Tensor | None = None
     visible: Tensor | None = None
     group: int | None = None
-    offset: Callable[[slice], Tensor] | None = field(default=None)
+    offset: Callable[..., Tensor] | None = field(default=None)
     observe: Callable[[Tensor, Tensor, slice], None] | None = field(default=None)
 
 

@@ -401,7 +401,9 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
         super().__init__(layers=layers)
         self._tables: list[RotaryTable] = []
         self._table_of: dict[int, int] = {}
-        self._extended: dict[int, int] = {}
+        # Of this pass, by the identity of a table of cosines, which is held so that it stays one.
+        self._extended: dict[int, tuple[int, Tensor]] = {}
+        self._past = 0
 
     @property
     def nbytes(self) -> int:
@@ -438,21 +440,22 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
     def begin_pass(self) -> None:
         """Start a forward pass."""
         self._extended.clear()
+        self._past = self.get_seq_length()
 
     def angles(self, layer: int, rotation: Rotation, batch: int) -> RotaryTable:
         """Return cosines and sines of all tokens so far, the pass's own included."""
         fresh = angles(rotation, batch)
-        source = id(rotation.args[2] if len(rotation.args) > 2 else rotation.kwargs["cos"])
+        source = rotation.args[2] if len(rotation.args) > 2 else rotation.kwargs["cos"]
         known = self._table_of.get(layer)
-        if source not in self._extended:
+        if id(source) not in self._extended:
             if known is None:
                 known = len(self._tables)
                 self._tables.append(fresh)
-            else:
+            elif self._tables[known].cos.shape[1] == self._past:  # else another layer has done it
                 self._tables[known] = self._tables[known].extended(fresh.cos, fresh.sin)
-            self._extended[source] = known
-        self._table_of[layer] = self._extended[source]
-        return self._tables[self._extended[source]]
+            self._extended[id(source)] = known, source
+        self._table_of[layer] = self._extended[id(source)][0]
+        return self._tables[self._table_of[layer]]
 
     def take_angles(self, kernels: KernelState, past: int) -> None:
         """Take over the angles of the tokens that the kernels have stored.

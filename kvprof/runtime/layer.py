@@ -42,7 +42,7 @@ __all__ = ["LayerRuntime"]
 _SLICES, _FEWEST = 8, 128
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=2)
 def _readings(
     plan: Plan, layer: LayerPlan, seen: int, tokens: int, prompt: int
 ) -> dict[Form, NDArray[np.bool_]]:
@@ -193,10 +193,10 @@ class LayerRuntime:
         def without(states: Tensor, mean: Tensor) -> Tensor:
             return (states.to(wide) - mean).to(states.dtype)
 
-        def offset(queries: slice) -> Tensor:
+        def offset(queries: slice, keys: slice = slice(None)) -> Tensor:
             query = unflatten(own.query[:, :, queries].to(wide), 1, (heads, group))
             met = (query @ means.rotated[:, None]).flatten(2, 3)  # [rows, Hkv, G * t', 2F + 1]
-            return unflatten(met @ angles.mT, 2, (group, -1))
+            return unflatten(met @ angles[..., keys, :].mT, 2, (group, -1))
 
         own = replace(
             own,
@@ -314,8 +314,8 @@ class LayerRuntime:
                     some: slice, queries: slice = queries, whole: Any = whole, spans: Any = spans
                 ) -> Tensor:
                     begin, stop = queries.start, queries.stop
-                    found = whole(slice(begin + some.start, min(begin + some.stop, stop)))
-                    return torch.cat([found[..., span] for span in spans], dim=-1)
+                    own_queries = slice(begin + some.start, min(begin + some.stop, stop))
+                    return torch.cat([whole(own_queries, span) for span in spans], dim=-1)
 
                 narrowed = replace(narrowed, offset=offset)
             done.append(attend(key_sides, value_sides, narrowed, own.query.dtype))

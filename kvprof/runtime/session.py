@@ -77,6 +77,10 @@ class Compression:
         kernels: str | None = None,
         prompt: int | None = None,
     ) -> None:
+        if prompt is not None and (plan.across is not None or plan.eviction is not None):
+            raise UsageError(
+                f"{plan.method} evicts tokens or stores layers together: no one pass shows it"
+            )
         plan = plan if prompt is None else unfolded(plan)
         self.loaded = loaded
         self.plan = plan
@@ -217,6 +221,8 @@ class Compression:
             text_config = self.loaded.model.config.get_text_config(decoder=True)
             self._lent = not (text_config.use_cache if wanted is None else wanted)
         self._check_cache(cache)
+        if self.prompt is not None and cache.get_seq_length():
+            raise UsageError("passes over whole sequences keep nothing, so none can follow another")
         self.cache = cache
         decodes = inputs.shape[1] == 1 and cache.get_seq_length() > 0
         across = self.plan.across

@@ -19,9 +19,8 @@ pytestmark = [
 # In this time a command ends; 5 seconds are promised, on a machine that does nothing else.
 SECONDS = 30
 
-# Of each way to stop (calibrating, evaluating, timing, simulating, processes of its own) one command
-# that would take long, what it says on stderr before the signal is sent, and seconds of
-# work until then.
+# Of each way to stop (calibrating, evaluating, timing, simulating, processes of its own) a command
+# that would take long, what it says on stderr before the signal, and seconds of work until then.
 COMMANDS = {
     "plan": ("plan --method kq --rate 30% --calibrate random:10m", "calibrating", 1),
     "eval": ("eval --method full --sequences 400 --tasks none", "evaluating", 3),

@@ -13,7 +13,9 @@ from kvprof.evaluation import evaluation_cache
 from kvprof.evaluation.evaluation_cache import EvaluationCache, cache_folder, plan_digest
 from kvprof.methods.family import plan_for_rate
 from kvprof.methods.plan import Plan
+from kvprof.methods.registry import plan_family
 from tests.evaluation.search_families import family, fine
+from tests.methods.models import inputs
 from tests.views.synthetic_evaluation import evaluation_result
 
 
@@ -24,6 +26,14 @@ def plan(rate: float = 0.5, **options: int) -> Plan:
 def evaluation(accuracy: float) -> dict[str, Any]:
     (one,) = evaluation_result(("full",))["data"]["evaluations"]
     return {**one, "accuracy": accuracy}
+
+
+def test_the_digest_is_of_the_means_too() -> None:
+    found = [
+        plan_digest(plan_family("hadamard-int4", inputs("Llama"), centre=centre).build(4.0))
+        for centre in (False, 0, 2, True)
+    ]
+    assert len(set(found)) == 4
 
 
 def test_the_digest_is_of_what_is_stored() -> None:

@@ -121,6 +121,16 @@ def test_what_scores_a_prompt_exactly_folds_no_keys():
     assert all(layer.keys.fold_down for layer in recent.layers)
 
 
+@pytest.mark.parametrize("name", ["hadamard-int4+h2o", "per-token+sink-recent", "kq+kivi"])
+@pytest.mark.parametrize("centre", [None, False, True])
+def test_a_combination_is_centred_as_it_is_told_and_by_default_not(name, centre):
+    own = {**(FINE if name.startswith("kq") else {}), "skip": (1,)}
+    options = own if centre is None else {**own, "centre": centre}
+    made = plan_family(name, inputs("Llama"), **options)
+    plan = made.build((made.settings or (0.3,))[0])
+    assert [layer.centre is not None for layer in plan.layers] == [centre is True, False]
+
+
 def test_three_together():
     plan = at_rate("kq+h2o-4bit", 0.7, **FINE)
     assert 0.7 <= rate(plan, CONTEXT) < 0.71
