@@ -234,6 +234,8 @@ def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        # What a shell starts in the background ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     time.sleep(8)
     process.send_signal(signal.SIGINT)
