@@ -22,13 +22,13 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 104_360,
+    "package_lines": 104_354,
     "package_files": 415,
     "docstring_share": 0.215,
     "raises": 1091,
     "functions_with_12_parameters": 74,
     "modules_with_one_importer": 94,
-    "test_lines": 58_200,
+    "test_lines": 58_202,
     "test_functions": 2722,
     "tests_of_wording": 810,
     "document_words": 35_650,

@@ -114,7 +114,8 @@ def _centred(layer: LayerMoments, tokens: int, centre: Centre) -> LayerMoments:
     for joint, vector in JOINT_KEYS.items():
         if joint in grams:
             groups = len(grams[joint])
-            means[joint] = tuple(x.reshape(groups, -1) for x in means[vector])  # type: ignore[assignment]
+            mean, subtracted = means[vector]
+            means[joint] = (mean.reshape(groups, -1), subtracted.reshape(groups, -1))
     if "o" in grams:
         group = len(grams["o"]) // len(values)
         means["o"] = (layer.sums["o"] / tokens, values.repeat_interleave(group, dim=0))

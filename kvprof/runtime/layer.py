@@ -4,6 +4,7 @@ The order is the plan's: a pass sees what was stored before it at its stored qua
 tokens at the rank of their level; afterwards tokens are evicted, moved down levels and quantised.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -259,8 +260,16 @@ class LayerRuntime:
         blocks = [
             (
                 mask,
-                self._key_forms(row_group, keys, latents[0], own, form),
-                self._value_forms(row_group, values, latents[1], own, form),
+                [
+                    block
+                    for bundle, rows in self._in_form(row_group, "keys", keys, latents[0], form)
+                    for block in self._key_blocks(row_group, bundle, rows, own, form.exact)
+                ],
+                [
+                    block
+                    for bundle, rows in self._in_form(row_group, "values", values, latents[1], form)
+                    for block in self._value_blocks(bundle, rows, own, form.exact)
+                ],
             )
             for form, mask in forms.items()
         ]
@@ -321,37 +330,21 @@ class LayerRuntime:
             done.append(attend(key_sides, value_sides, narrowed, own.query.dtype))
         return torch.cat(done, dim=1)
 
-    def _key_forms(
+    def _in_form(
         self,
         row_group: RowGroup,
+        side: str,
         bundles: list[Bundle],
         latents: list[Tensor],
-        own: OwnTokens,
         form: Form,
-    ) -> list[KeyBlock]:
-        """Return all stored and own keys of each bundle in a form."""
-        found = []
+    ) -> Iterator[tuple[Bundle, list[Tensor]]]:
+        """Yield each bundle with its latents in a form, of which an exact one has none."""
         for index, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
             exact = form.exact
-            rows = [] if exact else [self._rows(row_group, "keys", index, bundle, latent, form)]
-            found += self._key_blocks(row_group, bundle, rows, own, exact)
-        return found
-
-    def _value_forms(
-        self,
-        row_group: RowGroup,
-        bundles: list[Bundle],
-        latents: list[Tensor],
-        own: OwnTokens,
-        form: Form,
-    ) -> list[Tensor]:
-        """Return all stored and own values of each bundle in a form."""
-        found = []
-        for index, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
-            exact = form.exact
-            rows = [] if exact else [self._rows(row_group, "values", index, bundle, latent, form)]
-            found += self._value_blocks(bundle, rows, own, exact)
-        return found
+            yield (
+                bundle,
+                [] if exact else [self._rows(row_group, side, index, bundle, latent, form)],
+            )
 
     def _rows(
         self,
