@@ -19,6 +19,7 @@ from kvprof.commands.steps import (
 )
 from kvprof.dtypes import DTYPE_BYTES, long_name
 from kvprof.errors import KvprofError, UsageError
+from kvprof.evaluation.centre_pairs import fewest_pairs
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan
@@ -89,6 +90,17 @@ def rounded_plan(
         family = calibrator.family(method, **options)
         with console.status(f"planning {method}"):
             plan = plan_of(loaded, family, rate, removal, context)
+        if plan.made.get("centre") is True:
+
+            def again(pairs: int) -> Plan:
+                narrow = calibrator.family(method, **{**options, "centre": pairs})
+                return plan_of(loaded, narrow, rate, removal, context)
+
+            plan = fewest_pairs(
+                loaded, plan, again, calibrator.text, progress=console.track, should_stop=stop
+            )
+            options = {**options, "centre": plan.made["centre"]}
+        with console.status(f"planning {method}"):
             fine = _fine(calibrator, family, plan, options)
     return RoundedPlan(plan, fine, family.knob if fine is not None else None)
 

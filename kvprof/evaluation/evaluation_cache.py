@@ -73,6 +73,7 @@ def plan_digest(plan: Plan) -> str:
     ]
     centres = [layer.centre for layer in plan.layers if layer.centre is not None]
     matrices += [mean for centre in centres for mean in (centre.keys, centre.values)]
+    matrices += [layer.key_mean for layer in plan.layers]
     if plan.across is not None:
         matrices += [matrix for x in plan.across.groups for matrix in (x.basis, x.mean)]
     for matrix in matrices:

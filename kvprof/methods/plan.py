@@ -48,6 +48,11 @@ scaling and softcap, outputs get ``u`` times the sum of the probabilities (below
 sinks) before W_O. ``R_j`` is made of the model's own cosines and sines, by the token's slot.
 Nothing is folded in such a layer.
 
+**Mean of keys** (``key_mean``). What a layer's rotated keys have in common on average adds the same
+to all scores of a query and leaves the softmax: it is taken from every key before it is projected.
+Latents of 16 bits round what is left instead of channels of some hundreds. Only where all that a
+layer stores of keys are such latents, and neither softcap nor learned sinks see it.
+
 **Tokens.** In this order, per sequence, counted from the first real token (not the padding):
 evict (`Eviction`; heads that share a latent go together, `kvprof.methods.tokens.eviction_units`);
 the first ``levels.sink`` kept tokens stay at full precision and at the top rank; the m others get a
@@ -157,6 +162,7 @@ __all__ = [
     "Quantiser",
     "SideQuantiser",
     "ValuePlan",
+    "bears_key_mean",
     "reads_by_age",
     "unfolded",
 ]
@@ -288,6 +294,8 @@ class LayerPlan:
         Whether the plan leaves it as it is; see the module.
     centre : Centre or None
         What its keys and values are stored without; see the module.
+    key_mean : Tensor or None
+        ``[num_kv_heads, d]`` float32, taken from every rotated key; see the module.
     """
 
     keys: KeyPlan
@@ -296,6 +304,7 @@ class LayerPlan:
     shared: bool = False
     left_out: bool = False
     centre: Centre | None = None
+    key_mean: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -482,11 +491,25 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
         raise UsageError(f"{name} is left out, and compressed all the same")
     if layer.centre is not None:
         _check_centre(name, layer)
+    shape = layer.kv_heads, keys.groups[0].head_dim
+    if layer.key_mean is not None and (
+        not bears_key_mean(plan, layer) or tuple(layer.key_mean.shape) != shape
+    ):
+        raise UsageError(f"{name}: its keys' mean is of another shape, or for latents of 16 bits")
     if layer.sliding_window is not None and layer.sliding_window < 2:
         raise UsageError(f"{name}: a sliding window of {layer.sliding_window} stores no token")
     if (plan.lazy or plan.online_bases) and (keys.fold_down or values.fold_down):
         what = "lazy" if plan.lazy else "online_bases"
         raise UsageError(f"{name}: {what} needs exact K and V in prefill, so nothing folds down")
+
+
+def bears_key_mean(plan: Plan, layer: LayerPlan) -> bool:
+    """Whether all that a layer stores of keys are alike latents of 16 bits, made after RoPE."""
+    keys = layer.keys
+    projected = keys.placement is Placement.POST_ROPE and not (keys.fold_down or keys.fold_up)
+    unlike = plan.lazy or plan.online_bases or plan.across is not None
+    unlike = unlike or len(plan.levels.shares) > 1 or layer.centre is not None or layer.shared
+    return projected and not unlike and plan.quantiser is None
 
 
 def _check_centre(name: str, layer: LayerPlan) -> None:

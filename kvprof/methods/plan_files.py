@@ -157,6 +157,7 @@ _SCHEMA = _with(
                 shared=_YES_OR_NO,
                 left_out=_YES_OR_NO,
                 centred=_YES_OR_NO,
+                key_mean=_YES_OR_NO,
             ),
             1,
             10_000,
@@ -236,6 +237,8 @@ def save_plan(plan: Plan, path: Path, *, force: bool = False) -> None:
         if layer.centre is not None:
             tensors[f"layers.{index}.centre.keys"] = layer.centre.keys
             tensors[f"layers.{index}.centre.values"] = layer.centre.values
+        if layer.key_mean is not None:
+            tensors[f"layers.{index}.key_mean"] = layer.key_mean
         for name, side in (("keys", layer.keys), ("values", layer.values)):
             for number, group in enumerate(side.groups):
                 if group.down is not None and group.up is not None:
@@ -324,6 +327,7 @@ def structure(plan: Plan) -> dict[str, Any]:
                 **({"shared": True} if layer.shared else {}),
                 **({"left_out": True} if layer.left_out else {}),
                 **({"centred": True} if layer.centre is not None else {}),
+                **({"key_mean": True} if layer.key_mean is not None else {}),
             }
         )
     return {
@@ -424,6 +428,7 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
                 Centre(*(tensors[f"layers.{index}.centre.{x}"].float() for x in ("keys", "values")))
                 if layer.get("centred", False)
                 else None,
+                tensors[f"layers.{index}.key_mean"].float() if layer.get("key_mean") else None,
             )
         )
     levels = stored["levels"]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from kvprof.analysis.centring import centred_moments, layer_centre
+from kvprof.analysis.centring import centred_moments, layer_centre, rotated_mean
 from kvprof.analysis.linalg import few_threads
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import dim_rate, rate
@@ -41,7 +41,7 @@ from kvprof.methods.option_types import BitsAmong, Count, option_types, read_opt
 from kvprof.methods.oscar import oscar
 from kvprof.methods.palu import palu
 from kvprof.methods.papers import PAPERS
-from kvprof.methods.plan import Plan, reads_by_age, unfolded
+from kvprof.methods.plan import Plan, bears_key_mean, reads_by_age, unfolded
 from kvprof.methods.quantisers import QUANTISERS, per_token, quantised, quantiser_family
 from kvprof.methods.storage import LIBRARIES, Quantiser, load_library
 from kvprof.methods.strawman import strawman
@@ -152,7 +152,11 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
     LackingError
         When it quantises with a library that is not installed.
     """
-    options = typed_options(name, options)
+    return _with_key_means(_family(name, inputs, options), inputs)
+
+
+def _family(name: str, inputs: MethodInputs, given: Mapping[str, Any]) -> PlanFamily:
+    options = typed_options(name, given)
     centre = options.pop("centre", None)
     if centre is None:  # stand-ins for a model without weights have no means
         known = inputs.moments is not None and any(
@@ -163,8 +167,8 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
         return _centring(name, inputs, options, centre)
     installed = _installed()
     if (name in installed or name in METHODS) and skips_layers(name) and "skip" in options:
-        given = replace(inputs, skip=_skipped(name, options.pop("skip"), inputs))
-        return _leaving_out(plan_family(name, given, **options, centre=False), given)
+        left = replace(inputs, skip=_skipped(name, options.pop("skip"), inputs))
+        return _leaving_out(_family(name, left, {**options, "centre": False}), left)
     if name in installed:
         with few_threads():
             return installed[name].family(inputs, **options)
@@ -279,7 +283,7 @@ def _combined(
 ) -> PlanFamily:
     # Centred or not is decided for the combination, above.
     own = {"centre": False} if skips_layers(base) else {}
-    family = plan_family(base, inputs, **{**_own(options, base, modifiers), **own})
+    family = _family(base, inputs, {**_own(options, base, modifiers), **own})
     if base == "full" and "skip" in options:
         given = replace(inputs, skip=_skipped(name, options["skip"], inputs))
         family = _leaving_out(family, given)
@@ -456,7 +460,7 @@ def _centring(
         note = f"{name} is not centred in layers {', '.join(off)}: they rotate keys in another way"
         made["notes"] = [*made.get("notes", []), note]
     given = replace(inputs, moments=centred_moments(moments, centres), made=made)
-    family = plan_family(name, given, **options, centre=False)
+    family = _family(name, given, {**options, "centre": False})
 
     def centred(plan: Plan) -> Plan:
         whole = unfolded(plan)
@@ -472,6 +476,29 @@ def _centring(
         build=lambda value: centred(family.build(value)),
         at_rate=None if at_rate is None else lambda *asked: centred(at_rate(*asked)),
         at_ranks=None if at_ranks is None else lambda ranks: centred(at_ranks(ranks)),
+    )
+
+
+def _with_key_means(family: PlanFamily, inputs: MethodInputs) -> PlanFamily:
+    """Take the mean of rotated keys from where it leaves the softmax (`kvprof.methods.plan`)."""
+    if inputs.moments is None:
+        return family
+    means = [rotated_mean(layer) for layer in inputs.moments.layers]
+
+    def without(plan: Plan) -> Plan:
+        layers = tuple(
+            replace(layer, key_mean=mean)
+            if bears_key_mean(plan, layer) and not facts.sinks and facts.softcap is None
+            else layer
+            for layer, mean, facts in zip(plan.layers, means, inputs.layout.layers, strict=True)
+        )
+        return replace(plan, layers=layers)
+
+    at_rate, finish = family.at_rate, family.finish
+    return replace(
+        family,
+        finish=without if finish is None else lambda plan: without(finish(plan)),
+        at_rate=None if at_rate is None else lambda *asked: without(at_rate(*asked)),
     )
 
 

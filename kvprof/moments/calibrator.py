@@ -422,13 +422,18 @@ class Calibrator:
 
     # Fisher information and sensitivities.
 
-    def _text(self, most: int, longest: int) -> CalibrationTokens:
-        """Read at most so many tokens of text, in sequences that several kinds of text fit in."""
+    @property
+    def text(self) -> Source:
+        """The user's text, or the embedded calibration split where that is none."""
         source = self._options.source
         if source is None or source.kind in (SourceKind.RANDOM, SourceKind.MOMENTS):
-            source = parse_source("calibration")
+            return parse_source("calibration")
+        return source
+
+    def _text(self, most: int, longest: int) -> CalibrationTokens:
+        """Read at most so many tokens of text, in sequences that several kinds of text fit in."""
         length = min(self._options.seq_len, longest)
-        return read_tokens(self._loaded, source, tokens=None, most=most, seq_len=length)
+        return read_tokens(self._loaded, self.text, tokens=None, most=most, seq_len=length)
 
     def _shared_out(self, base: str, inputs: MethodInputs, own: Mapping[str, Any]) -> PlanFamily:
         """Return the method's plans with its own allocation: what could have ranks at all."""

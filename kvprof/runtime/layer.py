@@ -95,6 +95,7 @@ class LayerRuntime:
         self._alike = next(x for x in plan.layers if _kind(plan, x) == _kind(plan, self.layer))
         self._bundles: dict[Any, tuple[list[Bundle], list[Bundle]]] = {}
         self._centres: dict[Any, _Means] = {}
+        self._key_mean: Tensor | None = None
 
     @property
     def rebuilds(self) -> bool:
@@ -105,6 +106,16 @@ class LayerRuntime:
     def takes_angles(self) -> bool:
         """Whether it needs the cosines and sines of every stored token."""
         return self.rebuilds or (self.layer.centre is not None and bool(self.facts.rotary_pairs))
+
+    def without_mean(self, key: Tensor) -> Tensor:
+        """Take what a layer's keys have in common from ``[B, Hkv, t, d]``."""
+        if self.layer.key_mean is None:
+            return key
+        wide = torch.promote_types(key.dtype, torch.float32)
+        if self._key_mean is None or self._key_mean.device != key.device:
+            self._key_mean = self.layer.key_mean.to(key.device, wide)[:, None]
+        with part("compress"):
+            return (key - self._key_mean.to(wide)).to(key.dtype)
 
     def exact(self, several: bool) -> bool:
         """Whether a pass attends to its own tokens exactly because the plan is lazy (TALE)."""

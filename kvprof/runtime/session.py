@@ -311,6 +311,7 @@ class Compression:
             self.switches[index].exact = exact
         # Taken from the list by every layer that rebuilds, so that it holds the next one's alone.
         rotation = self._last_rotation(index) if runtime.takes_angles else None
+        key = runtime.without_mean(key)
         done = self.route.run(index, cache, query, key, value, options, rotation)
         if done is not None:
             store.stored()

@@ -368,6 +368,7 @@ def _folded(found: _Found, plan: LayerPlan, pages: LayerPages, rank: int) -> Ser
         found.group * pages.heads,
         pages.codes,
         rebuilding,
+        None if plan.key_mean is None else plan.key_mean[list(own)].to(weight.device),
     )
 
 

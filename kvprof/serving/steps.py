@@ -117,6 +117,8 @@ class ServedLayer:
         How its latents are quantised.
     rebuilding : Rebuilding or None
         How its keys are rebuilt.
+    key_mean : Tensor or None
+        ``[heads, d]`` float32, taken from every key before it is projected.
     """
 
     attention: Any
@@ -126,6 +128,7 @@ class ServedLayer:
     group: int
     codes: Codes | None = None
     rebuilding: Rebuilding | None = None
+    key_mean: Tensor | None = None
     steps: Steps | None = None
 
     @property
@@ -332,4 +335,6 @@ def attend(
     scale : float
     """
     assert layer.steps is not None
+    if layer.key_mean is not None:
+        key = (key - layer.key_mean).to(key.dtype)
     return layer.steps.attend(step, query, key, value, scale)

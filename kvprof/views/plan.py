@@ -72,6 +72,8 @@ def _plan_parts(result: Mapping[str, Any], *, describe: bool) -> list[Renderable
     parts += [heading("Rates"), key_values(_rates(plan))]
     if plan["folded"] or plan["online"]:
         parts += _stored_dimensions(plan)
+    if trials := plan["made"].get("centre_trials"):
+        parts += _pairs(plan["made"]["centre"], trials)
     parts += [heading("Weights and work"), key_values(_work(plan, result["inputs"]))]
     if describe:
         parts += [heading("In words"), bullets(plan["sentences"])]
@@ -171,6 +173,20 @@ def _ranks_note(plan: Mapping[str, Any]) -> str:
         f"({percent(rounding['bytes_lost'] / full)} of full width): without rounding the rate "
         f"would be {rounding['requested_rate']:.4f}."
     )
+
+
+def _pairs(chosen: int, trials: Mapping[str, Any]) -> list[RenderableType]:
+    """Tell what accuracy each number of pairs without their mean kept."""
+    rows = [
+        (count, f"{kept:.4f}", "this plan" if count == str(chosen) else "")
+        for count, kept in trials["kept"].items()
+    ]
+    measured = f"Measured on {trials['tokens']:,} tokens of {trials['text']}."
+    return [
+        heading("Rotary pairs stored without their mean"),
+        DataTable(columns("pairs", figures=("accuracy kept", "")), rows),
+        paragraph(measured, "dim"),
+    ]
 
 
 def _work(plan: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:

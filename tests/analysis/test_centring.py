@@ -79,15 +79,15 @@ def test_moments_are_of_what_is_stored(
     kept = torch.zeros(HEADS, width, dtype=torch.float64)
     still = [i for i in range(width) if not any(i in pair[:2] for pair in pairs)]
     kept[:, still] = mean[:, still]
+    weight = [0.0] * len(pairs)
     for head in range(HEADS):
         energy = queries[0, 2 * head : 2 * head + 2].square().sum((0, 1))
-        weight = [
-            float(mean[head, [a, b]].square().sum() * (energy[[a, b]].sum() if by_query else 1))
-            for a, b, *_ in pairs
-        ]
-        order = sorted(range(len(pairs)), key=lambda f: -weight[f])
-        for f in order if count is None else order[:count]:
-            kept[head, [*pairs[f][:2]]] = mean[head, [*pairs[f][:2]]]
+        for f, (a, b, *_) in enumerate(pairs):
+            seen = energy[[a, b]].sum() if by_query else 1
+            weight[f] += float(mean[head, [a, b]].square().sum() * seen)
+    order = sorted(range(len(pairs)), key=lambda f: -weight[f])
+    for f in order if count is None else order[:count]:
+        kept[:, [*pairs[f][:2]]] = mean[:, [*pairs[f][:2]]]
     assert torch.allclose(centre.keys.double(), kept, atol=1e-5)
     assert torch.allclose(centre.values.double(), values.mean((0, 2)), atol=1e-5)
 
