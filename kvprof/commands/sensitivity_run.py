@@ -241,7 +241,7 @@ _Chosen = Mapping[Part, Setting | None]
 
 @dataclass(frozen=True)
 class _Whole:
-    """Assignments that are measured, and what is done with their figures."""
+    """Choices that are measured, and what is done with their figures."""
 
     chosen: tuple[_Chosen, ...]
     keep: Callable[[list[dict[str, Any]]], None]
@@ -252,7 +252,7 @@ def _key(chosen: _Chosen) -> frozenset[tuple[Part, str]]:
 
 
 def _measured(measuring: Sensitivity, wanted: list[_Whole], stop: Stop) -> bool:
-    """Measure assignments, each once; an interrupt keeps those that were measured."""
+    """Measure choices, each once; an interrupt keeps those that were measured."""
     total = len({_key(chosen) for whole in wanted for chosen in whole.chosen})
     known: dict[frozenset[tuple[Part, str]], dict[str, Any]] = {}
     with console.track(f"{total} allocations as a whole", total) as bar:
@@ -263,7 +263,7 @@ def _measured(measuring: Sensitivity, wanted: list[_Whole], stop: Stop) -> bool:
                 if stop():
                     return False
                 try:
-                    known[key] = measuring.measure(measuring.assignment(chosen))
+                    known[key] = measuring.measure(chosen)
                 except Interrupted:
                     return False
                 bar.advance(1)

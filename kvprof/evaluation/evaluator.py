@@ -108,6 +108,20 @@ class Found:
     notes: list[str] = field(default_factory=list)
     complete: bool = True
 
+    def pairs(self, samples: Sequence[TextSample]) -> dict[str, Pair]:
+        """Return the scores of both models, by the name of the sample."""
+        pairs = {}
+        for index, sample in enumerate(samples):
+            own = [
+                (batch.base, scores)
+                for batch, scores in self.text
+                if batch.sample == index and batch.base is not None
+            ]
+            if own:
+                base, other = (TokenScores.joined(part) for part in zip(*own, strict=True))
+                pairs[sample.name] = Pair(base, other)
+        return pairs
+
 
 def _because(notes: list[str]) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
@@ -140,16 +154,7 @@ def assembled(
         Index of a question to the uncompressed model's answer.
     """
     itemsize, context = loaded.dtype.itemsize, workload.context
-    pairs: dict[str, Pair] = {}
-    for index, sample in enumerate(samples):
-        own = [
-            (batch.base, scores)
-            for batch, scores in found.text
-            if batch.sample == index and batch.base is not None
-        ]
-        if own:
-            base, other = (TokenScores.joined(part) for part in zip(*own, strict=True))
-            pairs[sample.name] = Pair(base, other)
+    pairs = found.pairs(samples)
     text = text_figures(pairs, RESAMPLES, SEED)
     own_answers = [base_answers.get(index) for index in range(len(items))]
     answers = [found.answers.get(index) for index in range(len(items))]
@@ -422,6 +427,12 @@ class Evaluator:
         LackingError
             Out of memory; says what took it and what would fit.
         """
+        return self._assembled(plan, self.found(plan, advance, should_stop), self._answers)
+
+    def found(
+        self, plan: Plan, advance: Advance = _nothing, should_stop: ShouldStop = _never
+    ) -> Found:
+        """Return what `evaluate` puts together: the scores of every token and answer."""
         self.baseline()
         work = [
             *(batch for batch in self.workload.text if batch.base is not None),
@@ -452,7 +463,7 @@ class Evaluator:
 
             _run(work, run, found, should_stop)
         found.complete &= self.baseline()["complete"]
-        return self._assembled(plan, found, self._answers)
+        return found
 
     def _running(self, plan: Plan, one_pass: bool) -> Any:
         return compressed(self.loaded, plan, prompt=self.workload.start if one_pass else None)

@@ -1,41 +1,32 @@
 """What it costs to store one layer's keys or values, or one head's, in fewer bits or dimensions.
 
-Every cell is one part of the cache (`Part`) at one setting (`Setting`), everything else as the
-model stores it, measured on held-out text as decoding would see it (`kvprof.evaluation.stored`).
-From the cells follow what each part needs and, as if their divergences added up, which setting each
-should take at a size; what is recommended is then measured as a whole, because they do not quite.
+Every cell is the plan of one part of the cache (`Part`) at one setting (`Setting`), everything else
+as the model stores it, evaluated on held-out text. From the cells follow what each part needs and,
+as if their divergences added up, which setting each should take at a size; what is recommended is
+then measured as a whole, because they do not quite.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvprof.analysis.quality import draws, ratio_interval
-from kvprof.errors import FailedError, Interrupted, UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.data import TextSample
-from kvprof.evaluation.scores import (
-    RESAMPLES,
-    SEED,
-    Pair,
-    TokenScores,
-    score_tokens,
-    text_figures,
-)
-from kvprof.evaluation.stored import Assignment, StoredPasses
-from kvprof.evaluation.workload import TextBatch, Workload
-from kvprof.methods.budget import heads_in
+from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
+from kvprof.evaluation.scores import RESAMPLES, SEED, text_figures
+from kvprof.methods.budget import plan_of
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.full import full_plan
-from kvprof.methods.settings import FULL, HeadSide, Part, Setting, Stored, bytes_per_token
+from kvprof.methods.settings import FULL, Part, Setting, bytes_per_token
 from kvprof.models.load import LoadedModel
 
 __all__ = ["Sensitivity", "answers", "layers_that_stay", "part_of"]
 
 
 class Sensitivity:
-    """Measures any assignment of settings to parts on one sample.
+    """Measures any choice of settings for parts on one sample.
 
     Parameters
     ----------
@@ -60,37 +51,25 @@ class Sensitivity:
                 "values, which cannot be stored otherwise for one layer alone; eval takes it"
             )
         self.loaded, self.samples = loaded, samples
-        self.workload = Workload(loaded, samples, [], batch_size)
-        self._passes = StoredPasses(loaded)
+        self._evaluator = Evaluator(loaded, samples, [], EvaluationSettings(batch_size=batch_size))
         self._whole = full_plan(self.inputs)
-        self._started: TextBatch | None = None
 
     @property
     def context(self) -> int:
         """Mean number of tokens before a decoded one: where bytes are counted."""
-        return self.workload.context
+        return self._evaluator.context
 
     @property
     def inputs(self) -> MethodInputs:
         """What settings and plans of this model are made of."""
         return MethodInputs(self.loaded.layout, self.loaded.fingerprint)
 
-    def assignment(self, chosen: Mapping[Part, Setting | None]) -> dict[HeadSide, Stored]:
-        """Return what is stored how when each part takes its setting; None stays as it is."""
-        return {
-            head_side: setting.stored
-            for part, setting in chosen.items()
-            if setting is not None
-            for head_side in heads_in(self.loaded.layout, part)
-        }
-
     def bytes_per_token(self, part: Part, setting: Setting | None) -> float:
         """Return what a part stores per token of context; as the model does without a setting."""
         return bytes_per_token(self._whole, part, setting, self.context)
 
-    @torch.inference_mode()
-    def measure(self, assignment: Assignment) -> dict[str, Any]:
-        """Return what an assignment costs on the whole sample.
+    def measure(self, chosen: Mapping[Part, Setting | None]) -> dict[str, Any]:
+        """Return what a choice costs on the whole sample; what has no setting stays as it is.
 
         Returns
         -------
@@ -103,37 +82,13 @@ class Sensitivity:
         ------
         FailedError
             When logits are not finite.
+        Interrupted
+            When not all of the sample was measured.
         """
-        scores = []
-        for batch in self.workload.text:
-            if self._started is not batch:
-                batch.logits = self._passes.baseline(batch.ids)
-                batch.base = self._scored(batch, batch.logits, None)
-                if self._started is not None:
-                    self._started.logits = None  # one batch's are held at a time
-                self._started = batch
-            found = self._scored(batch, self._passes.logits(batch.ids, assignment), batch.logits)
-            scores.append((batch, found))
-        return self._figures(scores)
-
-    def _scored(
-        self, batch: TextBatch, logits: torch.Tensor, base: torch.Tensor | None
-    ) -> TokenScores:
-        targets = batch.ids[:, self.workload.start :]
-        scores = score_tokens(logits.unbind(1), targets, base, lambda _: None)
-        if not scores.finite:
-            raise FailedError(f"logits of {self.loaded.spec} are not finite; try --dtype float32")
-        return scores
-
-    def _figures(self, scores: Iterable[tuple[TextBatch, TokenScores]]) -> dict[str, Any]:
-        pairs: dict[str, Pair] = {}
-        every = list(scores)
-        for index, sample in enumerate(self.samples):
-            own = [(batch, found) for batch, found in every if batch.sample == index]
-            bases = [batch.base for batch, _ in own if batch.base is not None]
-            pairs[sample.name] = Pair(
-                TokenScores.joined(bases), TokenScores.joined(found for _, found in own)
-            )
+        measured = self._evaluator.found(plan_of(self.inputs, chosen, {}))
+        if not measured.complete:
+            raise Interrupted
+        pairs = measured.pairs(self.samples)
         figures = text_figures(pairs, RESAMPLES, SEED)
         kl = np.concatenate([pair.found.kl for pair in pairs.values()])
         counts = draws([len(pair.found.kl) for pair in pairs.values()], RESAMPLES, SEED)
@@ -170,7 +125,7 @@ class Sensitivity:
                 if should_stop():
                     return rows, False
                 try:
-                    measured = self.measure(self.assignment({part: setting}))
+                    measured = self.measure({part: setting})
                 except Interrupted:
                     return rows, False
                 rows.append(

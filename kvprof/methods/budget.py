@@ -33,6 +33,7 @@ __all__ = [
     "in_one_plan",
     "offer_of",
     "parts_of_layers",
+    "plan_of",
 ]
 
 _METHOD = "budget"
@@ -195,38 +196,53 @@ class Offer:
 
     def _plan(self, chosen: Mapping[Part, Setting | None], predicted: float) -> Plan:
         """Return the plan of settings that were handed out."""
-        heads = {
-            head: setting
-            for part, setting in chosen.items()
-            if setting is not None
-            for head in heads_in(self.inputs.layout, part)
+        return plan_of(self.inputs, chosen, {**self.made, "predicted_kl": predicted})
+
+
+def plan_of(
+    inputs: MethodInputs, chosen: Mapping[Part, Setting | None], made: Mapping[str, Any]
+) -> Plan:
+    """Return the plan in which parts have their settings, and all else stays as it is.
+
+    Parameters
+    ----------
+    inputs : MethodInputs
+        Of the model.
+    chosen : mapping of Part to Setting or None
+        Settings that one plan can hold (`in_one_plan`), or all with as many exact first tokens.
+    made : mapping
+        JSON values that the plan carries.
+    """
+    heads = {
+        head: setting
+        for part, setting in chosen.items()
+        if setting is not None
+        for head in heads_in(inputs.layout, part)
+    }
+    whole = replace(full_plan(inputs, _METHOD), made=dict(made))
+    found = [one for one in heads.values() if one.spec.bits is not None]
+    if not found:
+        layers = tuple(_layer(i, x, heads, dict.fromkeys(SIDES)) for i, x in _numbered(whole))
+        return replace(whole, layers=layers)
+    # Settings of one quantiser differ in their bits alone.
+    like = found[0].stored.plan
+    assert like.quantiser is not None
+    sides: dict[str, SideQuantiser | None] = {}
+    for side in SIDES:
+        bits = {
+            one.spec.bits
+            for head, one in heads.items()
+            if head.side == side and one.spec.bits is not None
         }
-        whole = full_plan(self.inputs, _METHOD)
-        made = {**self.made, "predicted_kl": predicted}
-        found = [one for one in heads.values() if one.spec.bits is not None]
-        if not found:
-            layers = tuple(_layer(i, x, heads, dict.fromkeys(SIDES)) for i, x in _numbered(whole))
-            return replace(whole, layers=layers, made=made)
-        # Settings of one quantiser differ in their bits alone.
-        like = found[0].stored.plan
-        assert like.quantiser is not None
-        sides: dict[str, SideQuantiser | None] = {}
-        for side in SIDES:
-            bits = {
-                one.spec.bits
-                for head, one in heads.items()
-                if head.side == side and one.spec.bits is not None
-            }
-            own: SideQuantiser = getattr(like.quantiser, side)
-            said = tuple(bits) if len(bits) == 1 else ()
-            sides[side] = replace(own, bits=said) if bits else None
-        return replace(
-            whole,
-            layers=tuple(_layer(index, layer, heads, sides) for index, layer in _numbered(whole)),
-            levels=Levels(sink=like.levels.sink),
-            quantiser=replace(like.quantiser, keys=sides["keys"], values=sides["values"]),
-            made=made,
-        )
+        own: SideQuantiser = getattr(like.quantiser, side)
+        said = tuple(bits) if len(bits) == 1 else ()
+        sides[side] = replace(own, bits=said) if bits else None
+    return replace(
+        whole,
+        layers=tuple(_layer(index, layer, heads, sides) for index, layer in _numbered(whole)),
+        levels=Levels(sink=like.levels.sink),
+        quantiser=replace(like.quantiser, keys=sides["keys"], values=sides["values"]),
+    )
 
 
 def _numbered(plan: Plan) -> enumerate[LayerPlan]:

@@ -11,7 +11,7 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.evaluation.data import TextSample
-from kvprof.evaluation.decode import decoded_logits
+from kvprof.evaluation.decode import baseline_logits, decoded_logits, prefill_length
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.sensitivity import Sensitivity
 from kvprof.methods.accounting import bytes_at, rate
@@ -137,7 +137,7 @@ def test_decoding_through_the_plan_costs_what_was_measured(
     save_plan(plan, tmp_path / "p")
     again = load_plan(tmp_path / "p", fingerprint=loaded.fingerprint, layout=loaded.layout)
     assert compare_plans(plan, again) == {}
-    wanted = measuring.measure(measuring.assignment(chosen))
+    wanted = measuring.measure(chosen)
     evaluator = Evaluator(loaded, [sample], [], EvaluationSettings(decode=True))
     found = evaluator.evaluate(again)
     assert found["kl"]["mean"] == pytest.approx(wanted["kl"], rel=2e-3)
@@ -146,7 +146,8 @@ def test_decoding_through_the_plan_costs_what_was_measured(
     assert found["measured_bytes"] == found["accounted_bytes"]
     with compressed(loaded, again) as session, torch.inference_mode():
         decoded = torch.stack(list(decoded_logits(loaded, sample.ids, session.new_cache())), 1)
-    passes = measuring._passes.logits(sample.ids, measuring.assignment(chosen))
+    with compressed(loaded, plan, prompt=prefill_length(tokens)):
+        passes = baseline_logits(loaded, sample.ids)
     # Another order of sums may turn a code or two, and what follows from them.
     assert float((decoded - passes).abs().mean()) < 5e-4
 
