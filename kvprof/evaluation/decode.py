@@ -1,12 +1,14 @@
 """The forward passes of an evaluation: prefill, then one token at a time, through any cache.
 
 A sequence of T tokens is split at ``T // 2``. The prefill's last logits predict the first decoded
-token; after that the sequence's own tokens are fed one by one, and the last one is not fed at all.
+token; after that the sequence's own tokens are fed one by one, or in runs within which nothing is
+stored otherwise, and the last one is not fed at all.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -88,7 +90,9 @@ def baseline_logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
     return _forward(loaded, ids[:, :-1].to(loaded.device), keep, use_cache=False)[0]
 
 
-def decoded_logits(loaded: LoadedModel, ids: Tensor, cache: Any) -> Iterator[Tensor]:
+def decoded_logits(
+    loaded: LoadedModel, ids: Tensor, cache: Any, runs: Iterable[tuple[int, int]] | None = None
+) -> Iterator[Tensor]:
     """Yield ``[B, vocabulary]`` per decoded token: prefill, then a step for each.
 
     Parameters
@@ -99,13 +103,18 @@ def decoded_logits(loaded: LoadedModel, ids: Tensor, cache: Any) -> Iterator[Ten
         ``[B, T]``.
     cache : CompressedCache
         Empty; at the end it has seen ``T - 1`` tokens.
+    runs : iterable of (int, int), optional
+        The passes after the prefill, by their first token and the one after their last; by default
+        each token is one.
     """
     ids = ids.to(loaded.device)
-    start = prefill_length(ids.shape[1])
-    for first, last in [(0, start), *((t, t + 1) for t in range(start, ids.shape[1] - 1))]:
+    start, stop = prefill_length(ids.shape[1]), ids.shape[1] - 1
+    runs = pairwise(range(start, stop + 1)) if runs is None else runs
+    for first, last in chain([(0, start)], runs):
+        keep = last - first if first else 1
         with torch.inference_mode():
-            logits, _ = _forward(loaded, ids[:, first:last], 1, past_key_values=cache)
-        yield logits[:, -1]
+            logits, _ = _forward(loaded, ids[:, first:last], keep, past_key_values=cache)
+        yield from logits.unbind(1)
 
 
 def task_batches(items: Sequence[TaskItem], tokens: int, batch_size: int | None) -> list[TaskBatch]:

@@ -36,6 +36,7 @@ from kvprof.evaluation.scores import (
 from kvprof.evaluation.tasks.items import Scoring, TaskAnswer, TaskItem, scored
 from kvprof.evaluation.workload import TextBatch, Workload, explained_shortage
 from kvprof.methods.accounting import SERVED_BYTES, bytes_at, rate
+from kvprof.methods.across import read_alike
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.registry import plan_family
@@ -69,8 +70,8 @@ class EvaluationSettings:
     ----------
     decode : bool
         Text step by step through the cache, which takes a hundred times as long, instead of in one
-        pass that reads what decoding would read. Tasks, and plans that need it (`needs_decoding`),
-        are decoded all the same.
+        pass, or few, that read what decoding would read. Tasks, and plans that need it
+        (`needs_decoding`), are decoded all the same.
     batch_size : int or None
         Sequences at once; None by device and memory.
     worst : int
@@ -227,11 +228,12 @@ def hidden_in_one_pass(plan: Plan) -> str | None:
 
 
 def needs_decoding(plan: Plan) -> bool:
-    """Whether a plan's accuracy shows only step by step through its cache.
+    """Whether a plan's accuracy shows only through its cache.
 
     What a query reads of a token follows from their positions, and one pass shows it
     (`kvprof.methods.tokens.readings`); but not which tokens an evictor keeps, what ``hqq`` makes
-    of a step's tokens, and what layers store together.
+    of a step's tokens, and what layers store together. The last takes a pass for as many tokens as
+    read alike (`kvprof.methods.across.read_alike`), the others one for each token.
 
     Parameters
     ----------
@@ -488,7 +490,10 @@ class Evaluator:
                 advance(work.prefill_steps(work.seq_len))
             else:
                 cache = session.new_cache()
-                logits = decoded_logits(self.loaded, batch.ids, cache)
+                runs = None
+                if plan.across is not None and not self.settings.decode:
+                    runs = read_alike(plan.across, plan.levels.sink, work.start, work.seq_len - 1)
+                logits = decoded_logits(self.loaded, batch.ids, cache, runs)
                 advance(work.prefill_steps(work.start) - 1)
                 scores = self._scored(plan.method, batch, logits, base, advance)
                 found.measured += cache.nbytes if cache.rest_bytes is None else cache.rest_bytes

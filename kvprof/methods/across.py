@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvprof.analysis.transform_coding import BITS, Blocks, packed_bytes
 from kvprof.errors import UsageError
 
-__all__ = ["Across", "LayerGroup", "check_across", "coded_layers", "coded_tokens"]
+__all__ = ["Across", "LayerGroup", "check_across", "coded_layers", "coded_tokens", "read_alike"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +95,28 @@ def coded_tokens(across: Across, sink: int, tokens: int) -> int:
     """Return how many tokens of a context are coded: all but the first and the newest ones."""
     rest = max(0, tokens - sink - across.window)
     return rest if across.at_rest else rest // across.block * across.block
+
+
+def read_alike(across: Across, sink: int, start: int, stop: int) -> list[tuple[int, int]]:
+    """Cut decoded tokens into runs within which no older token is read otherwise than before.
+
+    A pass over a run attends as a pass over each of its tokens would.
+
+    Parameters
+    ----------
+    across : Across
+    sink : int
+        Of the plan's levels.
+    start, stop : int
+        The first decoded token, after a prompt of so many, and the one after the last.
+    """
+
+    def stored(tokens: int) -> int:
+        # At rest the prompt alone is coded, in front of a pass over a single token.
+        return min(tokens, start + 1) if across.at_rest else coded_tokens(across, sink, tokens)
+
+    borders = [start, *(i for i in range(start + 1, stop) if stored(i) != stored(i - 1)), stop]
+    return [(first, last) for first, last in pairwise(borders) if first < last]
 
 
 def coded_layers(across: Across | None, side: str) -> frozenset[int]:

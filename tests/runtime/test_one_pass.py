@@ -1,5 +1,6 @@
 """One pass reads what decoding reads: equal logits, for every way to store that it can show."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvprof.evaluation.decode import baseline_logits, decoded_logits, prefill_length
+from kvprof.methods.across import read_alike
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan import Plan, reads_by_age
 from kvprof.methods.registry import plan_family
@@ -19,6 +21,7 @@ from tests.methods.models import FINE
 from tests.models.tiny import VOCABULARY, seeded, tiny
 
 _TOKENS = 60
+_SINK = 3
 #: A method, its options, and where its knob stands.
 PLANS: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "kq": ("kq", FINE, 0.4),
@@ -40,7 +43,8 @@ PLANS: dict[str, tuple[str, dict[str, Any], float | None]] = {
 @pytest.fixture(scope="module", params=["Llama", "Gemma3"])
 def calibrated(request: pytest.FixtureRequest) -> tuple[LoadedModel, MethodInputs]:
     loaded = wrap_model(tiny(request.param).double())
-    settings = CollectOptions(512, 64, pre_rope=True, joint_heads=2, magnitudes=True)
+    options = {"pre_rope": True, "joint_heads": 2, "magnitudes": True, "across": (2, _SINK)}
+    settings = CollectOptions(512, 64, **options)
     *_, moments = collect_moments(loaded, parse_source("random:512"), settings)
     return loaded, MethodInputs(loaded.layout, loaded.fingerprint, moments)
 
@@ -66,7 +70,7 @@ def test_logits_are_those_of_decoding(
         # Sinks and a window are read in another form than what lies between.
         plan = replace(
             plan,
-            levels=replace(plan.levels, sink=3),
+            levels=replace(plan.levels, sink=_SINK),
             quantiser=replace(plan.quantiser, window=5),
         )
     seeded(1)
@@ -102,3 +106,43 @@ def test_no_border_of_a_pass_changes_what_reads_by_age(
         found.append(torch.cat(rows, dim=1))
     for other in found[1:]:
         assert float((other - found[0]).abs().max()) < 1e-9
+
+
+def divergence(logits: Tensor, others: Tensor) -> Tensor:
+    """Return the mean over tokens of KL(logits ‖ others) in nats."""
+    left, right = (x.double().log_softmax(-1) for x in (logits, others))
+    return (left.exp() * (left - right)).sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "passes"),
+    [
+        ("kvtc", {"window": 5}, 2),
+        ("xkv", {"window": 5, "block": 7, "bases": "calibration"}, 5),
+        ("xkv", {"window": 4, "block": 26}, 2),  # its bases come of tokens that were decoded
+    ],
+)
+def test_few_passes_read_what_decoding_reads_across_layers(
+    calibrated: tuple[LoadedModel, MethodInputs], method: str, options: Any, passes: int
+) -> None:
+    loaded, inputs = calibrated
+    plan = plan_family(method, inputs, **options, layers=2, sink=_SINK).build(0.6)
+    assert plan.across is not None
+    seeded(3)
+    ids = torch.randint(3, VOCABULARY, (2, _TOKENS))
+    runs = read_alike(plan.across, _SINK, prefill_length(_TOKENS), _TOKENS - 1)
+    assert len(runs) == passes
+    narrow = wrap_model(deepcopy(loaded.model).float())
+    for model in (loaded, narrow):
+        own = replace(plan, fingerprint=model.fingerprint)
+        found, held = [], []
+        for steps in (runs, None):
+            with compressed(model, own, "off") as session:
+                cache = session.new_cache()
+                found.append(torch.stack([*decoded_logits(model, ids, cache, steps)], dim=1))
+                held.append(cache.nbytes)
+        assert held[0] == held[1]
+        exact = baseline_logits(model, ids)
+        assert float(divergence(exact, found[1])) > 1e-6
+        assert float(divergence(found[1], found[0])) < 1e-8
+        assert model is narrow or float((found[0] - found[1]).abs().max()) < 1e-9
