@@ -474,7 +474,7 @@ DecodeOption = Annotated[
     typer.Option(
         "--decode",
         rich_help_panel=DATA,
-        help="Decode text step by step instead of in one pass that reads the same; slow.",
+        help="Decode text and answers step by step, not in one pass that reads the same.",
     ),
 ]
 

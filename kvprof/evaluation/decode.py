@@ -1,4 +1,4 @@
-"""The forward passes of an evaluation: prefill, then one token at a time, through any cache.
+"""The forward passes of an evaluation: whole sequences, or prefill and then one token at a time.
 
 A sequence of T tokens is split at ``T // 2``. The prefill's last logits predict the first decoded
 token; after that the sequence's own tokens are fed one by one, or in runs within which nothing is
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.evaluation.tasks.items import TaskItem
+from kvprof.evaluation.tasks.items import Scoring, TaskItem
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.generation import end_ids
 
 __all__ = [
     "TaskBatch",
     "baseline_logits",
+    "checked_answers",
     "decoded_logits",
     "greedy_answers",
     "mean_context",
@@ -38,16 +39,9 @@ NewCache = Callable[[], Any]
 
 @dataclass(frozen=True)
 class TaskBatch:
-    """Questions that are answered at once.
+    """Questions that are answered at once."""
 
-    Attributes
-    ----------
-    indices : tuple of int
-        Where they stand in the list that was batched.
-    items : tuple of TaskItem
-    """
-
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # where they stand in the list that was batched
     items: tuple[TaskItem, ...]
 
     @property
@@ -60,6 +54,11 @@ class TaskBatch:
         """Tokens that are decoded at most."""
         return max(item.answer_tokens for item in self.items)
 
+    @property
+    def written(self) -> bool:
+        """Whether the model writes freely, so that only decoding shows what."""
+        return self.items[0].scoring is not Scoring.TOKENS
+
 
 def prefill_length(tokens: int) -> int:
     """Return how many of a sequence's tokens are prefilled; the rest is decoded and scored."""
@@ -71,21 +70,33 @@ def mean_context(tokens: int) -> int:
     return (prefill_length(tokens) + tokens) // 2
 
 
+@dataclass(frozen=True)
+class _Padded:
+    """Questions as tensors: prompts padded on the left, what follows them on the right."""
+
+    ids: Tensor  # [B, prompt_tokens]
+    wanted: Tensor  # [B, answer_tokens], -1 behind an answer's end
+    mask: Tensor  # [B, prompt_tokens + answer_tokens]
+    positions: Tensor  # the same, counted from the first real token
+
+    @classmethod
+    def of(cls, batch: TaskBatch, device: torch.device) -> "_Padded":
+        """Put a batch where the model runs."""
+        rows, width, longest = len(batch.items), batch.prompt_tokens, batch.answer_tokens
+        ids = torch.zeros(rows, width, dtype=torch.long)
+        wanted = torch.full((rows, longest), -1)
+        mask = torch.zeros(rows, width + longest, dtype=torch.long)
+        for row, item in enumerate(batch.items):
+            ids[row, width - len(item.prompt) :] = torch.tensor(item.prompt)
+            wanted[row, : len(item.answer)] = torch.tensor(item.answer)
+            mask[row, width - len(item.prompt) :] = 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return cls(*(one.to(device) for one in (ids, wanted, mask, positions)))
+
+
 @torch.inference_mode()
 def baseline_logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    """Return a model's logits for every decoded token, from a single pass.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    ids : Tensor
-        ``[B, T]``.
-
-    Returns
-    -------
-    Tensor
-        ``[B, T - T // 2, vocabulary]`` in the model's dtype.
-    """
+    """Return logits ``[B, T - T // 2, vocabulary]`` of ``[B, T]`` ids, from a single pass."""
     keep = ids.shape[1] - prefill_length(ids.shape[1])
     return _forward(loaded, ids[:, :-1].to(loaded.device), keep, use_cache=False)[0]
 
@@ -93,19 +104,9 @@ def baseline_logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
 def decoded_logits(
     loaded: LoadedModel, ids: Tensor, cache: Any, runs: Iterable[tuple[int, int]] | None = None
 ) -> Iterator[Tensor]:
-    """Yield ``[B, vocabulary]`` per decoded token: prefill, then a step for each.
+    """Yield ``[B, vocabulary]`` per decoded token of ``[B, T]`` ids: prefill, then a step each.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Running with the plan that `cache` belongs to.
-    ids : Tensor
-        ``[B, T]``.
-    cache : CompressedCache
-        Empty; at the end it has seen ``T - 1`` tokens.
-    runs : iterable of (int, int), optional
-        The passes after the prefill, by their first token and the one after their last; by default
-        each token is one.
+    Passes after the prefill may be `runs` instead: first token, and the one after the last.
     """
     ids = ids.to(loaded.device)
     start, stop = prefill_length(ids.shape[1]), ids.shape[1] - 1
@@ -120,13 +121,7 @@ def decoded_logits(
 def task_batches(items: Sequence[TaskItem], tokens: int, batch_size: int | None) -> list[TaskBatch]:
     """Put questions of one task and of similar lengths together.
 
-    Parameters
-    ----------
-    items : sequence of TaskItem
-    tokens : int
-        Columns times rows of a batch's prompts, at most.
-    batch_size : int or None
-        Rows, at most.
+    Columns times rows of a batch's prompts are `tokens` at most, rows `batch_size`.
     """
     batches: list[TaskBatch] = []
     order = sorted(range(len(items)), key=lambda i: (items[i].task, len(items[i].prompt)))
@@ -154,33 +149,35 @@ def task_batches(items: Sequence[TaskItem], tokens: int, batch_size: int | None)
     return batches
 
 
+@torch.inference_mode()
+def checked_answers(loaded: LoadedModel, batch: TaskBatch) -> list[bool]:
+    """Find out in one pass what `greedy_answers` does: whether each token is the likeliest."""
+    # Up to its first wrong token decoding feeds a row the very tokens of the answer.
+    padded, longest = _Padded.of(batch, loaded.device), batch.answer_tokens
+    ids = torch.cat([padded.ids, padded.wanted[:, :-1].clamp(min=0)], dim=1)
+    logits, _ = _forward(
+        loaded,
+        ids,
+        longest,
+        attention_mask=padded.mask[:, :-1],
+        position_ids=padded.positions[:, :-1],
+        use_cache=False,
+    )
+    likeliest = logits.argmax(-1).to(loaded.device)
+    found: list[bool] = ((likeliest == padded.wanted) | (padded.wanted < 0)).all(1).tolist()
+    return found
+
+
 def greedy_answers(
     loaded: LoadedModel, batch: TaskBatch, new_cache: NewCache | None, advance: Advance
 ) -> list[bool]:
     """Answer questions by greedy decoding; an answer is right when every token of it is.
 
-    A row is decided at its first wrong token; the batch ends when all rows are.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    batch : TaskBatch
-        Questions with an answer of tokens.
-    new_cache : callable or None
-        Makes an empty cache; None takes the model's own.
-    advance : callable
-        Called with 1 per decode step, and at the end the steps that an early end saved.
-
-    Returns
-    -------
-    list of bool
-        One per question.
+    A row is decided at its first wrong token; the batch ends when all rows are. Without `new_cache`
+    it is the model's own. `advance` gets 1 per decode step, and at the end the steps saved.
     """
     longest = batch.answer_tokens
-    wanted = torch.full((len(batch.items), longest), -1)
-    for row, item in enumerate(batch.items):
-        wanted[row, : len(item.answer)] = torch.tensor(item.answer)
-    wanted = wanted.to(loaded.device)
+    wanted = _Padded.of(batch, loaded.device).wanted
     right = torch.ones(len(batch.items), dtype=torch.bool, device=loaded.device)
     for step, ids in enumerate(_greedy(loaded, batch, new_cache, advance)):
         expected = wanted[:, step]
@@ -197,15 +194,7 @@ def written_answers(
 ) -> list[tuple[list[int], bool]]:
     """Let the model write by greedy decoding until the text ends, or the limit is reached.
 
-    Parameters
-    ----------
-    loaded, batch, new_cache, advance
-        As for `greedy_answers`.
-
-    Returns
-    -------
-    list of (list of int, bool)
-        Per question the tokens, with the one that ends the text, and whether it ended.
+    Returns per question the tokens, with the one that ends the text, and whether it ended.
     """
     limits = torch.tensor([item.answer_tokens for item in batch.items], device=loaded.device)
     ends = torch.tensor(end_ids(loaded), dtype=torch.long, device=loaded.device)
@@ -234,29 +223,22 @@ def _greedy(
 
     Prompts are padded on the left. A pass runs when its token is asked for.
     """
-    device = loaded.device
-    width, longest = batch.prompt_tokens, batch.answer_tokens
-    ids = torch.zeros(len(batch.items), width, dtype=torch.long)
-    mask = torch.zeros(len(batch.items), width + longest, dtype=torch.long)
-    for row, item in enumerate(batch.items):
-        ids[row, width - len(item.prompt) :] = torch.tensor(item.prompt)
-        mask[row, width - len(item.prompt) :] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = _Padded.of(batch, loaded.device)
+    ids = padded.ids
     cache = new_cache() if new_cache is not None else None
-    start, stop = 0, width
-    for step in range(longest):
+    start, stop = 0, batch.prompt_tokens
+    for step in range(batch.answer_tokens):
         with torch.inference_mode():
             logits, cache = _forward(
                 loaded,
                 ids,
                 1,
-                attention_mask=mask[:, :stop],
-                position_ids=positions[:, start:stop],
+                attention_mask=padded.mask[:, :stop],
+                position_ids=padded.positions[:, start:stop],
                 past_key_values=cache,
                 use_cache=True,
             )
-            ids = logits[:, -1].argmax(-1, keepdim=True).to(device)
+            ids = logits[:, -1].argmax(-1, keepdim=True).to(loaded.device)
         if step:
             advance(1)
         yield ids.squeeze(1)

@@ -18,6 +18,7 @@ from kvprof.evaluation.decode import (
     Advance,
     TaskBatch,
     baseline_logits,
+    checked_answers,
     decoded_logits,
     greedy_answers,
     written_answers,
@@ -33,7 +34,7 @@ from kvprof.evaluation.scores import (
     text_figures,
     worst_tokens,
 )
-from kvprof.evaluation.tasks.items import Scoring, TaskAnswer, TaskItem, scored
+from kvprof.evaluation.tasks.items import TaskAnswer, TaskItem, scored
 from kvprof.evaluation.workload import TextBatch, Workload, explained_shortage
 from kvprof.methods.accounting import SERVED_BYTES, bytes_at, rate
 from kvprof.methods.across import read_alike
@@ -69,9 +70,9 @@ class EvaluationSettings:
     Attributes
     ----------
     decode : bool
-        Text step by step through the cache, which takes a hundred times as long, instead of in one
-        pass, or few, that read what decoding would read. Tasks, and plans that need it
-        (`needs_decoding`), are decoded all the same.
+        Text and answers step by step through the cache, which takes a hundred times as long,
+        instead of in one pass, or few, that read what decoding would read. Plans that need it
+        (`needs_decoding`), and answers that the model writes freely, are decoded all the same.
     batch_size : int or None
         Sequences at once; None by device and memory.
     worst : int
@@ -85,28 +86,13 @@ class EvaluationSettings:
 
 @dataclass(eq=False)
 class Found:
-    """What one evaluation has found so far.
-
-    Attributes
-    ----------
-    began : float
-        By `time.perf_counter`.
-    text : list of (TextBatch, TokenScores)
-    answers : dict
-        Index of a question in the list of all to its answer.
-    measured : int
-        Bytes that the caches of all text batches held at their ends, or at rest before decoding.
-    notes : list of str
-        What they stored otherwise than the plan says.
-    complete : bool
-        Whether nothing was left out.
-    """
+    """What one evaluation has found so far."""
 
     began: float = field(default_factory=time.perf_counter)
     text: list[tuple[TextBatch, TokenScores]] = field(default_factory=list)
-    answers: dict[int, TaskAnswer] = field(default_factory=dict)
-    measured: int = 0
-    notes: list[str] = field(default_factory=list)
+    answers: dict[int, TaskAnswer] = field(default_factory=dict)  # by index among all questions
+    measured: int = 0  # bytes of all text batches' caches, at their ends or at rest
+    notes: list[str] = field(default_factory=list)  # what they stored otherwise than planned
     complete: bool = True
 
     def pairs(self, samples: Sequence[TextSample]) -> dict[str, Pair]:
@@ -139,21 +125,7 @@ def assembled(
     found: Found,
     base_answers: dict[int, TaskAnswer],
 ) -> dict[str, Any]:
-    """Put one evaluation together from what was done.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    plan : Plan
-    workload : Workload
-    samples : sequence of TextSample
-    items : sequence of TaskItem
-    settings : EvaluationSettings
-    found : Found
-        By this plan.
-    base_answers : dict
-        Index of a question to the uncompressed model's answer.
-    """
+    """Put one evaluation together from what this plan was found to do."""
     itemsize, context = loaded.dtype.itemsize, workload.context
     pairs = found.pairs(samples)
     text = text_figures(pairs, RESAMPLES, SEED)
@@ -204,10 +176,6 @@ def hidden_in_one_pass(plan: Plan) -> str | None:
     A pass attends to its own tokens before they are quantised or evicted unless the plan reads by
     age, at the rank of the level that they have after the pass, and with a lazy plan or bases of
     its own exactly (see `kvprof.methods.plan`). lm-eval's choices are scored so.
-
-    Parameters
-    ----------
-    plan : Plan
     """
     eviction = plan.eviction
     # Others keep a window, or everything.
@@ -234,10 +202,6 @@ def needs_decoding(plan: Plan) -> bool:
     (`kvprof.methods.tokens.readings`); but not which tokens an evictor keeps, what ``hqq`` makes
     of a step's tokens, and what layers store together. The last takes a pass for as many tokens as
     read alike (`kvprof.methods.across.read_alike`), the others one for each token.
-
-    Parameters
-    ----------
-    plan : Plan
     """
     fitted = plan.quantiser is not None and plan.quantiser.kind == "hqq"
     return fitted or plan.eviction is not None or plan.across is not None
@@ -324,7 +288,7 @@ class Evaluator:
         self.loaded, self.samples, self.items, self.settings = loaded, samples, items, settings
         self.workload = Workload(loaded, samples, items, settings.batch_size)
         self.context = self.workload.context
-        self.baseline_steps = self.workload.baseline_steps()
+        self.baseline_steps = self.workload.baseline_steps(decode=settings.decode)
         self.digest = self._digest()
         self._baseline: dict[str, Any] | None = None
         self._answers: dict[int, TaskAnswer] = {}
@@ -352,7 +316,7 @@ class Evaluator:
     ) -> dict[str, Any]:
         """Evaluate the uncompressed model; done once.
 
-        Text in a single pass, tasks by greedy decoding with the model's own cache.
+        Text in a single pass; answers as `EvaluationSettings` say, with the model's own cache.
 
         Parameters
         ----------
@@ -386,7 +350,7 @@ class Evaluator:
         def run(batch: TextBatch | TaskBatch) -> None:
             with self._explained(_UNCOMPRESSED, plan, batch):
                 if isinstance(batch, TaskBatch):
-                    self._answer(batch, None, found, advance)
+                    self._answer(batch, None, not self.settings.decode, found, advance)
                     return
                 logits = baseline_logits(self.loaded, batch.ids)
                 batch.base = self._scored(_UNCOMPRESSED, batch, logits.unbind(1))
@@ -456,12 +420,15 @@ class Evaluator:
             def run(batch: TextBatch | TaskBatch) -> None:
                 with self._explained(plan.method, plan, batch):
                     if isinstance(batch, TaskBatch):
-                        self._answer(batch, session(False).new_cache, found, advance)
+                        running = session(one_pass and not batch.written)
+                        if running.prompt is not None:
+                            running.prompt = batch.prompt_tokens
+                        self._answer(batch, running.new_cache, one_pass, found, advance)
                         return
                     # Where the uncompressed model has to run again before each batch, the context
                     # of the compressed one cannot stay open.
-                    running = session(one_pass) if keeps else None
-                    self._text(plan, batch, running, one_pass, found, advance)
+                    kept = session(one_pass) if keeps else None
+                    self._text(plan, batch, kept, one_pass, found, advance)
 
             _run(work, run, found, should_stop)
         found.complete &= self.baseline()["complete"]
@@ -485,6 +452,7 @@ class Evaluator:
             advance(work.prefill_steps(work.seq_len))
         with nullcontext(running) if running else self._running(plan, one_pass) as session:
             if one_pass:
+                session.prompt = work.start
                 found_logits = baseline_logits(self.loaded, batch.ids)
                 scores = self._scored(plan.method, batch, found_logits.unbind(1), base)
                 advance(work.prefill_steps(work.seq_len))
@@ -520,14 +488,20 @@ class Evaluator:
         self,
         batch: TaskBatch,
         new_cache: Callable[[], Any] | None,
+        one_pass: bool,
         found: Found,
         advance: Advance,
     ) -> None:
-        advance(self.workload.prefill_steps(batch.prompt_tokens))
-        if batch.items[0].scoring is Scoring.TOKENS:
-            right = greedy_answers(self.loaded, batch, new_cache, advance)
+        if not batch.written:
+            if one_pass:
+                right = checked_answers(self.loaded, batch)
+                advance(self.workload.task_steps(batch, decode=False))
+            else:
+                advance(self.workload.prefill_steps(batch.prompt_tokens))
+                right = greedy_answers(self.loaded, batch, new_cache, advance)
             answers = [TaskAnswer(float(one), one) for one in right]
         else:
+            advance(self.workload.prefill_steps(batch.prompt_tokens))
             decode = self.loaded.tokenizer().decode
             answers = []
             written = written_answers(self.loaded, batch, new_cache, advance)
@@ -540,7 +514,7 @@ class Evaluator:
         itemsize = self.loaded.dtype.itemsize
         if isinstance(batch, TaskBatch):
             rows, tokens = len(batch.items), batch.prompt_tokens + batch.answer_tokens
-            logits = rows * self.loaded.vocab_size * itemsize
+            logits = rows * batch.answer_tokens * self.loaded.vocab_size * itemsize
         else:
             rows, tokens = len(batch.ids), self.workload.seq_len
             logits = self.workload.logit_bytes(rows)

@@ -52,18 +52,7 @@ def task_tokens(loaded: LoadedModel) -> int:
 
 
 def text_batch_size(loaded: LoadedModel, seq_len: int, decoded: int, budget: int) -> int:
-    """Return how many sequences to evaluate at once.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    seq_len : int
-        Tokens of a sequence.
-    decoded : int
-        Tokens of it whose logits are held.
-    budget : int
-        Bytes for these logits.
-    """
+    """Return how many sequences run at once, with `budget` bytes for `decoded` tokens' logits."""
     by_logits = budget // (decoded * loaded.vocab_size * _LOGIT_BYTES)
     return max(1, min(by_logits, task_tokens(loaded) // seq_len))
 
@@ -82,20 +71,7 @@ def explained_shortage(
 ) -> Iterator[None]:
     """Say what was too large, and what would fit, when the body runs out of memory.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    what : str
-        Whose memory it is: the method, or the uncompressed model.
-    sequences, tokens : int
-        Of the batch.
-    cache, logits : int
-        Bytes of each that the whole batch takes.
-
-    Raises
-    ------
-    LackingError
-        Instead of torch's own error.
+    `what` is the method or the uncompressed model; `cache` and `logits` are the batch's bytes.
     """
     free = _free(loaded.device)
     try:
@@ -138,24 +114,12 @@ _GPU_TOKENS_PER_STEP = 256
 
 @dataclass(eq=False)
 class TextBatch:
-    """Sequences that run together, and what the uncompressed model made of them.
+    """Sequences that run together, and what the uncompressed model made of them."""
 
-    Attributes
-    ----------
-    sample : int
-        Which source they are of.
-    ids : Tensor
-        ``[B, T]`` on the CPU.
-    base : TokenScores or None
-        Of the uncompressed model; None before it has run.
-    logits : Tensor or None
-        ``[B, T - T // 2, vocabulary]``, its logits where there is room for all of them.
-    """
-
-    sample: int
-    ids: Tensor
+    sample: int  # which source they are of
+    ids: Tensor  # [B, T] on the CPU
     base: TokenScores | None = None
-    logits: Tensor | None = None
+    logits: Tensor | None = None  # [B, T - T // 2, vocabulary], where there is room for all
 
 
 class Workload:
@@ -230,24 +194,27 @@ class Workload:
         cpu = self._loaded.device.type == "cpu"
         return max(1, tokens // (_CPU_TOKENS_PER_STEP if cpu else _GPU_TOKENS_PER_STEP))
 
-    def baseline_steps(self) -> int:
-        """Return the steps of the uncompressed model."""
-        return self._single_passes() + self._task_steps()
+    def baseline_steps(self, *, decode: bool) -> int:
+        """Return the steps of the uncompressed model, whose text is one pass in any case."""
+        return self._single_passes() + self._task_steps(decode)
 
     def steps(self, *, decode: bool) -> int:
         """Return the steps of evaluating one plan."""
         again = 0 if self.keeps_logits else self._single_passes()
         if not decode:
-            return again + self._single_passes() + self._task_steps()
+            return again + self._single_passes() + self._task_steps(decode)
         each = self.prefill_steps(self.start) + self.seq_len - self.start - 1
-        return again + len(self.text) * each + self._task_steps()
+        return again + len(self.text) * each + self._task_steps(decode)
 
     def _single_passes(self) -> int:
         return len(self.text) * self.prefill_steps(self.seq_len)
 
-    def _task_steps(self) -> int:
-        return sum(self.task_steps(batch) for batch in self.tasks)
+    def _task_steps(self, decode: bool) -> int:
+        return sum(self.task_steps(batch, decode=decode) for batch in self.tasks)
 
-    def task_steps(self, batch: TaskBatch) -> int:
-        """Return the steps of one batch of questions."""
-        return self.prefill_steps(batch.prompt_tokens) + batch.answer_tokens - 1
+    def task_steps(self, batch: TaskBatch, *, decode: bool) -> int:
+        """Return the steps of one batch of questions, which one pass answers unless decoded."""
+        fed = batch.answer_tokens - 1
+        if decode or batch.written:
+            return self.prefill_steps(batch.prompt_tokens) + fed
+        return self.prefill_steps(batch.prompt_tokens + fed)

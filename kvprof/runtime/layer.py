@@ -6,7 +6,7 @@ tokens at the rank of their level; afterwards tokens are evicted, moved down lev
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,14 +43,6 @@ __all__ = ["LayerRuntime"]
 _SLICES, _FEWEST = 8, 128
 
 
-@lru_cache(maxsize=2)
-def _readings(
-    plan: Plan, layer: LayerPlan, seen: int, tokens: int, prompt: int
-) -> dict[Form, NDArray[np.bool_]]:
-    """Return `readings`, which takes longer than a layer's own work."""
-    return readings(plan, layer, seen, tokens, prompt)
-
-
 def _kind(plan: Plan, layer: LayerPlan) -> tuple[Any, ...]:
     return layer.sliding_window, layer.left_out, layer.shared, quantises(plan, layer)
 
@@ -79,9 +71,17 @@ class LayerRuntime:
         Which layer.
     facts : LayerLayout
         The model's layer.
+    known : dict
+        Keeps how layers alike read a pass; whoever gives it empties it.
     """
 
-    def __init__(self, plan: Plan, index: int, facts: LayerLayout) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        index: int,
+        facts: LayerLayout,
+        known: dict[Any, dict[Form, NDArray[np.bool_]]],
+    ) -> None:
         self.plan = plan
         self.layer: LayerPlan = plan.layers[index]
         self.facts = facts
@@ -91,8 +91,7 @@ class LayerRuntime:
                 f"layer {index}: a lazy prefill needs exact Q and K, so nothing can be folded into "
                 "W_Q or W_K; leave fold_down and fold_up of the keys out"
             )
-        # Layers that store tokens alike are read alike.
-        self._alike = next(x for x in plan.layers if _kind(plan, x) == _kind(plan, self.layer))
+        self._known = known
         self._bundles: dict[Any, tuple[list[Bundle], list[Bundle]]] = {}
         self._centres: dict[Any, _Means] = {}
         self._key_mean: Tensor | None = None
@@ -266,7 +265,11 @@ class LayerRuntime:
         Some queries at a time, so that most tokens are multiplied in one form only.
         """
         device, tokens = own.query.device, own.tokens
-        forms = _readings(self.plan, self._alike, row_group.seen, tokens, prompt)
+        # Layers that store tokens alike are read alike, and to say how takes longer than to read.
+        key = (*_kind(self.plan, self.layer), row_group.seen, tokens, prompt)
+        if key not in self._known:
+            self._known[key] = readings(self.plan, self.layer, row_group.seen, tokens, prompt)
+        forms = self._known[key]
         count = row_group.stored + tokens
         blocks = [
             (

@@ -60,8 +60,8 @@ class Compression:
     active : bool
         Whether the context is open.
     prompt : int or None
-        Where passes are over whole sequences, attended as prefill of so many tokens and decoding of
-        the rest would, with nothing stored: how many; else None.
+        Where passes are over whole sequences, attended as prefill of so many columns and decoding
+        of the rest would, with nothing stored: how many, for the next pass; else None.
     route : KernelRoute
         Which layers run on the kernels.
     widths : list of int
@@ -87,8 +87,11 @@ class Compression:
         self.prompt = prompt
         self.cache: CompressedCache | None = None
         self.active = False
+        self._readings: dict[Any, Any] = {}
+        self._shape: Any = None
         self._layers = [
-            LayerRuntime(plan, index, facts) for index, facts in enumerate(loaded.layout.layers)
+            LayerRuntime(plan, index, facts, self._readings)
+            for index, facts in enumerate(loaded.layout.layers)
         ]
         self.route = KernelRoute(loaded, plan, kernels if prompt is None else "off")
         self.widths = [sum(self._widths(runtime, False)) for runtime in self._layers]
@@ -235,6 +238,9 @@ class Compression:
         batch, tokens = inputs.shape[:2]
         mask = mask_facts(given.get("attention_mask"), batch, tokens, past)
         self._starts = mask.starts
+        if self._shape != (shape := (past, tokens, {*mask.starts})):
+            self._shape = shape
+            self._readings.clear()  # as large as masks
         self.route.begin(cache, mask, past, tokens, self._layers)
         if self.plan.eviction is not None and mask.holes:
             raise UsageError(
@@ -367,7 +373,7 @@ class Compression:
             if self.prompt is None:
                 result = runtime.run(row_group, tokens_of_rows)
             else:
-                result = runtime.run_whole(row_group, tokens_of_rows, self.prompt)
+                result = runtime.run_whole(row_group, tokens_of_rows, max(0, self.prompt - hidden))
             if whole and not hidden:
                 output = result
                 break

@@ -70,7 +70,7 @@ class Appends(RuleBasedStateMachine):
         )
         self.quantised = quantised
         self.group = plan.layers[0].values.groups[0]
-        self.runtime = LayerRuntime(plan, 0, model.layout.layers[0])
+        self.runtime = LayerRuntime(plan, 0, model.layout.layers[0], {})
         self.row_group = RowGroup([0, 1])
         self.values = torch.zeros(2, 2, 0, 16)
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvprof.evaluation.decode import baseline_logits, decoded_logits, prefill_length
+from kvprof.evaluation.decode import (
+    TaskBatch,
+    baseline_logits,
+    checked_answers,
+    decoded_logits,
+    greedy_answers,
+    prefill_length,
+    written_answers,
+)
+from kvprof.evaluation.tasks.items import Scoring, TaskItem
 from kvprof.methods.across import read_alike
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan import Plan, reads_by_age
@@ -57,12 +66,7 @@ def logits(loaded: LoadedModel, plan: Plan, ids: Tensor, *, one_pass: bool) -> T
         return torch.stack([*decoded_logits(loaded, ids, session.new_cache())], dim=1)
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("centre", [False, True], ids=["whole", "centred"])
-def test_logits_are_those_of_decoding(
-    calibrated: tuple[LoadedModel, MethodInputs], name: str, centre: bool
-) -> None:
-    loaded, inputs = calibrated
+def made(inputs: MethodInputs, name: str, *, centre: bool) -> Plan:
     method, options, knob = PLANS[name]
     family = plan_family(method, inputs, **options, centre=centre)
     plan = family.build(family.settings[0] if knob is None else knob)
@@ -73,6 +77,16 @@ def test_logits_are_those_of_decoding(
             levels=replace(plan.levels, sink=_SINK),
             quantiser=replace(plan.quantiser, window=5),
         )
+    return plan
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("centre", [False, True], ids=["whole", "centred"])
+def test_logits_are_those_of_decoding(
+    calibrated: tuple[LoadedModel, MethodInputs], name: str, centre: bool
+) -> None:
+    loaded, inputs = calibrated
+    plan = made(inputs, name, centre=centre)
     seeded(1)
     ids = torch.randint(3, VOCABULARY, (2, _TOKENS))
     for by_age in (False, True) if reads_by_age(plan) else (plan.by_age,):
@@ -146,3 +160,47 @@ def test_few_passes_read_what_decoding_reads_across_layers(
         assert float(divergence(exact, found[1])) > 1e-6
         assert float(divergence(found[1], found[0])) < 1e-8
         assert model is narrow or float((found[0] - found[1]).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("name", [None, *PLANS])
+def test_answers_are_judged_as_decoding_judges_them(
+    calibrated: tuple[LoadedModel, MethodInputs], name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, inputs = calibrated
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", None)
+    plan = None if name is None else made(inputs, name, centre=False)
+    seeded(3)
+    # Padded on the left by 17, 9, 8 and 0; two end alike, with prompts of unlike length.
+    sizes = ((23, 12), (31, 5), (32, 4), (40, 12))
+    prompts = [torch.randint(3, VOCABULARY, (prompt,)).tolist() for prompt, _ in sizes]
+
+    def batch(answers: list[list[int]]) -> TaskBatch:
+        scoring = Scoring.TOKENS if answers[0] else Scoring.STRINGS
+        rows = zip(prompts, sizes, answers, strict=True)
+        items = [TaskItem("copy", 1, None, p, a, scoring, (), n) for p, (_, n), a in rows]
+        return TaskBatch(tuple(range(len(items))), tuple(items))
+
+    def decoding(run: Any, answers: list[list[int]]) -> Any:
+        if plan is None:
+            return run(loaded, batch(answers), None, lambda _: None)
+        with compressed(loaded, plan, "off") as session:
+            return run(loaded, batch(answers), session.new_cache, lambda _: None)
+
+    def judged(answers: list[list[int]]) -> list[bool]:
+        asked = batch(answers)
+        if plan is None:
+            return checked_answers(loaded, asked)
+        with compressed(loaded, plan, "off", prompt=1) as session:
+            session.prompt = asked.prompt_tokens
+            return checked_answers(loaded, asked)
+
+    written = [tokens for tokens, _ in decoding(written_answers, [[]] * len(sizes))]
+    assert [len(tokens) for tokens in written] == [n for _, n in sizes]
+    assert judged(written) == [True] * len(sizes)
+    for place in range(max(n for _, n in sizes)):
+        spoilt = [list(tokens) for tokens in written]
+        for row in range(place % 2, len(sizes), 2):
+            at = min(place, sizes[row][1] - 1)
+            spoilt[row][at] = (spoilt[row][at] + 1) % VOCABULARY
+        right = [row % 2 != place % 2 for row in range(len(sizes))]
+        assert judged(spoilt) == decoding(greedy_answers, spoilt) == right
