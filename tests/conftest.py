@@ -125,18 +125,20 @@ def share_models(patch: pytest.MonkeyPatch) -> None:
     from kvprof.models import locate
     from kvprof.models.load import load_model
 
-    def shared(spec: str, **how: Any) -> Any:
+    def shared(spec: str, *, before: Any = lambda _: None, **how: Any) -> Any:
         # What ships is the same from any working folder.
         ships = Path(str(locate.files("kvprof"))) / "assets" / "reference"
         path = ships if spec == "reference" else Path(spec).resolve()
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         if not path.exists() or how.get("trust_remote_code"):
-            return load_model(spec, **how)
+            return load_model(spec, before=before, **how)
         stats = [one.stat() for one in files if one.exists()]
         now = tuple((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in stats)
         asked = spec, path, now, tuple(sorted(how.items()))
         if asked not in _LOADED:
-            _LOADED[asked] = load_model(spec, **how)
+            _LOADED[asked] = load_model(spec, before=before, **how)
+        else:
+            before(_LOADED[asked])
         return _LOADED[asked]
 
     for module in (methods, model, steps):

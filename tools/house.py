@@ -28,7 +28,7 @@ CEILINGS: Measures = {
     "raises": 1093,
     "functions_with_12_parameters": 74,
     "modules_with_one_importer": 95,
-    "test_lines": 58_388,
+    "test_lines": 58_421,
     "test_functions": 2726,
     "tests_of_wording": 810,
     "document_words": 35_650,

@@ -139,7 +139,7 @@ def eval(
             make_plans,
             run_evaluations,
         )
-        from kvprof.commands.steps import load_for_command, load_sample
+        from kvprof.commands.steps import load_sample
 
     request = check_request(
         PlanRequest(
@@ -154,17 +154,16 @@ def eval(
         )
     )
     chosen = harness_settings(harness, harness_limit, harness_include, batch_size)
-    loaded = load_for_command(
-        model,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        gguf=gguf,
-        trust_remote_code=trust_remote_code,
-        compressed=True,
-    )
     sample = load_sample(
-        loaded,
+        model,
+        {
+            "device": device,
+            "dtype": dtype,
+            "revision": revision,
+            "gguf": gguf,
+            "trust_remote_code": trust_remote_code,
+        },
+        plan_file=plan,
         text=text,
         sequences=sequences,
         seq_len=seq_len,
@@ -174,6 +173,7 @@ def eval(
         decode=decode,
         batch_size=batch_size,
     )
+    loaded = sample.evaluator.loaded
     with graceful_interrupt() as stop:
         plans = make_plans(loaded, request, sample, stop)
         if stop():

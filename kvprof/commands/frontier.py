@@ -129,7 +129,7 @@ def frontier(
     # Everything from here on needs torch.
     with loading():
         from kvprof.commands.frontier_run import run_frontier
-        from kvprof.commands.steps import calibration_options, load_for_command, load_sample
+        from kvprof.commands.steps import calibration_options, load_sample
         from kvprof.evaluation.evaluation_cache import cache_folder
         from kvprof.evaluation.frontier import FrontierOptions
         from kvprof.evaluation.requests import parse_methods
@@ -142,17 +142,15 @@ def frontier(
             "nothing is calibrated; leave out --calibrate, --calibrate-tokens and "
             "--calibrate-seq-len"
         )
-    loaded = load_for_command(
-        model,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        gguf=gguf,
-        trust_remote_code=trust_remote_code,
-        compressed=True,
-    )
     sample = load_sample(
-        loaded,
+        model,
+        {
+            "device": device,
+            "dtype": dtype,
+            "revision": revision,
+            "gguf": gguf,
+            "trust_remote_code": trust_remote_code,
+        },
         text=text,
         sequences=sequences,
         seq_len=seq_len,
@@ -162,6 +160,7 @@ def frontier(
         decode=decode,
         batch_size=batch_size,
     )
+    loaded = sample.evaluator.loaded
     described = sample.inputs()
     calibration = calibration_options(
         calibrate,

@@ -156,12 +156,26 @@ def generate(
     # Everything from here on needs torch.
     with loading():
         from kvprof.commands.generate_run import check_length, run_generation, warnings_of
-        from kvprof.commands.steps import load_to_compress, make_plan, resolve_context
+        from kvprof.commands.steps import (
+            check_plan_file,
+            load_to_compress,
+            make_plan,
+            resolve_context,
+        )
+        from kvprof.models.load import OpenedModel
         from kvprof.runtime.generation import GenerationSettings, prompt_ids
+
+    read: list[tuple[str, list[int]]] = []
+
+    def before(opened: OpenedModel) -> None:
+        check_plan_file(opened, plan_file)
+        read.append(prompt_ids(opened, text, chat=chat))
+        check_length(opened, len(read[0][1]), wanted)
 
     loaded = load_to_compress(
         model,
         choice,
+        before=before,
         device=device,
         dtype=dtype,
         revision=revision,
@@ -169,8 +183,7 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
 
-    text, ids = prompt_ids(loaded, text, chat=chat)
-    check_length(loaded, len(ids), wanted)
+    text, ids = read[0]
     context_tokens = resolve_context(context, loaded)
     settings = GenerationSettings(
         wanted,

@@ -10,7 +10,7 @@ from kvprof.evaluation.evaluator import hidden_in_one_pass
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import bytes_at, full_bytes, rate
 from kvprof.methods.plan import Plan
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.compressed import compressed
 from kvprof.runtime.generation import Generated, GenerationSettings, difference, generate_text
@@ -22,12 +22,12 @@ __all__ = ["check_length", "run_generation", "warnings_of"]
 _AGREEMENT = 0.01
 
 
-def check_length(loaded: LoadedModel, prompt: int, new: int) -> None:
+def check_length(loaded: OpenedModel, prompt: int, new: int) -> None:
     """Refuse to run past the model's context, before anything is calibrated.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    loaded : OpenedModel
     prompt, new : int
         Tokens of the prompt, and how many may come.
 

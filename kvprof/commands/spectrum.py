@@ -156,6 +156,7 @@ def spectrum(
         from kvprof.analysis.pairs import check_pairs
         from kvprof.analysis.spectrum import query_head_data, spectrum_data
         from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
+        from kvprof.models.load import OpenedModel
         from kvprof.moments.collect import (
             CollectOptions,
             collect_moments,
@@ -169,6 +170,26 @@ def spectrum(
         raise UsageError(f"--per-query-head is about qk; add it to --pairs {pairs}")
     warnings: list[str] = []
     loaded = None
+    expected = 0
+
+    def options_of(opened: OpenedModel) -> CollectOptions:
+        own = length or min(DEFAULT_SEQ_LEN, opened.context_length)
+        return CollectOptions(
+            tokens=wanted,
+            seq_len=own,
+            batch_size=batch_size or suitable_batch_size(opened.device, own),
+            seed=seed,
+            skip_first=skip_first,
+            pre_rope="q_pre" in chosen_pairs or "k_pre" in chosen_pairs,
+        )
+
+    def before(opened: OpenedModel) -> None:
+        nonlocal expected
+        if chosen.kind is SourceKind.MOMENTS:
+            load_moments(chosen.paths[0], fingerprint=opened.stored)
+        else:
+            expected = count_tokens(opened, chosen, options_of(opened))
+
     if chosen.kind is not SourceKind.MOMENTS or model is not None:
         loaded = load_for_command(
             model,
@@ -177,6 +198,7 @@ def spectrum(
             revision=revision,
             gguf=gguf,
             trust_remote_code=trust_remote_code,
+            before=before,
         )
         chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=warnings)
         warnings += spectra_only(loaded)
@@ -188,20 +210,10 @@ def spectrum(
             )
         else:
             assert loaded is not None
-            length = length or min(DEFAULT_SEQ_LEN, loaded.context_length)
-            options = CollectOptions(
-                tokens=wanted,
-                seq_len=length,
-                batch_size=batch_size or suitable_batch_size(loaded.device, length),
-                seed=seed,
-                skip_first=skip_first,
-                pre_rope="q_pre" in chosen_pairs or "k_pre" in chosen_pairs,
-            )
-            expected = count_tokens(loaded, chosen, options)
             what = f"{chosen.name} tokens through {loaded.spec}"
             with console.track(what, expected) as progress:
                 *_, moments = collect_moments(
-                    loaded, chosen, options, advance=progress.advance, should_stop=stop
+                    loaded, chosen, options_of(loaded), advance=progress.advance, should_stop=stop
                 )
             if save is not None:
                 try:

@@ -4,7 +4,7 @@ This module imports torch, so that a command imports it only where its work begi
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from kvprof.commands.options import check_choice, read_counts
 from kvprof.commands.output import end_without_result
 from kvprof.environment import usable_threads
 from kvprof.errors import Interrupted, UsageError
-from kvprof.evaluation.data import default_shape, text_samples
+from kvprof.evaluation.data import TextSample, default_shape, text_samples
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.tasks.registry import (
     TaskSelection,
@@ -31,7 +31,7 @@ from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, has_one_setting, has_removal_rate
-from kvprof.models.load import LoadedModel, load_model
+from kvprof.models.load import LoadedModel, OpenedModel, load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
 from kvprof.moments.uncalibrated import uncalibrated_family
@@ -45,6 +45,7 @@ __all__ = [
     "calibration_interrupts",
     "calibration_options",
     "check_options",
+    "check_plan_file",
     "check_reach",
     "defined_pairs",
     "evaluation_context",
@@ -68,6 +69,7 @@ def load_for_command(
     gguf: str | None,
     trust_remote_code: bool,
     compressed: bool = False,
+    before: Callable[[OpenedModel], None] = lambda _: None,
 ) -> LoadedModel:
     """Load the model that a command was asked for; ``reference`` when it names none.
 
@@ -77,6 +79,8 @@ def load_for_command(
         From the command line.
     compressed : bool
         Whether the command needs it to run with a compressed cache; one that cannot is refused.
+    before : callable
+        Called before weights are read, to refuse what needs none of them.
     """
     _use_what_is_there()
     spec = model or "reference"
@@ -88,6 +92,7 @@ def load_for_command(
             revision=revision,
             gguf=gguf,
             trust_remote_code=trust_remote_code,
+            before=before,
         )
         if compressed:
             check_runs(loaded)
@@ -95,21 +100,7 @@ def load_for_command(
 
 
 def load_to_compress(model: str | None, choice: Mapping[str, Any], **how: Any) -> LoadedModel:
-    """Load the model that a chosen plan is for, when the plan's options have been looked at.
-
-    Parameters
-    ----------
-    model : str or None
-    choice : mapping
-        From `kvprof.commands.options.checked_choice`.
-    **how
-        Of `load_for_command`.
-
-    Raises
-    ------
-    UsageError, LackingError
-        As `check_options` and `load_for_command` do.
-    """
+    """Load the model that a chosen plan is for, when the plan's options have been looked at."""
     check_options(choice["method"], choice["options"])
     return load_for_command(model, **how, compressed=True)
 
@@ -245,8 +236,10 @@ class Sample:
 
 
 def load_sample(
-    loaded: LoadedModel,
+    model: str | None,
+    how: Mapping[str, Any],
     *,
+    plan_file: Path | None = None,
     text: list[str] | None,
     sequences: int | None,
     seq_len: str | None,
@@ -256,31 +249,40 @@ def load_sample(
     decode: bool,
     batch_size: int | None,
 ) -> Sample:
-    """Read what a model is to be evaluated on.
+    """Load a model, and before its weights what it is to be evaluated on.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    model : str or None
+    how : mapping
+        Of `load_for_command`.
+    plan_file : Path or None
+        That has to be the model's.
     text, sequences, seq_len, tasks, task_items, task_lengths, decode, batch_size
         From the command line.
 
     Raises
     ------
     UsageError
-        For an unknown text or task, or one that is too short or too long.
+        For an unknown text or task, one that is too short or too long, or another model's plan.
     """
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
     lengths = read_counts(task_lengths, what="--task-lengths") if task_lengths else None
     sources = tuple(parse_source(name, what="--text") for name in text or _DEFAULT_TEXT)
+    names = parse_tasks(tasks)
+    read: list[tuple[list[TextSample], TaskSelection]] = []
 
-    number, longest = default_shape(loaded)
-    with console.status("reading what is evaluated"):
+    def before(opened: OpenedModel) -> None:
+        check_plan_file(opened, plan_file)
+        number, longest = default_shape(opened)
         samples = text_samples(
-            loaded, sources, seq_len=length or longest, sequences=sequences or number
+            opened, sources, seq_len=length or longest, sequences=sequences or number
         )
-        selection = select_tasks(
-            loaded, parse_tasks(tasks), task_items or default_task_items(loaded), lengths
-        )
+        items = task_items or default_task_items(opened)
+        read.append((samples, select_tasks(opened, names, items, lengths)))
+
+    loaded = load_for_command(model, **how, compressed=True, before=before)
+    samples, selection = read[0]
     warnings = []
     if selection.left_out:
         warnings.append(
@@ -301,6 +303,12 @@ def load_sample(
     settings = EvaluationSettings(decode=decode, batch_size=batch_size)
     evaluator = Evaluator(loaded, samples, selection.items, settings)
     return Sample(sources, evaluator, selection, tuple(warnings))
+
+
+def check_plan_file(opened: OpenedModel, plan_file: Path | None) -> None:
+    """Refuse a saved plan that is damaged or another model's, where files say which model it is."""
+    if plan_file is not None:
+        load_plan(plan_file, fingerprint=opened.stored)
 
 
 def calibration_options(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import OpenedModel
 from kvprof.moments.collect import model_tokens
 from kvprof.sources.grammar import Source, SourceKind
 from kvprof.sources.windows import windows
@@ -46,14 +46,14 @@ class TextSample:
     digest: str
 
 
-def default_shape(loaded: LoadedModel) -> tuple[int, int]:
+def default_shape(loaded: OpenedModel) -> tuple[int, int]:
     """Return how many sequences of how many tokens an evaluation takes by default."""
     sequences, seq_len = _CPU_SHAPE if loaded.device.type == "cpu" else _GPU_SHAPE
     return sequences, min(seq_len, loaded.context_length)
 
 
 def text_samples(
-    loaded: LoadedModel,
+    loaded: OpenedModel,
     sources: Sequence[Source],
     *,
     seq_len: int,
@@ -68,7 +68,7 @@ def text_samples(
 
     Parameters
     ----------
-    loaded : LoadedModel
+    loaded : OpenedModel
     sources : sequence of Source
         Embedded, text or token ids.
     seq_len : int
@@ -99,7 +99,7 @@ def text_samples(
 
 
 def _sample(
-    loaded: LoadedModel, source: Source, seq_len: int, sequences: int, calibrating: bool
+    loaded: OpenedModel, source: Source, seq_len: int, sequences: int, calibrating: bool
 ) -> TextSample:
     embedded = source.kind is SourceKind.EMBEDDED
     with _readable(source, calibrating) as readable:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kvprof.errors import FailedError
 
-__all__ = ["ModelIdentity", "file_digest"]
+__all__ = ["ModelIdentity", "file_digest", "files_fingerprint"]
 
 _WHOLE = 64 << 20
 _HEAD = 4 << 20  # holds the head of most files: names, shapes and places of tensors
@@ -85,6 +85,11 @@ def _joined(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
+def files_fingerprint(files: Iterable[Path], code: Iterable[str] = ()) -> str:
+    """Return the fingerprint of a checkpoint, with digests of the code that it brings along."""
+    return _joined([*map(file_digest, files), *code])
+
+
 class ModelIdentity:
     """Knows a model's fingerprint, and whether it still is the model's.
 
@@ -110,8 +115,8 @@ class ModelIdentity:
         self.held = False
         self._model = model
         self._loaded = self._in_memory()
-        digests = [file_digest(path) for path in files]
-        self._known = _joined([*digests, *_code(model)]) if digests else self._loaded
+        paths = list(files)
+        self._known = files_fingerprint(paths, _code(model)) if paths else self._loaded
         self._now = self._known
 
     def _in_memory(self) -> str:

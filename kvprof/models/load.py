@@ -1,7 +1,7 @@
 """Loads a decoder from a hub id, a folder or `reference`, checked before anyone measures it."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
-from kvprof.models.fingerprint import ModelIdentity
+from kvprof.models.fingerprint import ModelIdentity, files_fingerprint
 from kvprof.models.gguf import GgufFile, open_gguf, parsed_once
 from kvprof.models.gguf_config import hold_against_file
 from kvprof.models.gguf_tokenizer import check_split, set_split
@@ -36,6 +36,7 @@ from kvprof.models.weights import check_finite, input_device
 
 __all__ = [
     "LoadedModel",
+    "OpenedModel",
     "blaming",
     "load_model",
     "read_config",
@@ -266,27 +267,20 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
-# --- A decoder that is loaded and examined.
+# --- What is known of a decoder before its weights are read, and one that is loaded and examined.
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A decoder ready to be measured.
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """What texts are read for: a decoder whose weights need not be there yet.
 
     Attributes
     ----------
-    model : PreTrainedModel
-        In eval mode.
     spec : str
         What the user wrote.
-    identity : ModelIdentity
-        Of its weights and configuration.
-    revision : str or None
-        Commit on the hub.
-    layout : ModelLayout
+    config : PretrainedConfig
     device : torch.device
         Where input ids go.
-    dtype : torch.dtype
     context_length : int
         Longest sequence the model accepts, in tokens; ``sys.maxsize`` where it states none.
     vocab_size : int
@@ -297,34 +291,34 @@ class LoadedModel:
     gguf : GgufFile or None
         The file that it was read from, if it was one: its weights were rounded, and are another
         model's than those that they were rounded from.
+    files : tuple of Path
+        That say which model it is.
     """
 
-    model: PreTrainedModel
     spec: str
-    identity: ModelIdentity
-    revision: str | None
-    layout: ModelLayout
+    config: Any
     device: torch.device
-    dtype: torch.dtype
     context_length: int
     vocab_size: int
     folder: Path | None = None
     trust_remote_code: bool = False
     gguf: GgufFile | None = None
-    # Holds a temporary folder of offloaded weights for as long as the model lives.
-    _scratch: Any = field(default=None, repr=False, compare=False)
+    files: tuple[Path, ...] = ()
+    # Once it was read; of an opened model also that of the loaded one.
+    _tokenizers: list[PreTrainedTokenizerBase] = field(
+        default_factory=list, repr=False, compare=False
+    )
 
     @property
-    def fingerprint(self) -> str:
-        """Which model it is, as it is now (`kvprof.models.fingerprint`)."""
-        return self.identity.current()
+    def stored(self) -> str | None:
+        """Its fingerprint, where files alone say it."""
+        known = self.files and not self.trust_remote_code
+        return files_fingerprint(self.files) if known else None
 
     @property
-    def origin(self) -> dict[str, Any]:
-        """What a result's inputs say of where the weights came from."""
-        if self.gguf is None:
-            return {"revision": self.revision}
-        return {"revision": self.revision, "gguf": self.gguf.described}
+    def _stating(self) -> tuple[Any, ...]:
+        """What names tokens with a meaning of their own."""
+        return self.config, self.config.get_text_config(decoder=True)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -334,11 +328,7 @@ class LoadedModel:
         beyond the tokenizer's length. Reads the tokenizer on first use, where there is one.
         """
         ids: set[Any] = set()
-        for config in (
-            self.model.config,
-            self.model.generation_config,
-            self.model.config.get_text_config(decoder=True),
-        ):
+        for config in self._stating:
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 value = getattr(config, name, None)
                 ids.update(value if isinstance(value, list | tuple) else [value])
@@ -364,7 +354,7 @@ class LoadedModel:
             check_split(self.spec, self.gguf)
         return self._tokenizer
 
-    @cached_property
+    @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if not self._has_tokenizer():
             beside = (
@@ -378,9 +368,11 @@ class LoadedModel:
                 f"file of token ids{beside}"
             )
         assert self.folder is not None  # where its files are
-        return read_tokenizer(
-            self.spec, self.folder, self.gguf, trust_remote_code=self.trust_remote_code
-        )
+        if not self._tokenizers:
+            trusted = self.trust_remote_code
+            found = read_tokenizer(self.spec, self.folder, self.gguf, trust_remote_code=trusted)
+            self._tokenizers.append(found)
+        return self._tokenizers[0]
 
     def _has_tokenizer(self) -> bool:
         if self.gguf is not None:
@@ -388,6 +380,47 @@ class LoadedModel:
         return self.folder is not None and any(
             next(self.folder.glob(name), None) for name in _TOKENIZER_FILES
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(OpenedModel):
+    """A decoder ready to be measured.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+        In eval mode.
+    identity : ModelIdentity
+        Of its weights and configuration.
+    revision : str or None
+        Commit on the hub.
+    layout : ModelLayout
+    dtype : torch.dtype
+    """
+
+    model: PreTrainedModel
+    identity: ModelIdentity
+    revision: str | None
+    layout: ModelLayout
+    dtype: torch.dtype
+    # Holds a temporary folder of offloaded weights for as long as the model lives.
+    _scratch: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """Which model it is, as it is now (`kvprof.models.fingerprint`)."""
+        return self.identity.current()
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a result's inputs say of where the weights came from."""
+        if self.gguf is None:
+            return {"revision": self.revision}
+        return {"revision": self.revision, "gguf": self.gguf.described}
+
+    @property
+    def _stating(self) -> tuple[Any, ...]:
+        return *super()._stating, self.model.generation_config
 
 
 def read_tokenizer(
@@ -436,6 +469,7 @@ def load_model(
     trust_remote_code: bool = False,
     revision: str | None = None,
     gguf: str | None = None,
+    before: Callable[[OpenedModel], None] = lambda _: None,
 ) -> LoadedModel:
     """Load a decoder for measuring, and refuse it in one clear line where it cannot be trusted.
 
@@ -455,6 +489,8 @@ def load_model(
         Of a hub id.
     gguf : str, optional
         Name of a GGUF file in the folder or on the hub, to read in place of safetensors.
+    before : callable
+        Called before weights are read, to refuse what needs none of them.
 
     Raises
     ------
@@ -471,6 +507,19 @@ def load_model(
     checkpoint = locate(spec, revision=revision, with_code=trust_remote_code, gguf=gguf)
     with quiet():
         config = read_config(spec, checkpoint.folder, trust_remote_code, checkpoint.gguf)
+        text = config.get_text_config(decoder=True)
+        opened = OpenedModel(
+            spec=spec,
+            config=config,
+            device=target,
+            context_length=_context_length(text),
+            vocab_size=getattr(text, "vocab_size", sys.maxsize),
+            folder=checkpoint.folder,
+            trust_remote_code=trust_remote_code,
+            gguf=checkpoint.gguf,
+            files=tuple(checkpoint.identifying),
+        )
+        before(opened)
         needed = int(checkpoint.size / checkpoint.stored_itemsize) * kind.itemsize
         device_map = device_map_for(
             device, target, needed, config, trust_remote_code=trust_remote_code
@@ -487,7 +536,7 @@ def load_model(
             offload_folder=scratch and scratch.name,
         )
     model.requires_grad_(False)
-    return _examined(model, spec, checkpoint, trust_remote_code, scratch)
+    return _examined(model, spec, checkpoint, trust_remote_code, scratch, opened._tokenizers)
 
 
 def wrap_model(model: PreTrainedModel, spec: str = "<python>") -> LoadedModel:
@@ -505,34 +554,46 @@ def wrap_model(model: PreTrainedModel, spec: str = "<python>") -> LoadedModel:
     UsageError, FailedError
         As `load_model`, for an unsupported architecture and for weights that are not finite.
     """
-    return _examined(model, spec, None, False, None)
+    return _examined(model, spec, None, False, None, [])
 
 
 def _examined(
-    model: PreTrainedModel, spec: str, checkpoint: Checkpoint | None, trusted: bool, scratch: Any
+    model: PreTrainedModel,
+    spec: str,
+    checkpoint: Checkpoint | None,
+    trusted: bool,
+    scratch: Any,
+    tokenizers: list[PreTrainedTokenizerBase],
 ) -> LoadedModel:
+    files = tuple(checkpoint.identifying) if checkpoint else ()
     model.eval()
     check_finite(model, spec)
     with quiet(), blaming(f"{spec} cannot be run as its config says"):
         layout = inspect_layout(model)
     _check_ends(model, spec)
-    config = model.config.get_text_config(decoder=True)
-    lengths = (getattr(config, name, None) for name in _LENGTHS)
     return LoadedModel(
         model=model,
         spec=spec,
-        identity=ModelIdentity(model, checkpoint.identifying if checkpoint else ()),
+        config=model.config,
+        identity=ModelIdentity(model, files),
+        files=files,
         revision=checkpoint.revision if checkpoint else None,
         layout=layout,
         device=input_device(model),
         dtype=model.dtype,
-        context_length=next((n for n in lengths if isinstance(n, int)), sys.maxsize),
+        context_length=_context_length(model.config.get_text_config(decoder=True)),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         folder=checkpoint.folder if checkpoint else None,
         trust_remote_code=trusted,
         gguf=checkpoint.gguf if checkpoint else None,
         _scratch=scratch,
+        _tokenizers=tokenizers,
     )
+
+
+def _context_length(config: Any) -> int:
+    lengths = (getattr(config, name, None) for name in _LENGTHS)
+    return next((n for n in lengths if isinstance(n, int)), sys.maxsize)
 
 
 def _check_ends(model: PreTrainedModel, spec: str) -> None:

@@ -17,7 +17,7 @@ from kvprof.errors import FailedError, Interrupted, UsageError
 from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.chat import ChatWriter
 from kvprof.models.layout import LayerLayout, ModelLayout
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.models.projections import output_slices, value_weight
 from kvprof.models.weights import compute_device
 from kvprof.sources.grammar import RANDOM, Source, SourceKind
@@ -102,7 +102,7 @@ def suitable_batch_size(device: torch.device, seq_len: int) -> int:
     return max(1, budget // seq_len)
 
 
-def model_tokens(loaded: LoadedModel) -> ModelTokens:
+def model_tokens(loaded: OpenedModel) -> ModelTokens:
     """Return what a token source has to know of a model; the tokenizer is loaded when needed."""
 
     def tokenize() -> Callable[[str], list[int]]:
@@ -202,7 +202,7 @@ def empty_moments(
     return Moments(layers, loaded.fingerprint)
 
 
-def count_tokens(loaded: LoadedModel, source: Source, options: CollectOptions) -> int:
+def count_tokens(loaded: OpenedModel, source: Source, options: CollectOptions) -> int:
     """Return how many tokens a pass will see, before anything is run.
 
     Tokenising is cheap beside the forward pass: a text that is too short is found out now.
@@ -228,7 +228,7 @@ def count_tokens(loaded: LoadedModel, source: Source, options: CollectOptions) -
 
 
 def _sequences(
-    loaded: LoadedModel, source: Source, options: CollectOptions
+    loaded: OpenedModel, source: Source, options: CollectOptions
 ) -> Iterator[NDArray[np.int64]]:
     return windows(
         source,

@@ -11,7 +11,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from kvprof.errors import Interrupted, UsageError
 from kvprof.models.chat import ChatWriter
-from kvprof.models.load import LoadedModel, blaming
+from kvprof.models.load import LoadedModel, OpenedModel, blaming
 from kvprof.models.noise import quiet
 
 __all__ = [
@@ -68,12 +68,12 @@ class Generated:
     broken: bool = False
 
 
-def prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> tuple[str, list[int]]:
+def prompt_ids(loaded: OpenedModel, prompt: str, *, chat: bool) -> tuple[str, list[int]]:
     """Return the prompt as the model gets it, as text and as ids.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    loaded : OpenedModel
     prompt : str
     chat : bool
         Put it into the model's chat template as a user's message.
@@ -101,7 +101,7 @@ def prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> tuple[str, li
     return prompt, ids
 
 
-def _refuse_what_cannot_fit(loaded: LoadedModel, tokenizer: Any, prompt: str) -> None:
+def _refuse_what_cannot_fit(loaded: OpenedModel, tokenizer: Any, prompt: str) -> None:
     """Refuse a prompt that has more tokens than the context whatever they are, before it is cut."""
     if loaded.context_length >= sys.maxsize:
         return

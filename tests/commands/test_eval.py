@@ -226,14 +226,6 @@ def test_wrong_use_is_told_in_a_line(
     assert words in done.error
 
 
-def test_a_text_shorter_than_a_sequence(tiny_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("abc")
-    done = kvprof("eval", tiny_folder, "--method", "fp8", *SMALL, "--text", path)
-    assert done.code == 2
-    assert "fewer than one sequence of 32" in done.error
-
-
 def test_calibrating_on_the_evaluations_data_is_refused(tiny_folder: Path, notes: Path) -> None:
     done = kvprof(
         "eval",

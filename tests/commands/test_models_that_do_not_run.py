@@ -22,7 +22,7 @@ def test_commands_that_need_it_refuse_before_they_calibrate(odd: Path) -> None:
         ("plan", odd, *planned),
         ("eval", odd, *planned),
         ("frontier", odd, "--no-cache"),
-        ("generate", odd, "--prompt", "a prompt", *planned),
+        ("generate", odd, "--prompt", "a prompt", "--max-new-tokens", "4", *planned),
         ("plan", odd, "--fit", "1GB"),
     ):
         done = kvprof(*command)

@@ -11,7 +11,10 @@ from kvprof.interrupt import Stop
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
+from kvprof.models import load
 from kvprof.models.load import LoadedModel, load_model, wrap_model
+from tests.commands.running import kvprof
+from tests.models.folder import save_tiny
 from tests.models.tiny import tiny
 
 FINE = {"grid": 2, "minimum": 2}
@@ -142,3 +145,39 @@ def test_calibration_options_default_to_the_method(tmp_path: Path) -> None:
     saved.touch()
     with pytest.raises(UsageError, match="leave out --calibrate-seq-len"):
         calibration_options(str(saved), None, seq_len=512, own_seq_len="2k")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("eval", "--method", "qk", "--rate", 0.3), "qk"),
+        (("eval", "--method", "kq", "--rate", 0.3, "--option", "width=3"), "width"),
+        (("eval", "--method", "fp8", "--rate", 0.3), "--rate"),
+        (("eval", "--method", "fp8", "--tasks", "needles"), "needles"),
+        (("eval", "--method", "fp8", "--seq-len", "1k"), "--seq-len 1,024"),
+        (("eval", "--method", "fp8", "--seq-len", 32, "--text", "short.txt"), "short.txt"),
+        (("eval", "--method", "fp8", "--tasks", "vt", "--task-lengths", "1k"), "--task-lengths"),
+        (("eval", "--method", "fp8", "--json", "short.txt"), "short.txt"),
+        (("eval", "--plan", "other.plan", "--seq-len", 32, "--tasks", "none"), "other.plan"),
+        (("frontier", "--methods", "fp8", "--text", "random:8k"), "--text random"),
+        (("generate", "--plan", "other.plan", "--prompt", "x"), "other.plan"),
+        (("generate", "--method", "fp8", "--prompt", "x", "--max-new-tokens", "1k"), "context"),
+        (("spectrum", "--seq-len", "1k"), "--seq-len 1,024"),
+        (("spectrum", "--text", "short.txt", "--tokens", 512), "short.txt"),
+    ],
+)
+def test_what_needs_no_weights_is_refused_before_they_are_read(
+    tmp_path: Path,
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[Any, ...],
+    named: str,
+) -> None:
+    folder = save_tiny(tmp_path / "model", seed=7)
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("abc")
+    save_plan(planned(loaded, method="full"), Path("other.plan"))
+    monkeypatch.setattr(load, "read_weights", lambda *_, **__: pytest.fail("weights were read"))
+    done = kvprof(words[0], folder, *words[1:])
+    assert done.code == 2
+    assert named in done.error

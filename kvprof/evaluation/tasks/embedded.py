@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from kvprof.evaluation.tasks.items import TaskItem
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import OpenedModel
 from kvprof.moments.collect import model_tokens
 
 __all__ = ["EMBEDDED", "embedded_items"]
@@ -25,12 +25,12 @@ _ROWS = resources.files("kvprof") / "assets" / "splits" / "evaluation" / "tasks.
 _ALIKE = re.compile(r"(?:keys|chains)=(\d+)")
 
 
-def embedded_items(loaded: LoadedModel, task: str, most: int) -> tuple[list[TaskItem], int]:
+def embedded_items(loaded: OpenedModel, task: str, most: int) -> tuple[list[TaskItem], int]:
     """Return questions of one task that fit a model, evenly over lengths and depths.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    loaded : OpenedModel
     task : str
         One of `EMBEDDED`.
     most : int
@@ -81,7 +81,7 @@ def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ordered
 
 
-def _item(loaded: LoadedModel, row: dict[str, Any]) -> TaskItem:
+def _item(loaded: OpenedModel, row: dict[str, Any]) -> TaskItem:
     tokens = model_tokens(loaded)
     tokenize = tokens.tokenize()
     prompt, whole = tokenize(row["prompt"]), tokenize(row["prompt"] + row["answer"])

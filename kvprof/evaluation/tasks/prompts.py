@@ -6,7 +6,7 @@ from typing import Any
 
 from kvprof.evaluation.tasks.items import Question
 from kvprof.models.chat import ChatWriter
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import OpenedModel
 from kvprof.moments.collect import model_tokens
 
 __all__ = ["Fitted", "PromptWriter", "largest_fitting"]
@@ -25,11 +25,11 @@ class PromptWriter:
 
     Parameters
     ----------
-    loaded : LoadedModel
+    loaded : OpenedModel
         With a tokenizer.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: OpenedModel) -> None:
         self._tokens = model_tokens(loaded)
         self._tokenize = self._tokens.tokenize()
         template = loaded.tokenizer().chat_template

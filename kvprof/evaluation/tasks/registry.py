@@ -16,7 +16,7 @@ from kvprof.evaluation.tasks.items import Question, Scoring, TaskItem
 from kvprof.evaluation.tasks.prompts import Fitted, PromptWriter, largest_fitting
 from kvprof.evaluation.tasks.prose import lexicon
 from kvprof.evaluation.tasks.ruler import ABSENT, RULER, Draw
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import OpenedModel
 
 __all__ = [
     "ALIKE",
@@ -318,13 +318,13 @@ def parse_tasks(text: str) -> tuple[str, ...]:
     return tuple(task for task in TASKS if task in chosen)
 
 
-def default_task_items(loaded: LoadedModel) -> int:
+def default_task_items(loaded: OpenedModel) -> int:
     """Return how many questions of each task an evaluation asks by default."""
     return _CPU_ITEMS if loaded.device.type == "cpu" else _GPU_ITEMS
 
 
 def select_tasks(
-    loaded: LoadedModel,
+    loaded: OpenedModel,
     names: Sequence[str],
     per_task: int,
     lengths: Sequence[int] | None = None,
@@ -335,7 +335,7 @@ def select_tasks(
 
     Parameters
     ----------
-    loaded : LoadedModel
+    loaded : OpenedModel
     names : sequence of str
         Among `TASKS`.
     per_task : int
@@ -374,7 +374,7 @@ def select_tasks(
     return TaskSelection(items, left_out, tuple(lengths), tuple(notes))
 
 
-def _lengths(loaded: LoadedModel, asked: Sequence[int] | None) -> tuple[int, ...]:
+def _lengths(loaded: OpenedModel, asked: Sequence[int] | None) -> tuple[int, ...]:
     longest = loaded.context_length
     for length in asked or ():
         if length > longest:
@@ -392,7 +392,7 @@ def _lengths(loaded: LoadedModel, asked: Sequence[int] | None) -> tuple[int, ...
 
 
 def _generated(
-    loaded: LoadedModel, name: str, count: int, lengths: Sequence[int]
+    loaded: OpenedModel, name: str, count: int, lengths: Sequence[int]
 ) -> list[TaskItem]:
     task = TASKS[name]
     draw = task.draw
@@ -420,7 +420,7 @@ def _generated(
     return items
 
 
-def _open_items(loaded: LoadedModel, name: str, count: int) -> tuple[list[TaskItem], int]:
+def _open_items(loaded: OpenedModel, name: str, count: int) -> tuple[list[TaskItem], int]:
     items: list[TaskItem] = []
     left_out = 0
     with PromptWriter(loaded) as write:
