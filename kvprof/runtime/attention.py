@@ -299,16 +299,15 @@ def logits(sides: Sequence[KeySide], scoring: Scoring, queries: slice) -> Tensor
     result = _in_head_order(parts, [side.bundle for side in sides], 1)
     if scoring.group is not None and result.shape[2] != scoring.group:
         result = unflatten(result.flatten(1, 2), 1, (-1, scoring.group))  # a key per query head
-    wide = torch.promote_types(result.dtype, torch.float32)
-    result = result.to(wide)
+    # The products are this function's own, and as large as anything that a pass holds.
     if scoring.offset is not None:
-        result = result + scoring.offset(queries)
-    result = result * scoring.scaling
+        result += scoring.offset(queries)
+    result *= scoring.scaling
     if scoring.softcap is not None:
         result = torch.tanh(result / scoring.softcap) * scoring.softcap
     if scoring.visible is not None:
         hidden = ~scoring.visible[:, :, queries].unsqueeze(1)
-        result = result.masked_fill(hidden, torch.finfo(wide).min)
+        result.masked_fill_(hidden, torch.finfo(result.dtype).min)
     return result
 
 
