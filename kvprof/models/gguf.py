@@ -6,6 +6,7 @@ the model computes as one whose weights were rounded: not as llama.cpp does to t
 not as the model before rounding.
 """
 
+import mmap
 import os
 import re
 import struct
@@ -31,6 +32,7 @@ __all__ = [
     "open_gguf",
     "parsed_once",
     "read_gguf",
+    "release",
     "smollm2_file",
 ]
 
@@ -234,6 +236,14 @@ def open_gguf(path: str | Path) -> Any:
     if parsed is not None:
         parsed[known] = reader
     return reader
+
+
+def release(data: Any) -> None:
+    """Drop what was read of the file that an array is a part of; it is read again where needed."""
+    while getattr(data, "base", None) is not None:
+        data = data.base
+    if isinstance(data, mmap.mmap):
+        data.madvise(mmap.MADV_DONTNEED)
 
 
 @cache

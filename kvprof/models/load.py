@@ -24,7 +24,7 @@ from transformers import (
 
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity, files_fingerprint
-from kvprof.models.gguf import GgufFile, open_gguf, parsed_once
+from kvprof.models.gguf import GgufFile, open_gguf, parsed_once, release
 from kvprof.models.gguf_config import hold_against_file
 from kvprof.models.gguf_tokenizer import check_split, set_split
 from kvprof.models.layout import ModelLayout
@@ -210,20 +210,29 @@ def _read_as_gguf() -> Iterator[None]:
     """Let transformers read a GGUF file without its bar, parse it sooner, and name tensors once.
 
     It draws the bar without asking its own settings. It makes the table of all tensors' names again
-    for each of a model's modules, which takes a minute for 46 layers of 15 modules.
+    for each of a model's modules, which takes a minute for 46 layers of 15 modules. What was read
+    of the file would stay in memory beside the weights made of it.
     """
     import gguf  # an extra, which the file's reader has asked for
 
     with _AS_GGUF:  # two at once would put back what the other has put there
         bar, table = modeling_gguf_pytorch_utils.tqdm, gguf.get_tensor_name_map
-        reader = gguf.GGUFReader
+        reader, dequantize = gguf.GGUFReader, gguf.dequantize
+
+        def sparing(data: Any, kind: Any) -> Any:
+            unpacked = dequantize(data, kind)
+            release(data)
+            return unpacked
+
         modeling_gguf_pytorch_utils.tqdm = partial(bar, disable=True)
         gguf.get_tensor_name_map, gguf.GGUFReader = cache(table), open_gguf
+        gguf.dequantize = sparing
         try:
             yield
         finally:
             modeling_gguf_pytorch_utils.tqdm = bar
             gguf.get_tensor_name_map, gguf.GGUFReader = table, reader
+            gguf.dequantize = dequantize
 
 
 def _more(names: list[str]) -> str:

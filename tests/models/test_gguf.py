@@ -274,3 +274,20 @@ def test_smollm2_is_the_file_that_the_variable_names(
     monkeypatch.setenv("KVPROF_SMOLLM2", str(tmp_path / "none.gguf"))
     with pytest.raises(UsageError, match="there is no such file or folder"):
         module.smollm2_file()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="tells what stays in memory")
+def test_what_was_read_of_a_file_does_not_stay_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large.bin"
+    path.write_bytes(bytes(range(256)) * (1 << 15))
+    part = np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)[64:].reshape(-1, 64)
+
+    def resident() -> int:
+        entry = Path("/proc/self/smaps").read_text().split(str(path))[1]
+        return int(entry.split("Rss:")[1].split()[0])
+
+    total = int(part.sum(dtype=np.int64))
+    assert resident() > 8000
+    module.release(part)
+    assert resident() == 0
+    assert int(part.sum(dtype=np.int64)) == total
