@@ -106,7 +106,7 @@ def eval(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Evaluate compressed caches: accuracy, perplexity, divergence and tasks, decoded for real.
+    """Evaluate compressed caches: accuracy, perplexity, divergence and tasks.
 
     Examples
     --------

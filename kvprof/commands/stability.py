@@ -128,6 +128,8 @@ def stability(
         from kvprof.analysis.stability_data import stability_data
         from kvprof.commands.stability_run import make_plan, rank_choices, run_passes, study_inputs
         from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
+        from kvprof.models.load import OpenedModel
+        from kvprof.moments.stability_passes import StudyPlan
 
     chosen_pairs = tuple(dict.fromkeys(pair.strip() for pair in pairs.split(",")))
     for pair in chosen_pairs:
@@ -135,6 +137,12 @@ def stability(
             raise UsageError(
                 f"--pairs: {pair!r} is no pair to compare; choose from {', '.join(FACTOR_PAIRS)}"
             )
+
+    def planned(opened: OpenedModel | None) -> StudyPlan:
+        most = parse_count(against_tokens, what="--against-tokens") if against_tokens else None
+        against = most or max(counts)
+        return make_plan(opened, offline, datasets, chosen_pairs, counts, against, seeds, lengths)
+
     loaded = None
     left_out: list[str] = []
     if model is not None or any(s.kind is not SourceKind.MOMENTS for s in (offline, *datasets)):
@@ -145,19 +153,11 @@ def stability(
             revision=revision,
             gguf=gguf,
             trust_remote_code=trust_remote_code,
+            before=planned,
         )
         chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=left_out)
         left_out += spectra_only(loaded)
-    plan = make_plan(
-        loaded,
-        offline,
-        datasets,
-        chosen_pairs,
-        counts,
-        parse_count(against_tokens, what="--against-tokens") if against_tokens else max(counts),
-        seeds,
-        lengths,
-    )
+    plan = planned(loaded)
     with graceful_interrupt() as stop:
         runs, fingerprint, complete = run_passes(loaded, plan, batch_size, stop)
         if not runs.get("source") or not runs.get("target"):

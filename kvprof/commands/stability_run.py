@@ -8,7 +8,7 @@ from kvprof.analysis.stability import Run
 from kvprof.analysis.stability_study import RankChoice
 from kvprof.errors import UsageError
 from kvprof.interrupt import Stop
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.moments.collect import CollectOptions, count_tokens, suitable_batch_size
 from kvprof.moments.files import load_moments
 from kvprof.moments.stability_passes import StudyPlan, plan_passes, run_pass
@@ -19,7 +19,7 @@ __all__ = ["make_plan", "rank_choices", "run_passes", "study_inputs"]
 
 
 def make_plan(
-    loaded: LoadedModel | None,
+    loaded: OpenedModel | None,
     offline: Source,
     datasets: list[Source],
     pairs: tuple[str, ...],

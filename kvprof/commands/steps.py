@@ -69,7 +69,7 @@ def load_for_command(
     gguf: str | None,
     trust_remote_code: bool,
     compressed: bool = False,
-    before: Callable[[OpenedModel], None] = lambda _: None,
+    before: Callable[[OpenedModel], object] = lambda _: None,
 ) -> LoadedModel:
     """Load the model that a command was asked for; ``reference`` when it names none.
 

@@ -478,7 +478,7 @@ def load_model(
     trust_remote_code: bool = False,
     revision: str | None = None,
     gguf: str | None = None,
-    before: Callable[[OpenedModel], None] = lambda _: None,
+    before: Callable[[OpenedModel], object] = lambda _: None,
 ) -> LoadedModel:
     """Load a decoder for measuring, and refuse it in one clear line where it cannot be trusted.
 

@@ -163,6 +163,7 @@ def test_calibration_options_default_to_the_method(tmp_path: Path) -> None:
         (("generate", "--plan", "other.plan", "--prompt", "x"), "other.plan"),
         (("generate", "--method", "fp8", "--prompt", "x", "--max-new-tokens", "1k"), "context"),
         (("spectrum", "--seq-len", "1k"), "--seq-len 1,024"),
+        (("stability", "--source", "short.txt", "--tokens", "256,512"), "short.txt"),
         (("spectrum", "--text", "short.txt", "--tokens", 512), "short.txt"),
     ],
 )
