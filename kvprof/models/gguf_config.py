@@ -53,23 +53,7 @@ _CLOSE = 1e-6  # of numbers that a file holds in 32 bits
 
 
 def hold_against_file(spec: str, gguf: GgufFile, config: Any) -> None:
-    """Give a config what transformers left out of a file; refuse what it has no place for.
-
-    Parameters
-    ----------
-    spec : str
-        Named in errors.
-    gguf : GgufFile
-    config : PretrainedConfig
-        Changed where its class has a place for what the file says.
-
-    Raises
-    ------
-    UsageError
-        The file says what transformers' model cannot be told, or what is not known here.
-    FailedError
-        The file lacks what its architecture cannot be without.
-    """
+    """Give a config what transformers left out of a file; refuse what it has no place for."""
     _File(spec, gguf, config).hold()
 
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity, files_fingerprint
-from kvprof.models.gguf import GgufFile, open_gguf, parsed_once, release
+from kvprof.models.gguf import GgufFile, open_gguf, release
 from kvprof.models.gguf_config import hold_against_file
 from kvprof.models.gguf_tokenizer import check_split, set_split
 from kvprof.models.layout import ModelLayout
@@ -95,7 +95,7 @@ def read_config(
             ) from error
         raise FailedError(f"{spec}: {where} cannot be used: {_first_sentence(error)}") from error
     if gguf is not None:
-        check_config_sizes(spec, config.to_dict(), gguf.path.stat().st_size, where)
+        check_config_sizes(spec, config.to_dict(), gguf.size, where)
         with blaming(f"{spec}: {where} cannot be used"):
             hold_against_file(spec, gguf, config)
     known = AutoModelForCausalLM._model_mapping
@@ -385,7 +385,7 @@ class OpenedModel:
 
     def _has_tokenizer(self) -> bool:
         if self.gguf is not None:
-            return self.gguf.has_tokenizer
+            return bool(self.gguf.token_types)
         return self.folder is not None and any(
             next(self.folder.glob(name), None) for name in _TOKENIZER_FILES
         )
@@ -469,7 +469,6 @@ def read_tokenizer(
     return tokenizer
 
 
-@parsed_once()
 def load_model(
     spec: str,
     *,

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.models.gguf import GgufFile, choose_gguf, read_gguf, smollm2_file
+from kvprof.models.gguf import GgufFile, choose_gguf, gguf_parts, read_gguf, smollm2_file
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
 from kvprof.models.noise import quiet
 
@@ -57,24 +57,7 @@ _LEAST_BYTES = 0.1  # of a parameter, however it is quantised
 def check_config_sizes(
     what: str, config: Any, stored: int | None = None, file: str = "config.json"
 ) -> None:
-    """Refuse sizes that no model has.
-
-    Parameters
-    ----------
-    what : str
-        Named in the error.
-    config : Any
-        The content of a ``config.json``.
-    stored : int, optional
-        Bytes of the weights beside it: a model that is many times larger is another one.
-    file : str
-        Where it stands.
-
-    Raises
-    ------
-    FailedError
-        Naming the size.
-    """
+    """Refuse sizes that no model has."""
     if not isinstance(config, Mapping):
         raise FailedError(f"{what}: {file} is damaged (it is no object)")
     for part in _parts(config):
@@ -133,7 +116,7 @@ class Checkpoint:
     revision : str or None
         Commit on the hub.
     files : tuple of Path
-        Safetensors files, or one GGUF file, which holds config and tokenizer as well.
+        Safetensors files, or GGUF's, which hold config and tokenizer as well.
     size : int
         Of the files.
     stored_itemsize : float
@@ -221,20 +204,7 @@ def locate(
 
 
 def gguf_file(spec: str, name: str) -> Path:
-    """Return the GGUF file of a name in a folder or in a repository, whole or not.
-
-    Parameters
-    ----------
-    spec : str
-        A local folder, or a hub id.
-    name : str
-        From ``--gguf``.
-
-    Raises
-    ------
-    UsageError, LackingError
-        When there is none.
-    """
+    """Return the GGUF file of a name in a folder or in a repository, whole or not."""
     path = Path(spec).expanduser()
     if path.is_dir() and (chosen := choose_gguf(spec, path, name)) is not None:
         return chosen
@@ -247,11 +217,9 @@ def gguf_file(spec: str, name: str) -> Path:
 
 def _gguf(spec: str, path: Path, of_hub: bool = False) -> Checkpoint:
     found = read_gguf(spec, path)
-    size = path.stat().st_size
-    numbers = max(found.numbers, 1)
-    return Checkpoint(
-        path.parent, path.parent.name if of_hub else None, (path,), size, size / numbers, found
-    )
+    revision, parts = path.parent.name if of_hub else None, tuple(gguf_parts(found.path))
+    itemsize = found.size / max(found.numbers, 1)
+    return Checkpoint(path.parent, revision, parts, found.size, itemsize, found)
 
 
 def _from_hub(spec: str, revision: str | None, with_code: bool, gguf: str | None = None) -> Path:
@@ -277,7 +245,8 @@ def _fetched(
     try:
         if gguf is not None:
             with quiet():
-                return fetch(gguf)
+                parts = [fetch(str(part)) for part in gguf_parts(Path(gguf))]
+            return parts[0]
         with quiet():  # without a network the hub's client tells of every retry
             folder = fetch("config.json").parent
         try:
@@ -316,13 +285,7 @@ def _fetched(
 
 
 def read_json(spec: str, path: Path) -> Any:
-    """Return the content of a JSON file of a model.
-
-    Raises
-    ------
-    FailedError
-        When it is damaged.
-    """
+    """Return the content of a JSON file of a model."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or numbers without an end

@@ -15,7 +15,7 @@ from kvprof.records.load_names import load_methods
 from kvprof.serving.load.lengths import load_lengths
 from kvprof.serving.load.tokenizer import token_counter
 from tests.commands.running import kvprof, process_of
-from tests.models.gguf_files import HEADS, KV_HEADS, LAYERS, WIDTH, write_llama
+from tests.models.gguf_files import write_llama
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -57,13 +57,6 @@ def test_what_is_damaged_or_not_there_is_one_line(file: Path, tmp_path: Path) ->
     assert "no such file" in kvprof("spectrum", tmp_path / "none.gguf").error
     assert "leave it out" in kvprof("spectrum", file, "--gguf", "tiny.gguf").error
     assert "leave it out" in kvprof("spectrum", "reference", "--gguf", "tiny.gguf").error
-
-
-def test_bench_takes_its_shape(file: Path) -> None:
-    shape = load_shape(str(file))
-    assert (shape.layers, shape.num_heads, shape.num_kv_heads) == (LAYERS, HEADS, KV_HEADS)
-    assert shape.head_dim == WIDTH // HEADS
-    assert has_weights(str(file))
 
 
 def test_bench_names_the_file_that_it_took_of_a_folder(file: Path, tmp_path: Path) -> None:

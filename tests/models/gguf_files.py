@@ -39,10 +39,14 @@ def write_llama(path: Path, seed: int = 0, rounded: bool = False, **changes: Any
     template : str
     pre : str or None
         Makes the tokenizer byte-level, and names how it cuts texts.
+    writer : mapping
+        Of the package's writer: into how many parts, in which order of bytes.
     """
     import gguf
 
-    writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
+    writer = gguf.GGUFWriter(
+        path, changes.get("architecture", "llama"), **changes.get("writer", {})
+    )
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
     writer.add_block_count(LAYERS)

@@ -79,15 +79,6 @@ def test_a_file_is_parsed_once_for_a_load_and_as_the_package_parses_it(
         assert np.array_equal(own.data, other.data)
 
 
-def test_queries_and_keys_are_turned_back_from_llama_cpps_order(file: Path) -> None:
-    # llama.cpp pairs neighbours in RoPE, transformers halves: rows of W_Q and W_K change places.
-    loaded = load_model(str(file), device="cpu")
-    stored = weights_of(file)["blk.0.attn_k.weight"].reshape(KV_HEADS, -1, 2, WIDTH)
-    expected = stored.swapaxes(1, 2).reshape(-1, WIDTH)
-    held = loaded.model.state_dict()["model.layers.0.self_attn.k_proj.weight"]
-    assert np.array_equal(held.numpy(), expected)
-
-
 def test_a_rounded_model_is_another_one_in_any_dtype(file: Path, tmp_path: Path) -> None:
     rounded = write_llama(tmp_path / "rounded.gguf", rounded=True)
     one = load_model(str(rounded), device="cpu")
@@ -107,13 +98,6 @@ def test_a_changed_weight_is_another_model(file: Path, tmp_path: Path) -> None:
     other.write_bytes(data)
     known = load_model(str(file), device="cpu").fingerprint
     assert load_model(str(other), device="cpu").fingerprint != known
-
-
-def test_what_the_file_is_called_makes_no_other_model(file: Path, tmp_path: Path) -> None:
-    renamed = tmp_path / "of another name.gguf"
-    renamed.write_bytes(file.read_bytes())
-    loaded = load_model(str(renamed), device="cpu")
-    assert loaded.fingerprint == load_model(str(file), device="cpu").fingerprint
 
 
 def test_a_folder_is_asked_for_its_file(file: Path, tmp_path: Path) -> None:
@@ -196,6 +180,49 @@ def test_a_count_that_the_file_cannot_hold_is_seen_at_once(
         read_gguf("x", path)
 
 
+def test_two_tensors_of_the_same_numbers_are_no_model(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "x.gguf")
+    offsets = {t.name: t.field.parts[5] for t in gguf.GGUFReader(path, "r+").tensors}
+    offsets["blk.0.attn_k.weight"][0] = offsets["blk.1.attn_k.weight"][0]
+    with pytest.raises(FailedError) as caught:
+        read_gguf("x", path)
+    assert "blk.0.attn_k.weight" in str(caught.value)
+
+
+def test_a_list_longer_than_any_models_is_seen_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    head = struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 8, 2**22)
+    path.write_bytes(head + bytes(8 * 2**22))  # so many empty strings
+    with pytest.raises(FailedError) as caught:
+        read_gguf("x", path)
+    assert "4,194,304" in str(caught.value)
+
+
+def test_a_model_in_parts_is_the_model(file: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path / "x.gguf", writer={"split_max_tensors": 8})
+    parts = sorted(tmp_path.iterdir())
+    assert [part.name for part in parts] == [f"x-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    whole = load_model(str(file), device="cpu")
+    for spec, name in ((parts[0], None), (tmp_path, None), (tmp_path, parts[0].name)):
+        loaded = load_model(str(spec), device="cpu", gguf=name)
+        held = loaded.model.state_dict()
+        for key, weight in whole.model.state_dict().items():
+            assert torch.equal(held[key], weight)
+        assert loaded.gguf.size == sum(part.stat().st_size for part in parts)
+    data = bytearray(parts[2].read_bytes())
+    data[-5] ^= 1
+    parts[2].write_bytes(data)
+    assert load_model(str(parts[0]), device="cpu").fingerprint != loaded.fingerprint
+    parts[1].rename(tmp_path / "x.gguf")
+    for spec in (parts[0], parts[2]):
+        with pytest.raises(FailedError) as caught:
+            load_model(str(spec), device="cpu")
+        assert parts[1].name in str(caught.value)
+    with pytest.raises(UsageError) as caught:  # a part by another name
+        load_model(str(tmp_path / "x.gguf"), device="cpu")
+    assert "-of-00003.gguf" in str(caught.value)
+
+
 def test_a_pipe_in_a_folder_is_no_file_to_read(file: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     (tmp_path / "circle.gguf").symlink_to("circle.gguf")
@@ -212,6 +239,9 @@ def test_another_kind_of_file_is_named_as_one(tmp_path: Path) -> None:
         load_model(str(path))
     with pytest.raises(UsageError, match="there is no such file"):
         load_model(str(tmp_path / "none.gguf"))
+    big = write_llama(tmp_path / "big.gguf", writer={"endianess": gguf.GGUFEndian.BIG})
+    with pytest.raises(UsageError, match="big-endian"):
+        load_model(str(big))
 
 
 def test_without_the_package_it_says_what_to_install(
