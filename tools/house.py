@@ -28,7 +28,7 @@ CEILINGS: Measures = {
     "raises": 1093,
     "functions_with_12_parameters": 74,
     "modules_with_one_importer": 95,
-    "test_lines": 58_439,
+    "test_lines": 58_487,
     "test_functions": 2727,
     "tests_of_wording": 810,
     "document_words": 35_650,

@@ -267,7 +267,7 @@ class _Counter:
 
     def __call__(self, text: str) -> int:
         if self._held is None:
-            from kvprof.serving.load.tokenizer import token_counter
+            from kvprof.models.load import token_counter
 
             self._held = token_counter(self._model)
         tokens: int = self._held(text)

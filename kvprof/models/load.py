@@ -26,7 +26,7 @@ from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity, files_fingerprint
 from kvprof.models.gguf import GgufFile, open_gguf, release
 from kvprof.models.gguf_config import hold_against_file
-from kvprof.models.gguf_tokenizer import check_split, set_split
+from kvprof.models.gguf_tokenizer import byte_level_tokenizer, check_texts
 from kvprof.models.layout import ModelLayout
 from kvprof.models.locate import Checkpoint, check_config_sizes, locate
 from kvprof.models.noise import quiet
@@ -42,6 +42,7 @@ __all__ = [
     "read_config",
     "read_tokenizer",
     "read_weights",
+    "token_counter",
     "wrap_model",
 ]
 
@@ -109,23 +110,7 @@ def read_config(
 
 
 def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTrainedModel:
-    """Build a model from a whole checkpoint, with every weight of it and no other.
-
-    Parameters
-    ----------
-    spec : str
-        Named in errors.
-    checkpoint : Checkpoint
-    **options
-        For ``from_pretrained``.
-
-    Raises
-    ------
-    FailedError
-        Tensors that are missing (they would be random), unexpected, or of another shape.
-    LackingError
-        Not enough GPU memory, or a missing package.
-    """
+    """Build a model from a whole checkpoint, with every weight of it and no other."""
     source: dict[str, Any] = {"use_safetensors": True}
     described, numbers = "config.json", 0
     if checkpoint.gguf is not None:
@@ -333,19 +318,22 @@ class OpenedModel:
     def special_ids(self) -> frozenset[int]:
         """Ids that random tokens leave out.
 
-        The tokenizer's special ids, those of the configs, and the rows that pad the embedding
-        beyond the tokenizer's length. Reads the tokenizer on first use, where there is one.
+        The tokenizer's special ids, those of the configs, and rows of the embedding that are no
+        token's. A GGUF file says them; any other tokenizer is read for them on first use.
         """
         ids: set[Any] = set()
         for config in self._stating:
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 value = getattr(config, name, None)
                 ids.update(value if isinstance(value, list | tuple) else [value])
-        if self._has_tokenizer():
-            tokenizer = self._tokenizer  # which cuts nothing here
+        if self.gguf is not None:
+            ids |= self.gguf.special_ids
+            ids.update(range(len(self.gguf.token_types) or self.vocab_size, self.vocab_size))
+        elif _has_tokenizer(self.folder, None):
+            tokenizer = self.tokenizer()
             ids.update(tokenizer.all_special_ids)
             ids.update(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
-            ids.update(range(len(tokenizer), self.vocab_size))
+            ids |= set(range(self.vocab_size)) - set(tokenizer.get_vocab().values())
         return frozenset(i for i in ids if isinstance(i, int) and 0 <= i < self.vocab_size)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -359,36 +347,17 @@ class OpenedModel:
         FailedError
             When its files are damaged.
         """
-        if self.gguf is not None:
-            check_split(self.spec, self.gguf)
-        return self._tokenizer
-
-    @property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        if not self._has_tokenizer():
-            beside = (
-                "; a model in memory brings none"
-                if self.folder is None
-                else " (kvprof generate takes neither: it needs the tokenizer's files beside the "
-                "weights)"
-            )
-            raise UsageError(
-                f"{self.spec} has no tokenizer, so it cannot read text; use random tokens or a "
-                f"file of token ids{beside}"
-            )
-        assert self.folder is not None  # where its files are
         if not self._tokenizers:
             trusted = self.trust_remote_code
             found = read_tokenizer(self.spec, self.folder, self.gguf, trust_remote_code=trusted)
             self._tokenizers.append(found)
         return self._tokenizers[0]
 
-    def _has_tokenizer(self) -> bool:
-        if self.gguf is not None:
-            return bool(self.gguf.token_types)
-        return self.folder is not None and any(
-            next(self.folder.glob(name), None) for name in _TOKENIZER_FILES
-        )
+
+def _has_tokenizer(folder: Path | None, gguf: GgufFile | None) -> bool:
+    if gguf is not None:
+        return bool(gguf.token_types)
+    return folder is not None and any(next(folder.glob(name), None) for name in _TOKENIZER_FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,40 +402,48 @@ class LoadedModel(OpenedModel):
 
 
 def read_tokenizer(
-    spec: str, folder: Path, gguf: GgufFile | None, *, trust_remote_code: bool = False
+    spec: str, folder: Path | None, gguf: GgufFile | None, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a folder, or that of a GGUF file, which cuts texts as the file says.
-
-    Parameters
-    ----------
-    spec : str
-        Named in errors.
-    folder : Path
-    gguf : GgufFile or None
-    trust_remote_code : bool
-
-    Raises
-    ------
-    FailedError
-        When there is none, or a damaged one.
-    LackingError
-        When it needs a package that is not installed.
-    """
+    """Read the tokenizer of a folder, or that of a GGUF file, which cuts texts as the file says."""
+    if not _has_tokenizer(folder, gguf):
+        beside = (
+            "; a model in memory brings none"
+            if folder is None
+            else " (kvprof generate takes neither: it needs the tokenizer's files beside the "
+            "weights)"
+        )
+        raise UsageError(
+            f"{spec} has no tokenizer, so it cannot read text; use random tokens or a "
+            f"file of token ids{beside}"
+        )
+    tokenizer: PreTrainedTokenizerBase
     try:
         with quiet(), _read_as_gguf() if gguf is not None else nullcontext():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                **({} if gguf is None else {"gguf_file": gguf.path.name}),
-            )
+            if gguf is not None and gguf.byte_level:
+                tokenizer = byte_level_tokenizer(spec, gguf)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(
+                    folder,
+                    local_files_only=True,
+                    trust_remote_code=trust_remote_code,
+                    **({} if gguf is None else {"gguf_file": gguf.path.name}),
+                )
+            if gguf is not None:
+                check_texts(spec, gguf, tokenizer)
+    except KvprofError:
+        raise
     except ImportError as error:
         raise LackingError(f"{spec}: its tokenizer needs a package: {error}") from error
     except Exception as error:  # the tokenizers library raises bare Exception
         raise FailedError(f"{spec}: its tokenizer cannot be read: {error}") from error
-    if gguf is not None:
-        set_split(tokenizer, gguf)
     return tokenizer
+
+
+def token_counter(spec: str) -> Callable[[str], int]:
+    """Return what counts the tokens of a text, by a model's tokenizer: weights are not read."""
+    checkpoint = locate(spec)
+    tokenizer = read_tokenizer(spec, checkpoint.folder, checkpoint.gguf)
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def load_model(

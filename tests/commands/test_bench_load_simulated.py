@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvprof.errors import ExitCode
+from kvprof.models.load import token_counter
 from kvprof.records.files import read_result
-from kvprof.serving.load.tokenizer import token_counter
 from tests.commands.running import kvprof
 
 SHORT = ("--lengths", "in=2000,out=20", "--requests", 60, "--rates", "1,6")

@@ -10,10 +10,9 @@ from kvprof.commands import bench_load_servers
 from kvprof.commands.bench_load_servers import engine_model, started_servers
 from kvprof.errors import UsageError
 from kvprof.methods.plan_files import load_plan
-from kvprof.models.load import load_model
+from kvprof.models.load import load_model, token_counter
 from kvprof.records.load_names import load_methods
 from kvprof.serving.load.lengths import load_lengths
-from kvprof.serving.load.tokenizer import token_counter
 from tests.commands.running import kvprof, process_of
 from tests.models.gguf_files import write_llama
 
@@ -139,11 +138,8 @@ def test_servers_of_a_load_read_the_files_weights_while_it_lasts(
         assert str(saved) in words[2]  # random weights are nobody's
 
 
-def test_texts_of_a_load_are_counted_by_the_files_tokenizer(file: Path, tmp_path: Path) -> None:
+def test_texts_of_a_load_are_counted_by_the_files_tokenizer(file: Path) -> None:
     count = token_counter(str(file))
     for text in ("the tea", "a 12"):
         own = load_model(str(file), device="cpu").tokenizer()
         assert count(text) == len(own(text, add_special_tokens=False).input_ids)
-    odd = write_llama(tmp_path / "odd.gguf", pre="nobody-knows")
-    with pytest.raises(UsageError, match="no rule for cutting texts"):
-        token_counter(str(odd))

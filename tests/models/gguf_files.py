@@ -7,7 +7,7 @@ import numpy as np
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 WIDTH, HEADS, KV_HEADS, LAYERS, INNER, CONTEXT = 64, 4, 2, 2, 128, 512
-TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁the", "▁a", "e", "t"]
+TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁the", "▁a", "▁", "t"]
 
 
 def add_byte_level(writer: Any, pre: str | None) -> None:
@@ -17,8 +17,9 @@ def add_byte_level(writer: Any, pre: str | None) -> None:
         writer.add_tokenizer_pre(pre)
     alphabet = list(bytes_to_unicode().values())
     merged = ["12", "ĠĠ", "Ġ1"]
-    tokens = [*alphabet, *merged]
-    writer.add_token_list([*tokens, *(f"<{i}>" for i in range(len(TOKENS) - len(tokens)))])
+    tokens = [*alphabet, *merged, "<｜User｜>"]
+    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in range(len(tokens), len(TOKENS)))])
+    writer.add_token_types([1] * (len(tokens) - 1) + [3] + [5] * (len(TOKENS) - len(tokens)))
     writer.add_token_merges(["1 2", "Ġ Ġ", "Ġ 1"])
     writer.add_eos_token_id(2)
 
