@@ -168,8 +168,8 @@ class Form:
 
 def readings(
     plan: Plan, layer: LayerPlan, seen: int, tokens: int, prompt: int
-) -> dict[Form, NDArray[np.bool_]]:
-    """Return which query of a pass reads which token in which form.
+) -> dict[Form, NDArray[np.int64]]:
+    """Return which query of a pass reads which tokens in which form.
 
     Query i of the pass has ``seen + i`` tokens before it. Within the first `prompt` tokens it reads
     them as the pass of a prompt does, uncompressed; from there on each older token as it is stored
@@ -192,19 +192,21 @@ def readings(
     Returns
     -------
     dict of Form to array
-        ``[tokens, N]`` bool each, over the tokens stored before the pass and its own. What is
-        later than a query, or out of a sliding window, is in none.
+        ``[ranges, 2, tokens]`` each: where the ranges start and stop that a query reads, among the
+        tokens stored before the pass and its own; of a query that reads fewer, some are empty. What
+        is later than a query, or out of a sliding window, is in none.
     """
     first = seen - stored_tokens(plan, layer, seen)  # the token of column 0
-    columns = seen - first + tokens
     top = len(plan.levels.shares) - 1
     plain = layer.sliding_window is not None or layer.left_out
-    forms: dict[Form, NDArray[np.bool_]] = {}
+    forms: dict[Form, list[list[int]]] = {}  # by query, starts and stops in turn
 
     def read(form: Form, query: int, start: int, stop: int) -> None:
-        if form not in forms:
-            forms[form] = np.zeros((tokens, columns), dtype=np.bool_)
-        forms[form][query, start - first : stop - first] = True
+        ends = forms.setdefault(form, [[] for _ in range(tokens)])[query]
+        if ends and ends[-1] == start - first:
+            ends[-1] = stop - first
+        else:
+            ends += [start - first, stop - first]
 
     def level_of(token: int, total: int) -> int:
         sink = plan.levels.sink
@@ -224,28 +226,35 @@ def readings(
         for form, start, stop in runs:
             if start <= seen + query:
                 read(form, query, start, min(stop, seen + query + 1))
-    chains: list[tuple[int, ...]] = [()]
-    chain = np.zeros(columns, dtype=np.int64)  # of each token, an index into `chains`
+    chains: list[tuple[int, int, tuple[int, ...]]] = []  # of quantised tokens, from … to
     for query in range(max(0, prompt - seen), tokens):
         before = seen + query
         oldest = before - stored_tokens(plan, layer, before)
+        longer: list[tuple[int, int, tuple[int, ...]]] = []
         for segment in segments(plan, layer, before):
-            start, stop = oldest + segment.start, oldest + segment.stop
+            start, stop, level = oldest + segment.start, oldest + segment.stop, segment.level
             if not segment.quantised:
-                read(Form(segment.level), query, start, stop)
+                read(Form(level), query, start, stop)
                 continue
-            own = chain[start - first : stop - first]
-            for known in np.unique(own):
-                if chains[known][-1:] != (segment.level,):
-                    longer = (*chains[known], segment.level)
-                    if longer not in chains:
-                        chains.append(longer)
-                    own[own == known] = chains.index(longer)
-            edges = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
-            for a, b in pairwise(edges):
-                read(Form(segment.level, chains[own[a]]), query, start + a, start + b)
+            known = [(a, min(b, stop), c) for a, b, c in chains if a < stop and start < b]
+            known.append((known[-1][1] if known else start, stop, ()))
+            for a, b, chain in known:
+                a, chain = max(a, start), chain if chain[-1:] == (level,) else (*chain, level)
+                if a < b:
+                    read(Form(level, chain), query, a, b)
+                    if longer and longer[-1][1:] == (a, chain):
+                        a = longer.pop()[0]
+                    longer.append((a, b, chain))
+        chains = longer
         read(Form(level_of(before, before + 1)), query, before, before + 1)
-    return forms
+    return {form: _as_array(ends) for form, ends in forms.items()}
+
+
+def _as_array(ends: list[list[int]]) -> NDArray[np.int64]:
+    found = np.zeros((len(ends), max(map(len, ends))), dtype=np.int64)
+    for query, own in enumerate(ends):
+        found[query, : len(own)] = own
+    return found.reshape(len(ends), -1, 2).transpose(1, 2, 0)
 
 
 def eviction_units(layer: LayerPlan) -> list[tuple[int, int]]:

@@ -39,8 +39,25 @@ from kvprof.runtime.tensors import index_of, unflatten
 __all__ = ["LayerRuntime"]
 
 
-# A sequence's queries are read in so many slices, none shorter than this.
-_SLICES, _FEWEST = 8, 128
+# A sequence's queries are read in so many slices, of so many of them at least and so many masked
+# columns at most.
+_SLICES, _FEWEST, _MOST = 8, 128, 1 << 26
+
+
+def _read(
+    ranges: NDArray[np.int64], queries: slice, device: torch.device
+) -> tuple[slice, Tensor] | None:
+    """Return the columns that some of these queries read, and ``[t, columns]`` bool of each."""
+    starts, stops = ranges[..., queries].transpose(1, 0, 2)
+    if not (stops > starts).any():
+        return None
+    columns = slice(int(starts[stops > starts].min()), int(stops.max()))
+    at = torch.arange(columns.start, columns.stop, device=device)
+    begin, end = (torch.from_numpy(x)[..., None].to(device) for x in (starts, stops))
+    mask = (at >= begin[0]) & (at < end[0])
+    for more in range(1, len(begin)):
+        mask |= (at >= begin[more]) & (at < end[more])
+    return columns, mask
 
 
 def _kind(plan: Plan, layer: LayerPlan) -> tuple[Any, ...]:
@@ -80,7 +97,7 @@ class LayerRuntime:
         plan: Plan,
         index: int,
         facts: LayerLayout,
-        known: dict[Any, dict[Form, NDArray[np.bool_]]],
+        known: dict[Any, dict[Form, NDArray[np.int64]]],
     ) -> None:
         self.plan = plan
         self.layer: LayerPlan = plan.layers[index]
@@ -273,7 +290,7 @@ class LayerRuntime:
         count = row_group.stored + tokens
         blocks = [
             (
-                mask,
+                ranges,
                 [
                     block
                     for bundle, rows in self._in_form(row_group, "keys", keys, latents[0], form)
@@ -285,36 +302,29 @@ class LayerRuntime:
                     for block in self._value_blocks(bundle, rows, own, form.exact)
                 ],
             )
-            for form, mask in forms.items()
+            for form, ranges in forms.items()
         ]
-        seen = own.visible
-        if seen is None:
-            seen = torch.ones(tokens, count, dtype=torch.bool, device=device)
-            seen = seen.tril(count - tokens)[None, None]
-        step = max(_FEWEST, -(-tokens // _SLICES))
+        step = max(_FEWEST, min(-(-tokens // _SLICES), _MOST // count))
         done = []
         for start in range(0, tokens, step):
             queries = slice(start, min(start + step, tokens))
             read = []  # a form's keys and values within the columns that these queries read
-            for mask, key_blocks, value_blocks in blocks:
-                columns = np.flatnonzero(mask[queries].any(0))
-                if len(columns):
-                    within = slice(int(columns[0]), int(columns[-1]) + 1)
-                    read.append((mask, key_blocks, value_blocks, within))
-            visible = torch.cat(
-                [
-                    seen[..., queries, own_columns]
-                    & torch.from_numpy(mask[queries, own_columns]).to(device)
-                    for mask, _, _, own_columns in read
-                ],
-                dim=-1,
-            )
+            masks = []
+            for ranges, key_blocks, value_blocks in blocks:
+                if (found := _read(ranges, queries, device)) is not None:
+                    columns, mask = found
+                    seen = own.visible
+                    masks.append(
+                        mask[None, None] if seen is None else seen[..., queries, columns] & mask
+                    )
+                    read.append((key_blocks, value_blocks, columns))
+            visible = torch.cat(masks, dim=-1)
             key_sides = [
                 KeySide(
                     bundle,
                     [
                         KeyBlock(block.query[..., queries, :], block.key[..., columns, :])
-                        for _, key_blocks, _, columns in read
+                        for key_blocks, _, columns in read
                         for block in (key_blocks[index],)
                     ],
                 )
@@ -323,7 +333,7 @@ class LayerRuntime:
             value_sides = [
                 ValueSide(
                     bundle,
-                    [value_blocks[index][..., columns, :] for _, _, value_blocks, columns in read],
+                    [value_blocks[index][..., columns, :] for _, value_blocks, columns in read],
                     in_latents=self.layer.values.fold_up and bundle.projected,
                     mean=self._value_mean(bundle, own),
                 )
