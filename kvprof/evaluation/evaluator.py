@@ -43,6 +43,7 @@ from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.registry import plan_family
 from kvprof.methods.tokens import quantises
 from kvprof.models.load import LoadedModel
+from kvprof.runtime.backends.route import choice
 from kvprof.runtime.compressed import Compression, compressed
 from kvprof.runtime.rows import remembered_rows
 
@@ -52,6 +53,7 @@ __all__ = [
     "Found",
     "assembled",
     "hidden_in_one_pass",
+    "kernels_for",
     "needs_decoding",
     "without_intervals",
 ]
@@ -205,6 +207,16 @@ def needs_decoding(plan: Plan) -> bool:
     """
     fitted = plan.quantiser is not None and plan.quantiser.kind == "hqq"
     return fitted or plan.eviction is not None or plan.across is not None
+
+
+def kernels_for(plan: Plan) -> str | None:
+    """Return which kernels an evaluation of a plan takes, as `kvprof.compressed` has it.
+
+    They read the tokens of a pass uncompressed, so that what a plan that reads by age keeps of a
+    prompt shows on torch alone; who asks for them by ``KVPROF_KERNELS=on`` gets them.
+    """
+    rounded = plan.by_age and any(quantises(plan, layer) for layer in plan.layers)
+    return "off" if rounded and choice(None) == "auto" else None
 
 
 def without_intervals(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -435,7 +447,8 @@ class Evaluator:
         return found
 
     def _running(self, plan: Plan, one_pass: bool) -> Any:
-        return compressed(self.loaded, plan, prompt=self.workload.start if one_pass else None)
+        prompt = self.workload.start if one_pass else None
+        return compressed(self.loaded, plan, kernels_for(plan), prompt=prompt)
 
     def _text(
         self,

@@ -38,9 +38,11 @@ one token attends to its own tokens with exact Q, K, V and the model's own W_O; 
 is compressed. ``lazy`` excludes every ``fold_down``; with ``fold_up`` both W_O are kept.
 
 **How queries read** (``by_age``). By age a query reads each older token as it is stored by then,
-in a prompt too, and its own as in decoding: no border of a pass changes an answer. Otherwise a
-pass reads its own tokens as the paragraph above says (prefill uncompressed). ``by_age`` excludes
-``lazy``, ``online_bases``, ``across``, eviction and several levels.
+in a prompt too, and its own as in decoding: no border of a pass changes an answer. So does every
+plan that stores each token for itself and once; not those of KIVI (channels of many tokens), TALE,
+kvtc, the strawman and HQQ, nor one with ``prefill_uncompressed``: a pass reads its own tokens as
+the paragraph above says. The kernels, and an engine whose pages a plan has, read the tokens of a
+pass, or of a chunk of a prompt, uncompressed whatever the plan says, and those before it as stored.
 
 **Centre** (`kvprof.analysis.centring`). A layer with a ``centre`` takes ``R_j m`` from the key of
 every token and u from its value before anything else; scores get ``q_h @ (R_j m)`` back before
@@ -163,7 +165,6 @@ __all__ = [
     "SideQuantiser",
     "ValuePlan",
     "bears_key_mean",
-    "reads_by_age",
     "unfolded",
 ]
 
@@ -337,8 +338,8 @@ class Plan:
         The strawman; see the module.
     across : Across or None
         How a prompt's cache is coded across layers; see the module.
-    by_age : bool
-        See the module.
+    prefill_uncompressed : bool
+        Whether a pass reads its own tokens uncompressed though it could by age; see the module.
     made : dict
         JSON values: how the plan was made (model, architecture, calibration source and tokens,
         rate asked, knob and its value, allocation, grid, options). The runtime ignores it.
@@ -354,10 +355,22 @@ class Plan:
     online_bases: bool = False
     made: dict[str, Any] = field(default_factory=dict)
     across: Across | None = None
-    by_age: bool = False
+    prefill_uncompressed: bool = False
 
     def __post_init__(self) -> None:
         check_plan(self)
+
+    @property
+    def by_age(self) -> bool:
+        """Whether queries read each older token as it is stored by then, in a prompt too."""
+        quantiser = self.quantiser
+        apart = (self.lazy, self.online_bases, self.across, self.eviction)
+        if self.prefill_uncompressed or any(apart) or len(self.levels.shares) > 1:
+            return False
+        if quantiser is None:
+            return True
+        sides = (quantiser.keys, quantiser.values)
+        return quantiser.kind != "hqq" and all(x is None or x.axis == "token" for x in sides)
 
     def __repr__(self) -> str:
         """Return the method, the layers and heads, and the ranks' range, on a line."""
@@ -371,15 +384,6 @@ class Plan:
             f"<Plan {method}: {len(self.layers)} layers × {_range(heads)} KV heads, "
             f"ranks K {_range(keys)}, V {_range(values)}>"
         )
-
-
-def reads_by_age(plan: Plan) -> bool:
-    """Whether a plan's queries can read by age: what stores each token for itself, once."""
-    quantiser = plan.quantiser
-    apart = (plan.lazy, plan.online_bases, plan.across, plan.eviction)
-    if quantiser is None or any(apart) or len(plan.levels.shares) > 1:
-        return False
-    return all(x is None or x.axis == "token" for x in (quantiser.keys, quantiser.values))
 
 
 def unfolded(plan: Plan) -> Plan:
@@ -419,12 +423,6 @@ def check_plan(plan: Plan) -> None:
         _check_layer(f"layer {index}", layer, plan)
     if plan.across is not None:
         _check_coded(plan, plan.across)
-    apart = (plan.lazy, plan.online_bases, plan.across, plan.eviction)
-    if plan.by_age and (any(apart) or len(plan.levels.shares) > 1):
-        raise UsageError(
-            f"{plan.method} evicts tokens, moves them down levels or reads a prompt uncompressed: "
-            "its queries cannot read by age"
-        )
 
 
 def _check_coded(plan: Plan, across: Across) -> None:

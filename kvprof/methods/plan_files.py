@@ -213,7 +213,7 @@ _SCHEMA = _with(
         },
     ),
     across=_ACROSS,
-    by_age=_YES_OR_NO,
+    prefill_uncompressed=_YES_OR_NO,
 )
 # By the standard 4.0 is an integer too; no head has that many dimensions.
 _whole = Draft202012Validator.TYPE_CHECKER.redefine(
@@ -342,7 +342,7 @@ def structure(plan: Plan) -> dict[str, Any]:
         "made": plan.made,
         # As above.
         **({"across": _stored_across(plan.across)} if plan.across is not None else {}),
-        **({"by_age": True} if plan.by_age else {}),
+        **({"prefill_uncompressed": True} if plan.prefill_uncompressed else {}),
     }
 
 
@@ -444,7 +444,7 @@ def _plan(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
         online_bases=stored["online_bases"],
         made=stored["made"],
         across=_across(stored["across"], tensors) if "across" in stored else None,
-        by_age=stored.get("by_age", False),
+        prefill_uncompressed=stored.get("prefill_uncompressed", False),
     )
 
 

@@ -41,7 +41,7 @@ from kvprof.methods.option_types import BitsAmong, Count, option_types, read_opt
 from kvprof.methods.oscar import oscar
 from kvprof.methods.palu import palu
 from kvprof.methods.papers import PAPERS
-from kvprof.methods.plan import Plan, bears_key_mean, reads_by_age, unfolded
+from kvprof.methods.plan import Plan, bears_key_mean, unfolded
 from kvprof.methods.quantisers import QUANTISERS, per_token, quantised, quantiser_family
 from kvprof.methods.storage import LIBRARIES, Quantiser, load_library
 from kvprof.methods.strawman import strawman
@@ -468,7 +468,7 @@ def _centring(
             layer if layer.left_out else replace(layer, centre=centres.get(index))
             for index, layer in enumerate(whole.layers)
         )
-        return replace(whole, layers=layers, by_age=plan.by_age or reads_by_age(plan))
+        return replace(whole, layers=layers)
 
     at_rate, at_ranks = family.at_rate, family.at_ranks
     return replace(

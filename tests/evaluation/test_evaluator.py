@@ -132,11 +132,15 @@ def test_one_pass_gives_what_decoding_gives(name: str) -> None:
     assert not single["warnings"]
 
 
+_ROUNDED = Quantiser("affine", SideQuantiser((4,)), None)
+
+
 @pytest.mark.parametrize(
     ("changes", "hidden"),
     [
         ({}, None),
-        ({"quantiser": Quantiser("affine", SideQuantiser((4,)), None)}, "quantising"),
+        ({"quantiser": _ROUNDED}, None),
+        ({"quantiser": _ROUNDED, "prefill_uncompressed": True}, "quantising"),
         ({"eviction": Eviction("recent", 0.5)}, "evicting"),
         ({"eviction": Eviction("recent", 1.0)}, None),
         ({"levels": Levels(0, (0.5, 0.5))}, None),  # two levels of one rank are one

@@ -210,15 +210,15 @@ def test_plans_that_a_single_pass_hides_have_no_such_rows(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("kvprof.commands.eval_run.harness_rows", rows)
     monkeypatch.setattr("kvprof.commands.eval_run.settings_described", lambda _: {})
-    fp8 = plan_family("fp8", MethodInputs(loaded.layout, loaded.fingerprint), scale="none")
+    kivi = plan_family("kivi", MethodInputs(loaded.layout, loaded.fingerprint))
     for tasks, wanted, runs in (
-        (("choices", "texts"), [("full", "choices"), ("full", "texts"), ("fp8", "texts")], 2),
+        (("choices", "texts"), [("full", "choices"), ("full", "texts"), ("kivi", "texts")], 2),
         (("choices",), [("full", "choices")], 1),  # nothing of it would be kept
     ):
         asked.clear()
         run = eval_run.EvalRun({})
-        plans = [plan_at(fp8, fp8.settings[0])]
+        plans = [plan_at(kivi, kivi.settings[0])]
         eval_run._run_harness(loaded, plans, HarnessSettings(tasks), run, lambda: False)
         assert [(row["method"], row["task"]) for row in run.data["harness"]["rows"]] == wanted
         assert len(asked) == runs
-        assert "fp8 is not measured on choices" in run.warnings[0]
+        assert "kivi is not measured on choices" in run.warnings[0]

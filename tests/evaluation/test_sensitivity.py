@@ -30,21 +30,19 @@ def ids_of(loaded: LoadedModel, rows: int, tokens: int) -> Tensor:
 
 
 def stepwise(model: Any, ids: Tensor, layer: int, head: int, bits: int) -> Iterator[Tensor]:
-    """Decode with the model's own cache in float64, rounding one head's keys after every pass."""
+    """Step with the model's own cache in float64, rounding one head's keys after every token."""
     cache = DynamicCache()
-    start, done = ids.shape[1] // 2, 0
-    for first, last in [(0, start), *((t, t + 1) for t in range(start, ids.shape[1] - 1))]:
-        logits = model(ids[:, first:last], past_key_values=cache, use_cache=True).logits[:, -1]
+    for token in range(ids.shape[1] - 1):
+        output = model(ids[:, token : token + 1], past_key_values=cache, use_cache=True)
         keys = cache.layers[layer].keys
         for row in range(keys.shape[0]):
-            for token in range(done, last):
-                values = keys[row, head, token].tolist()  # 16 wide: one group
-                low = float(torch.tensor(min(values)).half())
-                step = float(torch.tensor((max(values) - min(values)) / (2**bits - 1)).half())
-                codes = [min(2**bits - 1, max(0, round((v - low) / step))) for v in values]
-                keys[row, head, token] = torch.tensor([low + step * code for code in codes])
-        done = last
-        yield logits
+            values = keys[row, head, token].tolist()  # 16 wide: one group
+            low = float(torch.tensor(min(values)).half())
+            step = float(torch.tensor((max(values) - min(values)) / (2**bits - 1)).half())
+            codes = [min(2**bits - 1, max(0, round((v - low) / step))) for v in values]
+            keys[row, head, token] = torch.tensor([low + step * code for code in codes])
+        if token >= ids.shape[1] // 2 - 1:
+            yield output.logits[:, -1]
 
 
 def test_a_cell_is_its_divergence_in_float64(loaded: LoadedModel, tiny_folder: Path) -> None:

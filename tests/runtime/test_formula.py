@@ -1,6 +1,7 @@
 """Below full rank the outputs are the formula's, by an independent float64 computation."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ def one_layer(arch: str) -> LoadedModel:
 
 
 def attention_outputs(model: LoadedModel, plan: Any, ids: Tensor, *, prefill: int) -> Tensor:
-    """Return what the attention module puts out, prefill and then token by token."""
+    """Return what the attention module puts out, an uncompressed prefill and then tokens."""
+    plan = replace(plan, prefill_uncompressed=True)
     outputs: list[Tensor] = []
     attention = model.model.get_submodule(model.layout.layers[0].attention)
     with compressed(model, plan) as session, torch.inference_mode():

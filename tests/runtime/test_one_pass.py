@@ -20,7 +20,7 @@ from kvprof.evaluation.decode import (
 from kvprof.evaluation.tasks.items import Scoring, TaskItem
 from kvprof.methods.across import read_alike
 from kvprof.methods.family import MethodInputs
-from kvprof.methods.plan import Plan, reads_by_age
+from kvprof.methods.plan import Plan
 from kvprof.methods.registry import plan_family
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.moments.collect import CollectOptions, collect_moments
@@ -89,20 +89,21 @@ def test_logits_are_those_of_decoding(
     plan = made(inputs, name, centre=centre)
     seeded(1)
     ids = torch.randint(3, VOCABULARY, (2, _TOKENS))
-    for by_age in (False, True) if reads_by_age(plan) else (plan.by_age,):
-        own = replace(plan, by_age=by_age)
+    for by_age in {False, plan.by_age}:
+        own = replace(plan, prefill_uncompressed=not by_age)
         wanted = logits(loaded, own, ids, one_pass=False)
         found = logits(loaded, own, ids, one_pass=True)
         assert float((found - wanted).abs().max()) < 1e-9, by_age
 
 
-@pytest.mark.parametrize("method", ["per-token", "hadamard-int3"])
+@pytest.mark.parametrize("name", ["per-token", "hadamard", "fp8", "turboquant", "fdc-4bit"])
 def test_no_border_of_a_pass_changes_what_reads_by_age(
-    calibrated: tuple[LoadedModel, MethodInputs], method: str
+    calibrated: tuple[LoadedModel, MethodInputs], name: str
 ) -> None:
     loaded, inputs = calibrated
-    family = plan_family(method, inputs)
-    plan = family.build(family.settings[-1])
+    method, options, knob = PLANS[name]
+    family = plan_family(method, inputs, **options)
+    plan = family.build(family.settings[-1] if knob is None else knob)
     assert plan.by_age
     seeded(2)
     ids = torch.randint(3, VOCABULARY, (2, 24))

@@ -12,7 +12,6 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.kernels.segments.geometries import FORMATS
 from kvprof.methods.plan import Plan
 from kvprof.methods.soundness import CENTRED
-from kvprof.methods.tokens import quantises
 from kvprof.models.interface import Rotation
 from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel
@@ -84,8 +83,6 @@ def why_not(spec: LayerSpec) -> str | None:
     """Return why a layer cannot run on the kernels; None where it can."""
     if spec.layer.centre is not None:
         return CENTRED
-    if spec.plan.by_age and quantises(spec.plan, spec.layer):
-        return "the kernels read a prompt's own tokens uncompressed, and this plan by age"
     return storage_of(spec).why_not(spec)
 
 
