@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,11 +13,20 @@ from torch import Tensor
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.files import write_bytes_atomic
 
-__all__ = ["load_tensors", "save_tensors"]
+__all__ = ["FORMER_NOTE", "UNKNOWN", "load_tensors", "other_model", "save_tensors"]
+
+#: Of which model files are that were written before a model was known by its files.
+UNKNOWN = ""
+FORMER_NOTE = "its file does not say which files its model had: shapes alone were compared"
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOST_TENSORS = 1_000_000
 _MOST_DIMENSIONS = 3
+
+
+def other_model(one: str, other: str) -> bool:
+    """Whether two fingerprints are of two models; an unknown one may be of any."""
+    return one != other and UNKNOWN not in (one, other)
 
 
 def save_tensors(
@@ -60,7 +70,7 @@ def save_tensors(
 
 
 def load_tensors(
-    path: Path, *, format_name: str, what: str, made_by: str
+    path: Path, *, format_name: str, what: str, made_by: str, former: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read what `save_tensors` wrote.
 
@@ -73,6 +83,8 @@ def load_tensors(
         Named in complaints, for example ``moments``.
     made_by : str
         The command that writes such files.
+    former : sequence of str
+        Formats of before that are read too.
 
     Raises
     ------
@@ -96,7 +108,7 @@ def load_tensors(
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             written = metadata.get("format", "")
-            if written != format_name:
+            if written not in (format_name, *former):
                 if written.startswith(format_name.partition("/")[0] + "/"):
                     raise FailedError(
                         f"{path.name}: format {written}, this kvprof reads {format_name}; make it "

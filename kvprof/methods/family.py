@@ -16,6 +16,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.layout import ModelLayout
+from kvprof.tensor_files import other_model
 
 __all__ = [
     "CalibrationNeeds",
@@ -127,7 +128,12 @@ class MethodInputs:
         """
         if self.moments is None:
             raise UsageError(f"{method} needs calibration data; give it with --calibrate")
-        if self.moments.fingerprint != self.fingerprint:
+        shapes = [(x.rest["q"].shape[:2], x.rest["v"].shape[:2]) for x in self.moments.layers]
+        own = [
+            ((x.num_heads, x.qk_head_dim), (x.num_kv_heads, x.v_head_dim))
+            for x in self.layout.layers
+        ]
+        if other_model(self.moments.fingerprint, self.fingerprint) or shapes != own:
             raise UsageError(
                 f"{method}: the moments are of another model ({self.moments.fingerprint[:12]}), "
                 f"not of the one given ({self.fingerprint[:12]})"

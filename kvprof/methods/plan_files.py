@@ -21,11 +21,12 @@ from kvprof.models.layout import ModelLayout
 from kvprof.records.files import parse_json
 from kvprof.records.result import to_plain
 from kvprof.records.schema import refuse_first
-from kvprof.tensor_files import load_tensors, save_tensors
+from kvprof.tensor_files import FORMER_NOTE, UNKNOWN, load_tensors, other_model, save_tensors
 
 __all__ = ["FORMAT", "check_made", "load_plan", "save_plan", "structure"]
 
 FORMAT = "kvprof-plan/4"  # since 4, a model is known by its files
+_FORMER = ("kvprof-plan/1", "kvprof-plan/2", "kvprof-plan/3")
 _LONGEST_MESSAGE = 300
 
 
@@ -276,17 +277,20 @@ def load_plan(
         When it is for another model, or does not exist.
     """
     tensors, metadata = load_tensors(
-        path, format_name=FORMAT, what="plans", made_by="kvprof plan --save"
+        path, format_name=FORMAT, what="plans", made_by="kvprof plan --save", former=_FORMER
     )
     try:
         stored = parse_json(metadata["plan"])
         refuse_first(_VALIDATOR.iter_errors(stored), "the plan")
+        if metadata["format"] in _FORMER:
+            stored["fingerprint"] = UNKNOWN
+            stored["made"]["notes"] = [*stored["made"].get("notes", []), FORMER_NOTE]
         plan = _plan(stored, tensors)
         check_kinds(plan)
     except (KeyError, ValueError, TypeError, KvprofError) as cause:
         said = str(cause)[:_LONGEST_MESSAGE]  # a forged file may name thousands of letters
         raise FailedError(f"{path.name}: damaged plan: {said}") from None
-    if fingerprint is not None and plan.fingerprint != fingerprint:
+    if fingerprint is not None and other_model(plan.fingerprint, fingerprint):
         raise UsageError(
             f"{path.name}: a plan for {plan.made.get('model', 'another model')} "
             f"({plan.fingerprint[:12]}), not for the model given ({fingerprint[:12]})"

@@ -7,6 +7,7 @@ from typing import Any
 from kvprof.errors import UsageError
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.tensor_files import other_model
 
 __all__ = ["CENTRED", "check_fits", "check_kinds", "head_kinds", "refuse_latent_attention"]
 
@@ -23,7 +24,7 @@ def check_fits(plan: Plan, layout: ModelLayout, fingerprint: str) -> None:
     UsageError
         For another model's plan, MLA, a shape that differs, or an unsound fold.
     """
-    if plan.fingerprint != fingerprint:
+    if other_model(plan.fingerprint, fingerprint):
         raise UsageError(
             f"the plan is for {plan.made.get('model', 'another model')} "
             f"({plan.fingerprint[:12]}), not for the model given ({fingerprint[:12]})"

@@ -194,7 +194,7 @@ class MomentStore:
         moments : Moments
             That `get` returned for them.
         """
-        found = []
+        found = list(moments.info.get("labels", []))
         name, seen = moments.info.get("source", "the source"), moments.tokens
         # A paper's count also where the user says another; kvprof's own default is only that.
         paper = None if needs.shares else needs.tokens

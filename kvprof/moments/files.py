@@ -12,11 +12,12 @@ from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.files import parse_json
-from kvprof.tensor_files import load_tensors, save_tensors
+from kvprof.tensor_files import FORMER_NOTE, UNKNOWN, load_tensors, other_model, save_tensors
 
 __all__ = ["FORMAT", "load_moments", "save_moments"]
 
 FORMAT = "kvprof-moments/2"  # since 2, a model is known by its files
+_FORMER = ("kvprof-moments/1",)
 _KV_HEADS = ("k", "v", "k_pre", "c_o", "c_wv")
 _KEYS = {"q", "q_pre", "o", "k", "v", "k_pre", "v_joint", "k_pre_joint"}
 _MOST_DIGITS = 18
@@ -77,7 +78,11 @@ def load_moments(path: Path, *, fingerprint: str | None = None) -> Moments:
         When it belongs to another model, or does not exist.
     """
     tensors, metadata = load_tensors(
-        path, format_name=FORMAT, what="moments", made_by="kvprof spectrum --save"
+        path,
+        format_name=FORMAT,
+        what="moments",
+        made_by="kvprof spectrum --save",
+        former=_FORMER,
     )
     try:
         if not _count(metadata, "tokens"):
@@ -95,7 +100,10 @@ def load_moments(path: Path, *, fingerprint: str | None = None) -> Moments:
         )
     except (KeyError, ValueError) as cause:
         raise FailedError(f"{path.name}: damaged file of moments: {cause}") from None
-    if fingerprint is not None and moments.fingerprint != fingerprint:
+    if metadata["format"] in _FORMER:
+        moments.fingerprint = UNKNOWN
+        moments.info["labels"] = [*moments.info.get("labels", []), FORMER_NOTE]
+    if fingerprint is not None and other_model(moments.fingerprint, fingerprint):
         raise UsageError(
             f"{path.name}: moments of {moments.info.get('model', 'another model')} "
             f"({moments.fingerprint[:12]}), not of the model given ({fingerprint[:12]})"

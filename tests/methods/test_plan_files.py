@@ -18,8 +18,10 @@ from kvprof.methods.plan_files import load_plan, save_plan, structure
 from kvprof.methods.plan_report import compare_plans
 from kvprof.methods.registry import plan_family
 from kvprof.methods.storage import Eviction
-from kvprof.tensor_files import load_tensors, save_tensors
-from tests.methods.models import FINE, inputs
+from kvprof.runtime.compressed import compressed
+from kvprof.tensor_files import FORMER_NOTE, load_tensors, save_tensors
+from tests.methods.models import FINE, inputs, model
+from tests.models.tiny import token_ids
 from tests.records.hostile import mutations
 
 NAMES = [
@@ -78,6 +80,23 @@ def test_another_models_plan_is_refused(saved):
     with pytest.raises(UsageError) as caught:
         load_plan(saved, fingerprint="0" * 32)
     assert str(caught.value).startswith("p.safetensors: a plan for Llama (")
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_plan_of_before_fits_any_model_of_its_shape(number, tmp_path):
+    """It has a fingerprint of the values of weights, which nothing computes now."""
+    loaded = model("Llama")
+    save_plan(replace(made("kq"), fingerprint="0" * 32), tmp_path / "new")
+    told = {"what": "plans", "made_by": "kvprof plan"}
+    tensors, metadata = load_tensors(tmp_path / "new", format_name="kvprof-plan/4", **told)
+    save_tensors(tmp_path / "old", tensors, metadata, format_name=f"kvprof-plan/{number}")
+    plan = load_plan(tmp_path / "old", fingerprint=loaded.fingerprint, layout=loaded.layout)
+    assert [layer.centre for layer in plan.layers] == [None] * len(plan.layers)
+    assert plan.made["notes"] == [FORMER_NOTE]
+    with compressed(loaded, plan), torch.inference_mode():
+        assert loaded.model(token_ids(1, 9)).logits.isfinite().all()
+    with pytest.raises(UsageError):
+        load_plan(tmp_path / "old", layout=model("GPT2").layout)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 0.5, 0.99])

@@ -1,6 +1,7 @@
 """Moments on disk come back exactly, and a file that is not right is refused in one line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.analysis.pairs import PAIRS, pair_gram
 from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import FailedError, KvprofError, UsageError
+from kvprof.methods.plan_report import compare_plans
+from kvprof.methods.registry import plan_family
 from kvprof.moments import files
 from kvprof.moments.files import FORMAT, load_moments, save_moments
-from kvprof.tensor_files import load_tensors, save_tensors
+from kvprof.tensor_files import FORMER_NOTE, load_tensors, save_tensors
+from tests.methods.models import FINE, inputs
 from tests.sources.complaint import complaint
 
 
@@ -53,6 +57,23 @@ def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("moments") / "m.safetensors"
     save_moments(example(), path)
     return path
+
+
+def test_moments_of_before_serve_any_model_of_their_shape_without_its_means(tmp_path):
+    own = inputs("Llama")
+    save_moments(replace(own.moments, fingerprint="0" * 32), tmp_path / "new")
+    told = {"what": "moments", "made_by": "kvprof spectrum"}
+    tensors, metadata = load_tensors(tmp_path / "new", format_name=FORMAT, **told)
+    since = ("pairs", "cross", "table", "sums")
+    kept = {key: x for key, x in tensors.items() if key.split(".")[2] not in since}
+    save_tensors(tmp_path / "old", kept, metadata, format_name="kvprof-moments/1")
+    moments = load_moments(tmp_path / "old", fingerprint=own.fingerprint)
+    assert moments.info["labels"][-1] == FORMER_NOTE
+    plan = plan_family("kq", replace(own, moments=moments), **FINE).build(0.3)
+    assert compare_plans(plan, plan_family("kq", own, **FINE, centre=False).build(0.3)) == {}
+    for whose, options in ((own, {"centre": True}), (inputs("GPT2"), {})):
+        with pytest.raises(UsageError):
+            plan_family("kq", replace(whose, moments=moments), **options)
 
 
 def test_what_was_saved_comes_back_to_the_last_bit(saved):
