@@ -189,10 +189,12 @@ def _sentences(plan: Plan) -> list[str]:
     return [
         *_key_sentences(plan),
         *_value_sentences(plan),
+        *_centre_sentences(plan),
         *_token_sentences(plan),
         *_quantiser_sentences(plan),
         *_eviction_sentences(plan),
         *_across_sentences(plan),
+        *_reading_sentences(plan),
         *_made_sentences(plan),
     ]
 
@@ -270,6 +272,34 @@ def _value_sentences(plan: Plan) -> list[str]:
             f"{'; '.join(how)}."
         )
     return found
+
+
+def _centre_sentences(plan: Plan) -> list[str]:
+    centres = [layer.centre for layer in plan.layers if layer.centre is not None]
+    if not centres:
+        return []
+    found = []
+    counts = sorted({int(n) + 1 >> 1 for x in centres for n in (x.keys != 0).sum(-1)})
+    if counts[-1]:
+        pairs = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+        most = max(x.keys.shape[-1] // 2 for x in centres)
+        found.append(f"keys without their rotated mean, of {pairs} of a head's {most} pairs")
+    if any(bool(x.values.any()) for x in centres):
+        found.append("values without their mean")
+    what = " and ".join(found or ["keys and values with means of 0"])
+    back = "scores and outputs get back what they lack"
+    return [f"{len(centres)} of {len(plan.layers)} layers store {what}; {back}."]
+
+
+def _reading_sentences(plan: Plan) -> list[str]:
+    if not plan.by_age:
+        return [
+            "The tokens of a pass read one another before any is evicted, moved down or quantised "
+            "(prefill uncompressed)."
+        ]
+    kernels = "; kernels and engines read those of the same pass, or chunk, as they are"
+    rest = kernels if plan.quantiser is not None else ""
+    return [f"Queries read older tokens as stored by then, in a prompt too (by age){rest}."]
 
 
 def _token_sentences(plan: Plan) -> list[str]:

@@ -88,6 +88,9 @@ def test_figures_agree_with_each_other():
             ["chosen before compression", "30% of them the newest"],
         ),
         ("kvquant", 4, "Llama", {}, ["1.0% of each row are kept apart"]),
+        ("per-token", 4, "Llama", {}, ["of 8 of a head's 8 pairs; scores", "(by age)"]),
+        ("per-token", 4, "Llama", {"centre": 3}, ["of 3 of a head's 8 pairs"]),
+        ("kivi", 4, "Llama", {}, ["(prefill uncompressed)"]),
     ],
 )
 def test_it_says_what_is_stored_folded_and_run(name, knob, arch, options, sentences):
