@@ -22,14 +22,14 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 104_652,
+    "package_lines": 104_654,
     "package_files": 416,
     "docstring_share": 0.215,
     "raises": 1093,
     "functions_with_12_parameters": 74,
     "modules_with_one_importer": 95,
-    "test_lines": 58_599,
-    "test_functions": 2730,
+    "test_lines": 58_616,
+    "test_functions": 2731,
     "tests_of_wording": 810,
     "document_words": 35_702,
     "readme_lines": 150,

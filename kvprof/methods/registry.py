@@ -158,9 +158,11 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
 def _family(name: str, inputs: MethodInputs, given: Mapping[str, Any]) -> PlanFamily:
     options = typed_options(name, given)
     centre = options.pop("centre", None)
-    if centre is None:  # stand-ins for a model without weights have no means
-        known = inputs.moments is not None and any(
-            x.cross is not None for x in inputs.moments.layers
+    if centre is None:  # stand-ins for a model without weights have no means, nor do old moments
+        pairs = [facts.rotary_pairs is not None for facts in inputs.layout.layers]
+        known = inputs.moments is not None and (
+            any(x.cross is not None for x in inputs.moments.layers)
+            or ("source" in inputs.moments.info and not any(pairs))
         )
         centre = centred_by_default(name) and known
     if centre is not False:
@@ -453,7 +455,7 @@ def _centring(
     centres = {
         index: layer_centre(moments.layers[index], moments.tokens, count, by_query, values)
         for index, facts in enumerate(inputs.layout.layers)
-        if not facts.shared and (crossed[index] or not any(crossed))
+        if not facts.shared and (crossed[index] or facts.rotary_pairs is not None)
     }
     made = {**inputs.made, "centre": centre}
     if off := [str(index) for index, known in enumerate(crossed) if not known]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -350,3 +351,19 @@ def test_the_rate_is_the_bytes_of_16_bits_counted_by_hand(name, wanted, per_row)
     stored, full = sum(per_row(g.rank) for g in groups), sum(2 * g.width for g in groups)
     assert rate(plan, CONTEXT) == pytest.approx(1 - stored / full, abs=1e-12)
     assert wanted <= 1 - stored / full < wanted + 0.03
+
+
+@pytest.mark.parametrize(("name", "options"), [("hadamard-int4", {}), ("kq", {"centre": True})])
+def test_where_no_rotation_is_known_nothing_is_centred_and_a_note_says_so(name, options):
+    own = inputs("Llama")
+    alike = [replace(x, rotary_pairs=None) for x in own.layout.layers]
+    layers = [replace(x, pairs=None, cross=None, table=None) for x in own.moments.layers]
+    given = replace(
+        own,
+        layout=replace(own.layout, layers=tuple(alike)),
+        moments=replace(own.moments, layers=layers),
+    )
+    family = plan_family(name, given, **options)
+    plan = family.build((family.settings or family.bounds)[0])
+    assert [layer.centre for layer in plan.layers] == [None, None]
+    assert len(plan.made["notes"]) == 1
