@@ -202,7 +202,9 @@ def readings(
     forms: dict[Form, list[list[int]]] = {}  # by query, starts and stops in turn
 
     def read(form: Form, query: int, start: int, stop: int) -> None:
-        ends = forms.setdefault(form, [[] for _ in range(tokens)])[query]
+        if form not in forms:
+            forms[form] = [[] for _ in range(tokens)]
+        ends = forms[form][query]
         if ends and ends[-1] == start - first:
             ends[-1] = stop - first
         else:
