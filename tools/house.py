@@ -22,7 +22,7 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 104_656,
+    "package_lines": 104_456,
     "package_files": 416,
     "docstring_share": 0.215,
     "raises": 1093,
@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 58_616,
     "test_functions": 2731,
     "tests_of_wording": 810,
-    "document_words": 35_702,
+    "document_words": 35_706,
     "readme_lines": 150,
     "tracked_megabytes_outside_the_package": 6.0,
     # With --trace alone.
