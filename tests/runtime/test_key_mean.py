@@ -61,7 +61,7 @@ def test_16_bits_suffice_for_a_channel_of_400_among_ones() -> None:
     mean = key.float().mean((0, 2))
 
     def attended(mean: Tensor | None, dtype: torch.dtype) -> Tensor:
-        runtime = LayerRuntime(with_means(make_plan(own), mean), 0, facts)
+        runtime = LayerRuntime(with_means(make_plan(own), mean), 0, facts, {})
         states = query.to(dtype), runtime.without_mean(key.to(dtype)), value.to(dtype)
         visible = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()[None, None]
         tokens = OwnTokens(*states, None, visible, 0, True, {}, None, None, 128)
