@@ -308,17 +308,17 @@ def _count_quantised(
     itemsize: int,
 ) -> None:
     tokens, rank = segment.tokens, group.ranks[segment.level]
-    runs = group.runs(side, segment.level)
-    if quantiser.kind in LIBRARIES:
+    runs, kind = group.runs(side, segment.level), quantiser.kind_of(side)
+    if kind in LIBRARIES:
         ((_, bits),) = runs  # check_plan has seen to it
-        row = row_layout(quantiser.kind, bits, rank, side.group)
+        row = row_layout(kind, bits, rank, side.group)
         scales = tokens * row.groups * itemsize  # in the model's own dtype
         counts["scales"] += scales
         counts["zeros"] += scales if row.zeros else 0
         counts[name] += tokens * row.code_bytes
         return
     counts[name] += tokens * sum(math.ceil(columns * bits / 8) for columns, bits in runs)
-    kept = ARITHMETICS[quantiser.kind].kept
+    kept = ARITHMETICS[kind].kept
     if not kept:
         return
     if side.axis == "channel":

@@ -22,12 +22,14 @@ __all__ = [
     "BENCHED",
     "COMBINATIONS",
     "COMPARED",
+    "ENGINE_FORMATS",
     "MEASURED_QUANTISERS",
     "METHOD_NAMES",
     "MODIFIERS",
     "Modifier",
     "check_names",
     "installed_points",
+    "listed",
     "method_entries",
     "method_names",
     "options_in",
@@ -66,6 +68,30 @@ MODIFIERS = (
 #: token depends on the tokens that are quantised with it, so one pass is not decoding.
 MEASURED_QUANTISERS = ("per-token", "kivi", "kvquant", "quanto")
 
+#: Types that engines store a KV cache in, by the engines' own names, and what asks for each there.
+ENGINE_FORMATS = {
+    "fp8_e4m3": ("vLLM", "--kv-cache-dtype fp8"),
+    **{
+        name: ("vLLM", f"--kv-cache-dtype {name}")
+        for name in (
+            "fp8_e5m2",
+            "int8_per_token_head",
+            "int4_per_token_head",
+            "turboquant_k8v4",
+            "turboquant_4bit_nc",
+            "turboquant_k3v4_nc",
+            "turboquant_3bit_nc",
+        )
+    },
+    **{
+        name: ("llama.cpp", f"-ctk {name} -ctv {name}")
+        for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+    },
+}
+
+# Names that stand for several methods wherever a list of methods is read.
+_SETS = {"engine-formats": tuple(ENGINE_FORMATS)}
+
 #: kvprof's own, in the order in which they are listed.
 METHOD_NAMES = (
     *ALWAYS,
@@ -84,6 +110,7 @@ METHOD_NAMES = (
     "kvtc",
     "xkv",
     *MODIFIERS,
+    *ENGINE_FORMATS,
     *PAPERS,
 )
 
@@ -232,6 +259,12 @@ def check_names(names: Iterable[str], more: Iterable[str] = ()) -> None:
             raise unknown_method(name, dict.fromkeys((*more, *method_names())))
 
 
+def listed(text: str) -> list[str]:
+    """Split a list of methods at its commas; ``engine-formats`` becomes `ENGINE_FORMATS`."""
+    pieces = [piece for part in text.split(",") if (piece := part.strip())]
+    return [name for piece in pieces for name in _SETS.get(piece, (piece,))]
+
+
 def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
     """Split ``fdc,kq:a=1,b=2`` into labels, methods and their options as written.
 
@@ -245,9 +278,7 @@ def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
         When it names no method, an option stands before any, or nothing follows a colon.
     """
     entries: list[tuple[str, list[str]]] = []
-    for piece in (part.strip() for part in text.split(",")):
-        if not piece:
-            continue
+    for piece in listed(text):
         method, colon, option = _parted(piece)
         if colon and not (method.strip() and option.strip()):
             raise UsageError(

@@ -80,6 +80,13 @@ normal variable, and scale the root mean square of the token's row, rounded to `
 before it divides; for latents whose columns are alike. ``uniform-rms``: the same with levels at
 equal distances, ``c[code] = step * (code - (2^bits - 1) / 2)`` with ``step =
 kvprof.analysis.uniform.uniform_step(bits)``.
+Those of engines make codes by a scale that is rounded only when it is stored, of a group of a
+token's columns. ``absmax``: ``x ≈ scale * (code - 128)``, scale the largest magnitude over 127,
+halves away from 0. ``signed-max``: ``x ≈ scale * (code - 2^(bits - 1))``, scale the value of the
+largest magnitude over ``-2^(bits - 1)``. ``minimum``: as ``affine``. ``hidden-zero``: ``x ≈ scale *
+(code - zero)`` with a whole zero that lies in the four lowest bits of the scale. ``iq4_nl``: ``x ≈
+scale * c[code]`` with llama.cpp's 16 levels. ``fp8-e5m2``: a saturating cast. A side whose ``kind``
+is said has that one in place of the quantiser's.
 ``hqq`` and ``quanto``: what the library of that name makes of a group of columns of one token;
 `kvprof.methods.storage` says how a row is cut, filled up and packed.
 Scale and zero are ``scale_dtype``. A token's codes are packed into ``ceil(r * bits / 8)`` bytes.

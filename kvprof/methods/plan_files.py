@@ -110,6 +110,7 @@ _SIDE = _with(
         bits=_list(_integer(1, _MOST_BITS), 0, _LEVELS), axis=_WORDS, group=_or_null(_integer(1))
     ),
     clip=_NUMBER,
+    kind=_WORDS,
 )
 # What calibration tells of its data. Methods may add keys of their own to all of `made`.
 _DATA = {
@@ -375,8 +376,9 @@ def _stored_across(across: Across) -> dict[str, Any]:
 def _stored_quantiser(quantiser: Quantiser) -> dict[str, Any]:
     found = asdict(quantiser)
     for side in (found["keys"], found["values"]):
-        if side is not None and side["clip"] is None:
-            del side["clip"]  # digests and files of all other plans stay what they were
+        for name in ("clip", "kind") if side is not None else ():
+            if side[name] is None:
+                del side[name]  # digests and files of all other plans stay what they were
     return found
 
 
@@ -513,6 +515,6 @@ def _quantiser(stored: dict[str, Any] | None) -> Quantiser | None:
         one = stored[name]
         if not one:
             return None
-        return SideQuantiser(tuple(one["bits"]), one["axis"], one["group"], one.get("clip"))
+        return SideQuantiser(**{**one, "bits": tuple(one["bits"])})
 
     return Quantiser(**{**stored, "keys": side("keys"), "values": side("values")})

@@ -329,13 +329,14 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
     if quantiser is None:
         return []
     found = []
-    own = ARITHMETICS.get(quantiser.kind)
     for name, side in (("Keys", quantiser.keys), ("Values", quantiser.values)):
+        kind = quantiser.kind if side is None else quantiser.kind_of(side)
+        own = ARITHMETICS.get(kind)
         if side is None:
             found.append(f"{name} are not quantised.")
         elif own is not None and not own.kept:
             found.append(f"{name} are stored in {own.words}, {_scale_words(plan, name.lower())}.")
-        elif quantiser.kind in ROW_RMS and not side.bits:
+        elif kind in ROW_RMS and not side.bits:
             found.append(f"{name} have {_own_bits(plan, name.lower())} by column.")
         else:
             bits = "/".join(map(str, side.bits)) + " bits"
@@ -349,10 +350,10 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
                 size = f"up to {size}" if side.group else size
                 # quanto has no zero point at 8 bits
                 every = side.bits or [bits for bits in _columns_of(plan, name.lower()) if bits]
-                zeros = any(row_layout(quantiser.kind, b, 64, side.group).zeros for b in every)
+                zeros = any(row_layout(kind, b, 64, side.group).zeros for b in every)
                 scales = f"a scale{' and a zero point' if zeros else ''} in the model's dtype"
             found.append(
-                f"{name} have {bits} ({quantiser.kind}, per {side.axis}); {size} "
+                f"{name} have {bits} ({kind}, per {side.axis}); {size} "
                 f"{'share' if side.group else 'shares'} {scales}."
             )
             if side.clip is not None:
@@ -377,6 +378,8 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
         most = quantiser.window + quantiser.block - 1
         count = f"{quantiser.window} to {most}" if quantiser.block > 1 else f"{most}"
         found.append(f"The newest {count} tokens stay at full precision.")
+    if "engine" in plan.made:
+        found.append(f"{plan.made['engine']} stores it so with {plan.made['flag']}.")
     return found
 
 

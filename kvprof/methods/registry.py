@@ -18,6 +18,7 @@ from kvprof.analysis.centring import centred_moments, layer_centre, rotated_mean
 from kvprof.analysis.linalg import few_threads
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import dim_rate, rate
+from kvprof.methods.engine_formats import engine_format
 from kvprof.methods.evictors import EVICTORS, evicted, evictor_family, snapkv
 from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.fdc import fdc
@@ -31,6 +32,7 @@ from kvprof.methods.kvtc import kvtc
 from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.named import (
     COMBINATIONS,
+    ENGINE_FORMATS,
     Modifier,
     method_names,
     parts_of,
@@ -92,6 +94,7 @@ METHODS: dict[str, Callable[..., PlanFamily]] = {
     **{name: partial(quantiser_family, name) for name in QUANTISERS},
     **{name: partial(evictor_family, name) for name in EVICTORS},
     "snapkv": snapkv,  # which has options of its own
+    **{name: partial(engine_format, name) for name in ENGINE_FORMATS},
 }
 METHODS |= {
     name: partial(METHODS[setting.method], **setting.options) for name, setting in PAPERS.items()
@@ -641,8 +644,9 @@ def has_removal_rate(method: str, **options: Any) -> bool:
 
 
 def has_one_setting(method: str) -> bool:
-    """Whether a method that is calibrated has one rate all the same, and nothing to turn."""
-    return method in ("full", "fp8", "oscar") or method.startswith("hadamard-int")
+    """Whether a method has one rate and nothing to turn, also where it is calibrated."""
+    single = ("full", "fp8", "oscar", *ENGINE_FORMATS)
+    return method in single or method.startswith("hadamard-int")
 
 
 def option_of(method: str, options: Mapping[str, Any], name: str) -> Any:

@@ -70,12 +70,15 @@ class SideQuantiser:
     clip : float or None
         Share of a token's row whose magnitudes stay as they are; larger ones are cut to the least
         that is not among them (``affine`` only).
+    kind : str or None
+        Where the two sides are of different kinds: this one's in place of the quantiser's.
     """
 
     bits: tuple[int, ...]
     axis: str = "token"
     group: int | None = None
     clip: float | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class Quantiser:
     ----------
     kind : str
         ``affine``, ``codebook``, ``lloyd-max``, ``lloyd-max-unit``, ``lloyd-max-rms``,
-        ``uniform-rms``, ``fp8``, or a library's: ``hqq``, ``quanto``.
+        ``uniform-rms``, ``fp8``, ``fp8-e5m2``, ``absmax``, ``signed-max``, ``minimum``,
+        ``hidden-zero``, ``iq4_nl``, or a library's: ``hqq``, ``quanto``.
     keys, values : SideQuantiser or None
     window : int
         Newest tokens that always stay at full precision.
@@ -107,6 +111,10 @@ class Quantiser:
     block: int = 1
     outliers: float = 0.0
     scale_dtype: str = "float16"
+
+    def kind_of(self, side: SideQuantiser) -> str:
+        """Return the kind of one of its sides."""
+        return side.kind or self.kind
 
 
 @dataclass(frozen=True)
@@ -309,6 +317,12 @@ ARITHMETICS = {
     "lloyd-max-rms": Arithmetic((2, 3, 4, 8), ("scale",)),
     "uniform-rms": Arithmetic((2, 3, 4, 8), ("scale",)),
     "fp8": Arithmetic((8,), (), "FP8 (e4m3)"),
+    "fp8-e5m2": Arithmetic((8,), (), "FP8 (e5m2)"),
+    "absmax": Arithmetic((8,), ("scale",)),
+    "signed-max": Arithmetic((4, 5), ("scale",)),
+    "minimum": Arithmetic((3, 4, 5), ("scale", "zero point")),
+    "hidden-zero": Arithmetic((4,), ("scale",)),
+    "iq4_nl": Arithmetic((4,), ("scale",)),
 }
 #: Those whose scale is the root mean square of a token's row: columns can have bits of their own.
 ROW_RMS = ("lloyd-max-rms", "uniform-rms")
@@ -349,8 +363,11 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
     UsageError
         Naming what makes no sense.
     """
-    if quantiser.kind not in _KINDS:
-        raise UsageError(f"quantiser: {quantiser.kind!r} is none of {', '.join(_KINDS)}")
+    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
+    wrong = [side.kind for side in sides if side.kind not in (None, *ARITHMETICS)]
+    if wrong or quantiser.kind not in _KINDS:
+        kind = (*wrong, quantiser.kind)[0]
+        raise UsageError(f"quantiser: {kind!r} is none of {', '.join(_KINDS)}")
     if quantiser.window < 0 or quantiser.block < 1 or not 0 <= quantiser.outliers < 1:
         raise UsageError("quantiser: window, block or share of outliers makes no sense")
     if quantiser.outliers and quantiser.kind != "codebook":
@@ -364,7 +381,6 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
             f"quantiser: scales of {quantiser.kind} are {' or '.join(known)}, not "
             f"{quantiser.scale_dtype!r}"
         )
-    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
     if not sides:
         raise UsageError("quantiser: neither keys nor values are quantised; leave it out")
     for side in sides:
@@ -372,12 +388,12 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
 
 
 def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> None:
-    library = LIBRARIES.get(quantiser.kind)
-    allowed = bits_of(quantiser.kind)
+    kind = quantiser.kind_of(side)
+    allowed = bits_of(kind)
     unknown = [bits for bits in side.bits if bits not in allowed]
     if unknown:
         raise UsageError(
-            f"quantiser: {quantiser.kind} has no {unknown[0]} bits; choose from "
+            f"quantiser: {kind} has no {unknown[0]} bits; choose from "
             f"{', '.join(map(str, allowed))}"
         )
     # Without any, groups of heads say their own; where there is one choice there is nothing to say.
@@ -387,20 +403,17 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
         )
     if side.axis not in ("token", "channel"):
         raise UsageError(f"quantiser: the axis is token or channel, not {side.axis!r}")
-    if library is not None and side.axis != "token":
-        raise UsageError(f"quantiser: {quantiser.kind} quantises per token here, not per channel")
-    if side.clip is not None and (quantiser.kind != "affine" or not 0 < side.clip < 1):
+    if side.axis != "token" and kind not in ("affine", "codebook"):
+        raise UsageError(f"quantiser: {kind} quantises per token here, not per channel")
+    if side.clip is not None and (kind != "affine" or not 0 < side.clip < 1):
         raise UsageError(
-            f"quantiser: affine rows are clipped at a share between 0 and 1, not {quantiser.kind} "
-            f"at {side.clip:g}"
+            f"quantiser: affine rows are clipped at a share between 0 and 1, not {kind} at "
+            f"{side.clip:g}"
         )
-    own = ARITHMETICS.get(quantiser.kind)
-    if own is not None and "norm" in own.kept and (side.axis != "token" or side.group is not None):
-        raise UsageError(f"quantiser: {quantiser.kind} has one norm for a token's whole row")
-    if quantiser.kind in ROW_RMS and (side.axis, side.group) != ("token", None):
-        raise UsageError(
-            f"quantiser: {quantiser.kind} has one scale for a token's row, and no other groups"
-        )
+    own = ARITHMETICS.get(kind)
+    if side.group is not None and (kind in ROW_RMS or (own is not None and "norm" in own.kept)):
+        kept = "scale" if kind in ROW_RMS else "norm"
+        raise UsageError(f"quantiser: {kind} has one {kept} for a token's whole row")
     if side.group is not None and side.group < 1:
         raise UsageError(f"quantiser: a group of {side.group} values makes no sense")
     if side.axis == "channel":

@@ -93,9 +93,6 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     return codes.flatten(-2)[..., :columns]
 
 
-_E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
 class Codec(ABC):
     """One way to keep rows. Equal codecs keep them alike."""
 
@@ -130,27 +127,39 @@ PLAIN = Plain()
 
 @dataclass(frozen=True)
 class _Float8(Codec):
-    """A saturating cast to e4m3, without a scale."""
+    """A saturating cast to a type of 8 bits, without a scale."""
+
+    kind: torch.dtype
 
     def encode(self, rows: Tensor) -> dict[str, Tensor]:
         # As bytes: few operations know the type itself.
-        codes = rows.clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn)
-        return {"codes": codes.view(torch.uint8)}
+        largest = torch.finfo(self.kind).max
+        return {"codes": rows.clamp(-largest, largest).to(self.kind).view(torch.uint8)}
 
     def decode(self, stored: dict[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
         codes = stored["codes"]
         if codes.device.type != "cpu":
-            return codes.view(torch.float8_e4m3fn).to(dtype)
+            return codes.view(self.kind).to(dtype)
         # On a CPU the cast takes ten times as long as looking its 256 results up.
-        found = _e4m3(dtype).index_select(0, codes.flatten().to(torch.int32))
+        found = _of_bytes(self.kind, dtype).index_select(0, codes.flatten().to(torch.int32))
         return found.view(codes.shape)
 
 
-@lru_cache(maxsize=4)
-def _e4m3(dtype: torch.dtype) -> Tensor:
+@lru_cache(maxsize=8)
+def _of_bytes(kind: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Return what each byte stands for."""
     with torch.inference_mode(False):
-        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+        return torch.arange(256, dtype=torch.uint8).view(kind).to(dtype)
+
+
+def _in_groups(values: Tensor, group: int | None) -> Tensor:
+    """Split rows into groups of columns, ``[..., n, group]``; None is one of the whole row.
+
+    The last group is filled up with copies, which change neither its minimum nor its maximum.
+    """
+    group = group or values.shape[-1]
+    filler = values[..., -1:].expand(*values.shape[:-1], -values.shape[-1] % group)
+    return unflatten(torch.cat([values, filler], dim=-1), -1, (-1, group))
 
 
 @dataclass(frozen=True)
@@ -221,7 +230,7 @@ class _Scaled(Codec):
     def _grouped(self, values: Tensor) -> Tensor:
         """Split the dimension that shares scales: ``[..., n, group, r]`` or ``[..., N, n, group]``.
 
-        The last group is filled up with copies, which change neither its minimum nor its maximum.
+        As `_in_groups`, of tokens too.
         """
         if self.by_channel:
             assert self.group is not None
@@ -229,10 +238,7 @@ class _Scaled(Codec):
             filler = values[..., -1:, :].expand(*values.shape[:-2], missing, values.shape[-1])
             full = unflatten(torch.cat([values, filler], dim=-2), -2, (-1, self.group))
             return full.transpose(-3, -2)  # [..., group, n, r]
-        group = self.group or values.shape[-1]
-        missing = -values.shape[-1] % group
-        filler = values[..., -1:].expand(*values.shape[:-1], missing)
-        return unflatten(torch.cat([values, filler], dim=-1), -1, (-1, group))
+        return _in_groups(values, self.group)
 
     def _spread(self, scales: Tensor, tokens: int, columns: int) -> Tensor:
         """Give every value its group's scale."""
@@ -242,6 +248,85 @@ class _Scaled(Codec):
         if scales.shape[-1] == 1:
             return scales
         return scales.repeat_interleave(self.group or columns, dim=-1)[..., :columns]
+
+
+# iq4_nl's levels, over a scale that is the largest magnitude's share of the first.
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True)
+class _Engine(Codec):
+    """Codes as llama.cpp and vLLM make them: by a scale that is rounded only when it is stored."""
+
+    kind: str
+    bits: int
+    group: int | None
+    scale_dtype: torch.dtype
+
+    def encode(self, rows: Tensor) -> dict[str, Tensor]:
+        grouped = _in_groups(rows.float(), self.group)
+        codes, *kept = self._coded(grouped)
+        codes = codes.flatten(-2)[..., : rows.shape[-1]].to(torch.int64)
+        names = ("scale", "zero")[: len(kept)]
+        stored = {
+            name: one.squeeze(-1).to(self.scale_dtype)
+            for name, one in zip(names, kept, strict=True)
+        }
+        return {"codes": pack(codes, self.bits), **stored}
+
+    def decode(self, stored: dict[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+        codes = _in_groups(unpack(stored["codes"], self.bits, columns), self.group)
+        scale = stored["scale"].float().unsqueeze(-1)
+        if self.kind == "iq4_nl":
+            rows = scale * _levels_on(_IQ4_NL, codes.device)[codes.long()]
+        elif self.kind == "minimum":
+            rows = scale * codes + stored["zero"].float().unsqueeze(-1)
+        elif self.kind == "hidden-zero":
+            hidden = scale.view(torch.int32)
+            rows = (hidden & -16).view(torch.float32) * (codes - (hidden & 15)).float()
+        else:
+            rows = scale * (codes.float() - 2 ** (self.bits - 1))
+        return rows.flatten(-2)[..., :columns].to(dtype)
+
+    def _coded(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Return the codes of groups of columns, their scales and, of ``minimum``, their zeros."""
+        most, half = 2**self.bits - 1, 2 ** (self.bits - 1)
+        low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+        if self.kind == "absmax":
+            scale = torch.maximum(high, -low) / (half - 1)
+            return _rounded(values * _inverse(scale)) + half, scale
+        if self.kind == "minimum":
+            scale = (high - low) / most
+            return ((values - low) * _inverse(scale) + 0.5).floor().clamp(0, most), scale, low
+        if self.kind == "hidden-zero":
+            scale = ((high - low) / most).clamp(min=1e-6)
+            zero = _rounded(-low / scale).clamp(0, most)
+            codes = _rounded(values * _inverse(scale) + zero).clamp(0, most)
+            # In the four lowest bits of the scale's float32.
+            return codes, (scale.view(torch.int32) & -16 | zero.int()).view(torch.float32)
+        signed = values.gather(-1, values.abs().argmax(-1, keepdim=True))
+        if self.kind == "signed-max":
+            scale = signed / -half
+            return (values * _inverse(scale) + half + 0.5).floor().clamp(0, most), scale
+        levels = _levels_on(_IQ4_NL, values.device)
+        met = values * _inverse(signed / levels[0])
+        codes = torch.bucketize(met, (levels[1:] + levels[:-1]) / 2, right=True)
+        # The scale that loses least of those codes, errors weighed by the values' squares.
+        weights, found = values.square(), levels[codes]
+        parts = weights * found * torch.stack([values, found])
+        shares = parts.sum(-1, keepdim=True)
+        return codes, torch.where(shares[1] > 0, shares[0] / shares[1], shares[1])
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Return ``1 / scale``, and 0 where it is 0."""
+    return torch.where(scale == 0, scale, 1 / scale)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """Round to the nearest whole number, halves away from 0."""
+    size = values.abs().floor()
+    return values.sign() * (size + (2 * (values.abs() - size)).floor())
 
 
 @dataclass(frozen=True)
@@ -275,7 +360,7 @@ class _LloydMax(Codec):
 def _levels_on(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """Return a codebook on a device; copying it there at every step would make each step wait."""
     with torch.inference_mode(False):
-        return torch.tensor(levels, device=device)
+        return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -367,6 +452,10 @@ def _normal_words(bits: int, uniform: bool, device: torch.device) -> Tensor:
         return _levels_on(_normal(bits, uniform), device)[codes]
 
 
+_FLOATS = {"fp8": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
+_ENGINE = ("absmax", "signed-max", "minimum", "hidden-zero", "iq4_nl")
+
+
 def codec_for(
     quantiser: Quantiser,
     side: SideQuantiser | None,
@@ -391,21 +480,24 @@ def codec_for(
     """
     if side is None:
         return PLAIN
-    if quantiser.kind == "fp8":
-        return _Float8()
-    if quantiser.kind in ROW_RMS:
+    kind = quantiser.kind_of(side)
+    if kind in _FLOATS:
+        return _Float8(_FLOATS[kind])
+    if kind in ROW_RMS:
         runs = column_bits or ((None, side.bits[level]),)
         scales = getattr(torch, quantiser.scale_dtype)
-        return RowRms(runs, scales, quantiser.kind == "uniform-rms")
+        return RowRms(runs, scales, kind == "uniform-rms")
     # Of these a group of heads has one run.
     bits = column_bits[0][1] if column_bits else side.bits[level]
-    if quantiser.kind in LIBRARIES:
-        return library_codec(quantiser.kind, bits, side.group)
+    if kind in LIBRARIES:
+        return library_codec(kind, bits, side.group)
     scale_dtype = getattr(torch, quantiser.scale_dtype)
-    if quantiser.kind in ("lloyd-max", "lloyd-max-unit"):
-        return _LloydMax(bits, scale_dtype, unit=quantiser.kind == "lloyd-max-unit")
+    if kind in ("lloyd-max", "lloyd-max-unit"):
+        return _LloydMax(bits, scale_dtype, unit=kind == "lloyd-max-unit")
+    if kind in _ENGINE:
+        return _Engine(kind, bits, side.group, scale_dtype)
     levels = None
-    if quantiser.kind == "codebook":
+    if kind == "codebook":
         levels = tuple(float(x) for x in codebook(bits))
     return _Scaled(
         bits=bits,

@@ -15,14 +15,14 @@ from kvprof.evaluation.evaluator import (
     needs_decoding,
 )
 from kvprof.evaluation.requests import option_names
-from kvprof.methods.family import plan_at
+from kvprof.methods.family import MethodInputs, plan_at
 from kvprof.methods.plan import HeadGroup, LayerPlan
 from kvprof.methods.registry import method_names, plan_family
 from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.models.load import wrap_model
 from kvprof.runtime.compressed import compressed
 from tests.evaluation.sample import evaluator, plan, questions, text
-from tests.methods.models import FINE, inputs, model
+from tests.methods.models import BLOCKS, FINE, inputs, model
 from tests.models.tiny import tiny
 
 TIMES = ("seconds",)
@@ -114,7 +114,7 @@ def test_full_width_changes_nothing(decode: bool) -> None:
     assert not found["warnings"]
 
 
-@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto")])
+@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto", *BLOCKS)])
 def test_one_pass_gives_what_decoding_gives(name: str) -> None:
     """Whatever the method is called: its plan decides."""
     options = {key: value for key, value in FINE.items() if key in option_names(name)}
@@ -130,6 +130,20 @@ def test_one_pass_gives_what_decoding_gives(name: str) -> None:
     assert abs(single["kl"]["mean"] - decoded["kl"]["mean"]) < 1e-6
     assert single["accuracy"] == decoded["accuracy"]
     assert not single["warnings"]
+
+
+@pytest.mark.parametrize("name", ["q5_1", "q4_0", "turboquant_k3v4_nc"])
+def test_engines_types_are_stored_and_read_as_accounted(name: str) -> None:
+    loaded = wrap_model(tiny("Llama", head_dim=64, num_hidden_layers=5))
+    family = plan_family(name, MethodInputs(loaded.layout, loaded.fingerprint))
+    wanted = plan_at(family, family.settings[0])
+    single, decoded = (
+        Evaluator(loaded, [text()], [], EvaluationSettings(decode=decode)).evaluate(wanted)
+        for decode in (False, True)
+    )
+    assert single["kl"]["mean"] == pytest.approx(decoded["kl"]["mean"], abs=1e-6)
+    assert single["kl"]["mean"] > 1e-5
+    assert decoded["measured_bytes"] == decoded["accounted_bytes"]
 
 
 _ROUNDED = Quantiser("affine", SideQuantiser((4,)), None)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from kvprof.methods.family import MethodInputs
+from kvprof.methods.named import ENGINE_FORMATS
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.sources.grammar import parse_source
@@ -41,6 +42,9 @@ def with_weights(
 ) -> MethodInputs:
     return replace(inputs(arch, layers=layers), **weights)
 
+
+#: What engines cut into blocks of 32 columns, which heads of 16 do not have.
+BLOCKS = [name for name, (engine, _) in ENGINE_FORMATS.items() if engine == "llama.cpp"]
 
 #: Ranks of any size, for heads of 16.
 FINE = {"grid": 1, "minimum": 1}

@@ -22,12 +22,14 @@ from kvprof.methods.registry import (
 from kvprof.moments import uncalibrated
 from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.serving.refusals import refusal
-from tests.methods.models import FINE, inputs, model
+from tests.methods.models import BLOCKS, FINE, inputs, model
 
 CONTEXT = 100
 
 
-@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("hqq", "quanto", "kvtc")])
+@pytest.mark.parametrize(
+    "name", [n for n in method_names() if n not in ("hqq", "quanto", "kvtc", *BLOCKS)]
+)
 def test_the_bytes_are_those_of_the_calibrated_plan(name: str) -> None:
     options: dict[str, Any] = {key: FINE[key] for key in option_names(name) if key in FINE}
     if name == "kq-wf":

@@ -14,6 +14,7 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import dim_rate
 from kvprof.methods.family import MethodInputs, plan_at
+from kvprof.methods.named import ENGINE_FORMATS
 from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import METHODS, plan_family
@@ -81,6 +82,7 @@ _LOSSY = (
     "h2o",
     "keyformer",
     "snapkv",
+    *ENGINE_FORMATS,  # in test_engine_codecs
 )
 _TOKENS = 3  # of the prompt, of a step, and of one behind it
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvprof.methods.accounting import bytes_at, dim_rate
 from kvprof.methods.family import plan_at
+from kvprof.methods.named import ENGINE_FORMATS
 from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan, save_plan
@@ -57,6 +58,7 @@ LOW_RANK: dict[str, tuple[str, dict[str, Any]]] = {
 ELSEWHERE = {"tale", "tale+kivi", "strawman", "fp8", "per-token", "kivi", "kvquant"} | {
     "kq-wf", "hqq", "quanto", "sink-recent", "h2o", "keyformer", "snapkv",
     "hadamard-int4", "hadamard-int3", "hadamard-int2", "turboquant", "oscar", "kvtc", "xkv",
+    *ENGINE_FORMATS,
 }  # fmt: skip
 
 
