@@ -46,7 +46,7 @@ from kvprof.commands.output import (
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.loading import loading
-from kvprof.methods.named import check_names
+from kvprof.methods.named import check_names, listed
 
 if TYPE_CHECKING:
     from kvprof.commands.eval_run import PlanRequest
@@ -112,6 +112,7 @@ def eval(
     --------
     kvprof eval --method kq,fdc,palu --rate 0.3
     kvprof eval --method kq-4bit --rate 0.75 --text prose --text code
+    kvprof eval --method engine-formats
     kvprof eval --plan kq.plan --csv eval.csv
     """
     outputs = Outputs(json=json, csv=csv, out=out, force=force)
@@ -135,6 +136,7 @@ def eval(
         from kvprof.commands.eval_run import (
             PlanRequest,
             check_request,
+            fitting_request,
             harness_settings,
             make_plans,
             run_evaluations,
@@ -174,6 +176,7 @@ def eval(
         batch_size=batch_size,
     )
     loaded = sample.evaluator.loaded
+    request, unfit = fitting_request(loaded, request)
     with graceful_interrupt() as stop:
         plans = make_plans(loaded, request, sample, stop)
         if stop():
@@ -184,6 +187,7 @@ def eval(
             inputs=_inputs(loaded, request, sample, chosen),
             data=run.data,
             warnings=[
+                *unfit,
                 *sample.warnings,
                 *dict.fromkeys(note for one in plans for note in one.made.get("notes", ())),
                 *run.warnings,
@@ -201,7 +205,7 @@ def _split(given: list[str] | None) -> tuple[str, ...]:
     UsageError
         When one is named twice.
     """
-    names = [name.strip() for entry in given or [] for name in entry.split(",") if name.strip()]
+    names = [name for entry in given or [] for name in listed(entry)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--method: {twice[0]} is named twice")
     return tuple(names)

@@ -23,19 +23,21 @@ from kvprof.evaluation.harness import (
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import dim_rate, paper_rate
 from kvprof.methods.family import plan_at
-from kvprof.methods.named import ALWAYS
+from kvprof.methods.named import ALWAYS, ENGINE_FORMATS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, has_one_setting, typed_options
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.tokens import check_separate, chosen_on
+from kvprof.moments.uncalibrated import uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
 
 __all__ = [
     "EvalRun",
     "PlanRequest",
     "check_request",
+    "fitting_request",
     "harness_settings",
     "make_plans",
     "run_evaluations",
@@ -108,17 +110,36 @@ def check_request(request: PlanRequest) -> PlanRequest:
     turned = [x for x, own in zip(rated, needs, strict=True) if own and not has_one_setting(x)]
     if turned and request.rate is None and request.removal is None:
         raise UsageError(f"--method {','.join(turned)} needs --rate or --removal")
-    if not rated and (request.rate is not None or request.removal is not None):
+    single = len(rated) != 1 and all(map(has_one_setting, rated))
+    if single and (request.rate is not None or request.removal is not None):
         option = "--rate" if request.rate is not None else "--removal"
         raise UsageError(
-            f"{' and '.join(request.methods)}: nothing to turn, each has one rate; leave out "
-            f"{option}"
+            f"{', '.join(request.methods)}: nothing to turn, each has one rate; leave out {option}"
         )
     turned = [method for method in request.methods if request.options_of(method)]
     if request.options and not turned:
         raise UsageError(f"{' and '.join(request.methods)} have no options")
     typed = [typed_options(method, request.options) for method in turned]
     return replace(request, options={key: one for own in typed for key, one in own.items()})
+
+
+def fitting_request(loaded: LoadedModel, request: PlanRequest) -> tuple[PlanRequest, list[str]]:
+    """Leave out types of engines that do not take the model's heads, unless nothing else is asked.
+
+    Returns
+    -------
+    PlanRequest, list of str
+        What is left, and why the others are not measured.
+    """
+    unfit: dict[str, str] = {}
+    for method in request.methods:
+        try:
+            if method in ENGINE_FORMATS:
+                uncalibrated_family(loaded, method)
+        except UsageError as problem:
+            unfit[method] = f"not measured: {problem}"
+    left = tuple(method for method in request.methods if method not in unfit)
+    return (replace(request, methods=left), list(unfit.values())) if left else (request, [])
 
 
 def harness_settings(

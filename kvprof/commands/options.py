@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from kvprof import console
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
-from kvprof.methods.named import check_names, options_in
+from kvprof.methods.named import check_names, listed, options_in
 from kvprof.sizes import parse_counts, parse_share, second_reading
 
 __all__ = [
@@ -509,7 +509,7 @@ def one_method(given: list[str] | None) -> str | None:
         When several are named.
     """
     named = joined(given)
-    if named is not None and "," in named:
+    if named is not None and ("," in named or len(listed(named)) > 1):
         raise UsageError(f"--method {named}: this takes one method; run it once for each")
     return named
 

@@ -74,13 +74,8 @@ ENGINE_FORMATS = {
     **{
         name: ("vLLM", f"--kv-cache-dtype {name}")
         for name in (
-            "fp8_e5m2",
-            "int8_per_token_head",
-            "int4_per_token_head",
-            "turboquant_k8v4",
-            "turboquant_4bit_nc",
-            "turboquant_k3v4_nc",
-            "turboquant_3bit_nc",
+            *("fp8_e5m2", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
+            *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
         )
     },
     **{
@@ -339,7 +334,7 @@ def _parted(piece: str) -> tuple[str, str, str]:
 
 def unknown_method(name: str, known: Iterable[str]) -> UsageError:
     """Return the error for a name that is no method, with the nearest that is one."""
-    every = list(known)
+    every = [*known, *_SETS]
     base, _, given = name.partition(":")
     for part in base.lower().replace("_", "-").split("+"):
         if part in _KVPRESS:

@@ -67,6 +67,7 @@ def report(
             parts += [heading("By text"), by_source]
         parts += _task_part(evaluations)
         parts += _answers_part(evaluations)
+        parts += _engines_part(evaluations)
         parts += _worst_part(evaluations)
     if data["harness"] is not None and data["harness"]["rows"]:
         parts += [heading("lm-evaluation-harness"), _harness_table(data["harness"]["rows"])]
@@ -93,6 +94,8 @@ def _asked(evaluations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _answer(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if all(one["method"] == "full" for one in evaluations):
         return "Only the uncompressed model was measured: there is nothing to compare it with."
+    if len(_asked(evaluations)) > _MANY:
+        return _best(_asked(evaluations))
     sentences = []
     for one in _asked(evaluations):
         kept = f"{percent(one['relative_accuracy'])} of the uncompressed model's accuracy"
@@ -103,6 +106,25 @@ def _answer(evaluations: Sequence[Mapping[str, Any]]) -> str:
         saved = f"saves {percent(one['rate'])} of the cache's bytes"
         sentences.append(f"{one['method']} {saved} and keeps {kept}{spread}.")
     return " ".join(sentences)
+
+
+# Methods from which on a sentence and a table for each are more than one reads.
+_MANY = 5
+_KEEPS = 0.99
+
+
+def _best(asked: Sequence[Mapping[str, Any]]) -> str:
+    """Name the method that saves most among many of those that surely keep enough."""
+    ends = [(one, one["relative_accuracy_interval"]) for one in asked]
+    sure = [one for one, bounds in ends if bounds and (bounds[0] or 0) >= _KEEPS]
+    said = (
+        f"{len(sure)} of {len(asked)} methods keep {percent(_KEEPS)} of the uncompressed model's "
+        "accuracy by the lower end of the 95 % interval"
+    )
+    if not sure:
+        return f"{said}."
+    best = max(sure, key=lambda one: one["rate"])
+    return f"{said}; of these {best['method']} saves most, {percent(best['rate'])} of the bytes."
 
 
 def _cautions(result: Mapping[str, Any]) -> list[str]:
@@ -204,6 +226,15 @@ def _answers_part(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableTy
     ]
 
 
+def _engines_part(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """Say which option of an engine asks for what was measured, where one does."""
+    made = [(one["method"], one["plan"]["made"]) for one in evaluations if one["plan"]]
+    rows = [(name, of["engine"], of["flag"]) for name, of in made if "engine" in of]
+    if not rows:
+        return []
+    return [heading("Asked for in engines"), DataTable(columns("method", "engine", "option"), rows)]
+
+
 _MOSTLY = 0.5  # of the answers
 
 
@@ -233,7 +264,8 @@ def _longer(one: Mapping[str, Any]) -> str | None:
 
 
 def _worst_part(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    tables = [_worst_table(one) for one in _asked(evaluations)]
+    asked = _asked(evaluations)
+    tables = [_worst_table(one) for one in (asked if len(asked) <= _MANY else ())]
     shown = [table for table in tables if table is not None]
     parts: list[RenderableType] = [heading("Worst tokens")] if shown else []
     for index, table in enumerate(shown):
@@ -261,15 +293,15 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
 
 def _without_kernels(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say which plans decode in plain PyTorch wherever they run, and why."""
-    lines = []
+    alike: dict[tuple[str, str], list[str]] = {}
     for one in evaluations:
         kernel = (one["plan"] or {}).get("kernel")
         if kernel is None or kernel["reason"] is None:
             continue
         runs = f"Kernels run {kernel['layers']} of {kernel['of']} layers of"
         who = runs if kernel["layers"] else "No kernel runs"
-        lines.append(f"{who} {one['method']}: {kernel['reason']}.")
-    return lines
+        alike.setdefault((who, kernel["reason"]), []).append(one["method"])
+    return [f"{who} {', '.join(names)}: {why}." for (who, why), names in alike.items()]
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:

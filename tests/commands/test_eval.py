@@ -16,6 +16,7 @@ from kvprof.commands import eval_run
 from kvprof.errors import LackingError
 from kvprof.evaluation.evaluator import Evaluator
 from kvprof.evaluation.tasks import embedded
+from kvprof.methods.named import ENGINE_FORMATS
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof, over
 from tests.models.folder import byte_tokenizer
@@ -401,3 +402,31 @@ def test_the_plain_cast_says_what_it_clips(tmp_path: Path) -> None:
     assert " % of the keys of layer 0, KV head 0, on " in clips
     told = eval_json(tmp_path, folder, "--method", "full", *SMALL)
     assert not [text for text in told["warnings"] if "fp8" in text and "calibrated" not in text]
+
+
+def test_the_types_of_engines_are_measured_and_how_they_are_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "wide"
+    tiny("Llama", head_dim=64, num_hidden_layers=5).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    asked = ("--method", "engine-formats", *over(SMALL, ("--seq-len", 16)))
+    told = eval_json(tmp_path, folder, *asked)
+    rows = {row["method"]: row for row in told["data"]["evaluations"]}
+    assert list(rows) == ["full", "fp8", *ENGINE_FORMATS]
+    assert rows["q8_0"]["rate"] == pytest.approx(1 - 8.5 / 16)
+    assert rows["q8_0"]["kl"]["mean"] < rows["q4_0"]["kl"]["mean"]
+    shown = kvprof("show", tmp_path / "result.json").stdout
+    for engine, flag in ENGINE_FORMATS.values():
+        assert engine in shown
+        assert flag in shown
+    done = kvprof("eval", folder, *asked, "--rate", 0.5)
+    assert (done.code, "--rate" in done.error) == (2, True)
+
+
+def test_what_an_engine_does_not_take_is_left_out_and_said(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    told = eval_json(tmp_path, tiny_folder, "--method", "q8_0,int8_per_token_head", *SMALL)
+    assert [row["method"] for row in told["data"]["evaluations"]][2:] == ["int8_per_token_head"]
+    assert any("q8_0:" in text for text in told["warnings"])
+    done = kvprof("eval", tiny_folder, "--method", "q8_0", *SMALL)
+    assert (done.code, "q8_0:" in done.error) == (2, True)

@@ -98,6 +98,21 @@ def test_the_first_line_answers():
     )
 
 
+def test_of_many_methods_the_first_line_names_what_surely_keeps_enough_and_saves_most():
+    names = [f"m{number}" for number in range(6)]
+    result = evaluation_result(("full", "fp8", *names))
+    for row, low, rate in zip(
+        result["data"]["evaluations"][2:],
+        (0.97, 0.999, 0.995, 0.989, 0.993, 0.98),
+        (0.9, 0.2, 0.4, 0.6, 0.3, 0.8),
+        strict=True,
+    ):
+        row["relative_accuracy_interval"], row["rate"] = [low, 1.01], rate
+    text = shown(result)
+    assert [word for word in text[: text.index("──")].split() if word in names] == ["m2"]
+    assert not any(f"{name}: tokens" in text for name in names)
+
+
 def test_texts_stand_apart_only_where_there_are_several():
     assert "By text" not in shown(evaluation_result())
     text = shown(evaluation_result(texts=("prose", "code")))
