@@ -247,7 +247,7 @@ def _last_words(log: Path) -> str:
 
 #: Baselines that vLLM serves by itself, and what it is told to store the cache in.
 _OWN = {"full": "auto", "fp8": "fp8"}
-_OWN_PREFIXES = ("fp8_", "turboquant_")
+_OWN_TYPES = re.compile(r"(fp8|turboquant)_\w+|\w+_per_token_head")
 
 
 def served_by_engine(method: str) -> str | None:
@@ -258,7 +258,7 @@ def served_by_engine(method: str) -> str | None:
     method : str
         ``full``, ``fp8``, or a type that vLLM names: ``fp8_e5m2``, ``turboquant_4bit_nc``.
     """
-    return _OWN.get(method, method if method.startswith(_OWN_PREFIXES) else None)
+    return _OWN.get(method, method if _OWN_TYPES.fullmatch(method) else None)
 
 
 #: Variables that say how an engine runs, and what these are set to: no key, prompt or path.

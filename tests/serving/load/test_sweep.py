@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.methods.named import ENGINE_FORMATS
 from kvprof.records.events import (
     LoadRateFinished,
     LoadRateStarted,
@@ -28,6 +29,7 @@ from kvprof.serving.load.server import (
     Served,
     ServerProcess,
     serve_command,
+    served_by_engine,
     server_variables,
     told_variables,
 )
@@ -605,3 +607,8 @@ def test_events_of_a_load_that_never_ended_have_their_finished_cases():
     events = load_stream(ends=False)
     assert "fdc @ 12/s" not in cases_of(events)[0]
     assert len(cases_of(events)[0]) == 7
+
+
+def test_what_vllm_names_is_served_by_vllm_itself() -> None:
+    for name, (engine, _) in ENGINE_FORMATS.items():
+        assert served_by_engine(name) == (name if engine == "vLLM" else None)
