@@ -46,10 +46,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--calibrate-tokens", type=int, default=65536)
+    parser.add_argument("--dtype", default="auto", help="float32 is what 16 bits are held against")
     add_out(parser)
     asked = parser.parse_args()
     start = time.perf_counter()
-    loaded = load_model(asked.model)
+    loaded = load_model(asked.model, dtype=asked.dtype)
     loading = time.perf_counter() - start
     text = parse_source(asked.text)
     samples = text_samples(loaded, [text], seq_len=asked.seq_len, sequences=asked.sequences)
@@ -93,6 +94,7 @@ def main() -> None:
         "rows": rows,
     }
     name = asked.model.rsplit("/", 1)[-1].removesuffix(".gguf")
+    name += "" if asked.dtype == "auto" else f" {asked.dtype}"
     inputs = {"benchmark": f"centring {name}", **{k: str(v) for k, v in vars(asked).items()}}
     print(keep(asked.out or RECORDS, inputs, data, headline))
 

@@ -6,18 +6,21 @@ it: samples become medians, and series of a load and single parts of many reques
 
     python benchmarks/commands.py --list
     python benchmarks/commands.py bench-100k load-answers     # a GPU; loads need vLLM
+    python benchmarks/commands.py frontier needles-7x --model MODEL    # loaded once for all
+
+What a command has measured it keeps (`KVPROF_CACHE`), so one that was ended goes on where it was.
 """
 
 import argparse
 import shlex
-import subprocess
-import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from recording import add_out, keep_result, speedups
 
+from kvprof.models import load
 from kvprof.records.files import read_result
 
 _ENGINE = (
@@ -27,9 +30,51 @@ _ENGINE = (
 _EIGHT = "bench --load --model Llama-3.1-8B"
 _SWEEP = "bench --jct --composed --methods full,palu,fdc,kq --batch 1 --repeats 7"
 _LONG = "128,1k,4k,16k,32k,64k,100k"
+# Findings on a model, in the order of what they decide.
+_OPEN = "sink=4,window=32"
+_WF = "allocation=output,centre=true,sink=4,window=32"
+_LOW_RANK = "fdc,zack,palu,tale,kq"
+_BITS = "per-token,kivi,kvquant,kq-wf:allocation=output"
+_PROSE_AND_CODE = "--text prose --text code --sequences 64 --seq-len 1k --tasks none"
+_NEEDLES = (
+    "--text prose --sequences 32 --seq-len 2k --tasks niah-single-1,vt --task-items 64 "
+    "--task-lengths 4k,8k,16k"
+)
 
-#: Names of records to the commands that make them.
-COMMANDS = {
+
+def _needles(method: str) -> tuple[str, str]:
+    """Return the commands that make a plan by its bytes at 32K, and ask it for needles."""
+    return f"plan MODEL {method} --context 32k --save PLAN", f"eval MODEL --plan PLAN {_NEEDLES}"
+
+
+def _plain(options: str) -> str:
+    return " ".join(f"--option {option}" for option in options.split(","))
+
+
+#: Names of records to the commands that make them, one after another; the last one's is kept.
+COMMANDS: dict[str, str | tuple[str, ...]] = {
+    "engine-formats": (
+        f"eval MODEL --method engine-formats,hadamard-int4:{_OPEN},hadamard-int3:bits=k3v2,{_OPEN} "
+        f"{_PROSE_AND_CODE}"
+    ),
+    "needles-5.8x": _needles(f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}"),
+    "needles-7x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8572"),
+    "needles-8x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8751"),
+    "frontier": (
+        f"frontier MODEL --method {_LOW_RANK},{_BITS},hadamard-int4:{_OPEN} --points 4 "
+        f"{_PROSE_AND_CODE}"
+    ),
+    "frontier-centred": (
+        "frontier MODEL --method fdc:centre=true,kq:centre=true,palu:centre=true,"
+        "kivi:centre=true,kvquant:centre=true,kq-4bit:centre=true,fdc-4bit:centre=true,"
+        f"kq-wf:{_WF} --points 4 {_PROSE_AND_CODE}"
+    ),
+    "frontier-papers": (
+        "frontier MODEL --method fdc:paper,zack:paper,palu:paper,tale:paper --points 4 "
+        f"{_PROSE_AND_CODE}"
+    ),
+    "spectrum": "spectrum MODEL --tokens 16k",
+    "stability": "stability MODEL",
     "bench-100k": "bench --seq 100k --batch 1,8 --methods full,fp8,fdc,kq,palu,tale,fdc-4bit",
     "frontier-smollm2": (
         "frontier smollm2 --methods per-token,kivi,kvquant,kq,fdc,palu,kq-4bit,fdc-4bit,"
@@ -79,6 +124,8 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
             }
         case "frontier":
             return {f"{own['label']}: largest rate": own["max_rate"] for own in data["methods"]}
+        case "spectrum" | "stability":
+            return {}
         case "eval":
             return {
                 f"{own['method']} at {own['rate']:.3f}: accuracy kept": round(
@@ -109,19 +156,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Records of whole commands.")
     parser.add_argument("names", nargs="*", choices=[[], *COMMANDS], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the names and their commands")
+    parser.add_argument("--model", help="what MODEL stands for")
     add_out(parser)
     arguments = parser.parse_args()
     if arguments.list or not arguments.names:
         for name, line in COMMANDS.items():
-            print(f"{name}: kvprof {line}")
+            lines = (line,) if isinstance(line, str) else line
+            print(f"{name}: {'; '.join(f'kvprof {one}' for one in lines)}")
+    if arguments.model is not None:  # before a command takes the function by its name
+        load.load_model = cache(load.load_model)
+    of = "" if arguments.model is None else f"-{Path(arguments.model).stem.lower()}"
     for name in arguments.names:
+        lines = COMMANDS[name]
         with tempfile.TemporaryDirectory(prefix="kvprof-") as folder:
-            path = Path(folder) / "result.json"
-            line = [*shlex.split(COMMANDS[name]), "--json", str(path)]
-            subprocess.run([sys.executable, "-m", "kvprof", *line], check=True)
+            path, plan = Path(folder) / "result.json", Path(folder) / "saved.plan"
+            for line in (lines,) if isinstance(lines, str) else lines:
+                words = {"MODEL": arguments.model, "PLAN": str(plan)}
+                given = [words.get(word) or word for word in shlex.split(line)]
+                _run([*given, "--json", str(path), "--force"])
             result = read_result(path)
-        command = f"python benchmarks/commands.py {name}"
-        print(keep_result(arguments.out, name, shortened(result), command, headline(result)))
+        command = f"python benchmarks/commands.py {name}{of and ' --model MODEL'}"
+        kept = shortened(result), command, headline(result)
+        print(keep_result(arguments.out, f"{name}{of}", *kept), flush=True)
+
+
+def _run(arguments: list[str]) -> None:
+    from kvprof.cli import app  # after the loader was replaced
+
+    try:
+        app(arguments, prog_name="kvprof")
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 if __name__ == "__main__":
