@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from recording import add_only, add_out, keep, measure_parts, speedups
 
+from kvprof.analysis.stats import median_ends
 from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.run import run_bench
-from kvprof.benchmark.timing import interleaved, median_interval, sampler
+from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
@@ -88,7 +89,7 @@ class Run:
             {
                 "seconds": each,
                 "median": statistics.median(each),
-                "seconds_interval": median_interval(each),
+                "seconds_interval": median_ends(each),
             }
             for each in found
         ]

@@ -25,7 +25,8 @@ import torch
 from recording import add_out, keep
 from torch import Tensor
 
-from kvprof.benchmark.timing import interleaved, paired_interval, sampler
+from kvprof.analysis.stats import median_ratio_ends
+from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.dispatch import compiling_ahead
@@ -416,7 +417,7 @@ def measured(bench: Bench, case: Case, repeats: int) -> list[dict[str, Any]]:
                 "seconds": seconds,
                 "error": errors[form],
                 "ratio": statistics.median(ratios),
-                "ratio_interval": paired_interval(seconds, times[ONE_STRETCH]),
+                "ratio_interval": median_ratio_ends(seconds, times[ONE_STRETCH], paired=True),
             }
         )
     return found

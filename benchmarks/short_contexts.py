@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvprof.benchmark.timing import interleaved, paired_interval, sampler
+from kvprof.analysis.stats import median_ratio_ends
+from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.kernels import parts
 from kvprof.kernels.decode import launch
 from kvprof.kernels.decode.cuts import Item, Tuning, at_once, equal_shares, tuning_for
@@ -310,7 +311,9 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     best = min(full, key=lambda row: row["median_s"], default=None)
     for row in rows:
         row["speedup"] = best and best["median_s"] / row["median_s"]
-        row["speedup_interval"] = best and paired_interval(best["seconds"], row["seconds"])
+        row["speedup_interval"] = best and median_ratio_ends(
+            best["seconds"], row["seconds"], paired=True
+        )
     return {
         "name": case.name,
         "widths": [

@@ -25,6 +25,7 @@ from kvprof.analysis.stability import (
     seed_perturbation,
     subspace_distance,
 )
+from kvprof.analysis.stats import draws, ends
 
 __all__ = [
     "CLAIMS",
@@ -272,8 +273,6 @@ NEGLIGIBLE_COST = 0.01
 #: "Stops falling": a doubling of tokens removes less than this share of what is left.
 _STOPS_FALLING = 0.05
 
-_RESAMPLES = 2000
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -440,7 +439,7 @@ def _judge_one(
 
 def _at(
     members: Sequence[Sequence[Comparison]], tokens: int
-) -> tuple[float, list[float], float, int]:
+) -> tuple[float, list[float] | None, float, int]:
     """Return δ/ε, its interval, the mean extra lost energy, and the token count.
 
     Over several datasets the ratios are averaged, as FDC §6.7 and ZACK §6.6 do.
@@ -463,15 +462,14 @@ def _at(
         total = np.sum([pair for pairs in parts.values() for pair in pairs], axis=0)
         ratios.append(total[0] / total[1])
     heads = sorted(by_head[0])
-    chosen = np.random.default_rng(0).integers(len(heads), size=(_RESAMPLES, len(heads)))
+    counts = draws([len(heads)])
     resampled = []
     for parts in by_head:
-        sums = np.array([np.sum(parts[head], axis=0) for head in heads])[chosen].sum(1)
+        sums = counts @ np.array([np.sum(parts[head], axis=0) for head in heads])
         resampled.append(sums[:, 0] / sums[:, 1])
-    interval = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
     return (
         float(np.mean(ratios)),
-        [float(value) for value in interval],
+        list(ends(np.mean(resampled, axis=0), len(heads))) if len(heads) > 1 else None,
         float(np.mean(costs)),
         tokens,
     )

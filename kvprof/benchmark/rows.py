@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from kvprof.analysis.stats import median_ends, median_ratio_ends
 from kvprof.benchmark.case import Case
 from kvprof.benchmark.machine import Machine
-from kvprof.benchmark.timing import median_interval, paired_interval, spread
+from kvprof.benchmark.timing import spread
 
 __all__ = ["TOLERANCE", "Found", "SampleWarnings", "Timed", "add_row"]
 
@@ -148,7 +149,7 @@ def add_row(
             "ranks": case.ranks or _whole(case),
             "rate": timed.rate,
             "seconds": seconds,
-            "seconds_interval": median_interval(seconds),
+            "seconds_interval": median_ends(seconds),
             "bytes_moved": case.bytes_moved,
             "cache_bytes": timed.stored_bytes,
             "buffer_bytes": case.buffer_bytes,
@@ -158,7 +159,7 @@ def add_row(
             "baseline": timed.baseline,
             "baseline_seconds": timed.beside,
             "speedup": median(timed.beside) / middle if timed.beside and right else None,
-            "speedup_interval": paired_interval(timed.beside, seconds)
+            "speedup_interval": median_ratio_ends(timed.beside, seconds, paired=True)
             if timed.beside and right
             else None,
             "error": timed.error if timed.error != float("inf") else None,

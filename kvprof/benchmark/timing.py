@@ -22,8 +22,6 @@ __all__ = [
     "DeviceLost",
     "Sampler",
     "interleaved",
-    "median_interval",
-    "paired_interval",
     "sampler",
     "spread",
 ]
@@ -40,8 +38,6 @@ _SLOW_SECONDS = 3.0  # of a call on a CPU
 _LONG_SECONDS = 1e-3  # of a call on a GPU
 _SETTLE_SECONDS = 0.05
 _FULL = 0.5  # of the GPU's memory
-_RESAMPLES = 2000
-_SEED = 0
 
 
 class DeviceLost(Exception):
@@ -232,42 +228,6 @@ def interleaved(
             found[index].append(samplers[index].sample())
         order.reverse()
     return found
-
-
-def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 2.5–97.5 % bootstrap of the median; None with fewer than two samples."""
-    if len(samples) < 2:
-        return None
-    generator = np.random.default_rng(_SEED)
-    drawn = generator.choice(np.asarray(samples), size=(_RESAMPLES, len(samples)))
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return float(low), float(high)
-
-
-def paired_interval(
-    beside: Sequence[float], samples: Sequence[float]
-) -> tuple[float, float] | None:
-    """Return the 2.5–97.5 % bootstrap over pairs of the ratio of medians, `beside` to `samples`.
-
-    Rounds are drawn, not samples: what slows a round down slows both of it, and cancels.
-
-    Parameters
-    ----------
-    beside, samples : sequence of float
-        Of one round each, as `interleaved` takes them: equally long.
-
-    Returns
-    -------
-    tuple of float or None
-        None with fewer than two rounds.
-    """
-    if len(samples) < 2 or len(beside) != len(samples):
-        return None
-    pairs = np.asarray([beside, samples], dtype=np.float64)
-    drawn = np.random.default_rng(_SEED).integers(pairs.shape[1], size=(_RESAMPLES, pairs.shape[1]))
-    above, below = np.median(pairs[:, drawn], axis=2)
-    low, high = np.percentile(above / below, [2.5, 97.5])
-    return float(low), float(high)
 
 
 def spread(samples: Sequence[float]) -> float:

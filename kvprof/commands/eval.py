@@ -142,6 +142,7 @@ def eval(
             run_evaluations,
         )
         from kvprof.commands.steps import load_sample
+        from kvprof.evaluation.evaluator import EvaluationSettings
 
     request = check_request(
         PlanRequest(
@@ -172,8 +173,7 @@ def eval(
         tasks=tasks,
         task_items=task_items,
         task_lengths=task_lengths,
-        decode=decode,
-        batch_size=batch_size,
+        settings=EvaluationSettings(decode=decode, batch_size=batch_size),
     )
     loaded = sample.evaluator.loaded
     request, unfit = fitting_request(loaded, request)
@@ -218,7 +218,7 @@ def _inputs(
     harness: "HarnessSettings | None",
 ) -> dict[str, Any]:
     """Return every resolved input, so that a reader can repeat the run."""
-    from kvprof.evaluation.scores import RESAMPLES, SEED
+    from kvprof.analysis.stats import RESAMPLES, SEED
 
     evaluator = sample.evaluator
     return {

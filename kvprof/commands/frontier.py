@@ -131,6 +131,7 @@ def frontier(
         from kvprof.commands.frontier_run import run_frontier
         from kvprof.commands.steps import calibration_options, load_sample
         from kvprof.evaluation.evaluation_cache import cache_folder
+        from kvprof.evaluation.evaluator import EvaluationSettings
         from kvprof.evaluation.frontier import FrontierOptions
         from kvprof.evaluation.requests import parse_methods
         from kvprof.methods.registry import calibration_needs
@@ -157,8 +158,8 @@ def frontier(
         tasks=tasks,
         task_items=task_items,
         task_lengths=task_lengths,
-        decode=decode,
-        batch_size=batch_size,
+        settings=EvaluationSettings(decode=decode, batch_size=batch_size),
+        halves=True,
     )
     loaded = sample.evaluator.loaded
     described = sample.inputs()

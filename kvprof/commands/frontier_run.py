@@ -1,6 +1,6 @@
 """The run of ``kvprof frontier``: calibration, cache and progress around the search."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from kvprof import console
 from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.evaluation_cache import EvaluationCache
 from kvprof.evaluation.evaluator import Evaluator
-from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
+from kvprof.evaluation.frontier import Frontier, FrontierOptions, Half, expected_steps
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_metric
 from kvprof.interrupt import Stop
@@ -108,14 +108,17 @@ def run_frontier(
         console.warn(text)
         warnings.append(text)
 
-    cache = EvaluationCache(folder, evaluator.digest, warn)
-    cache.check()
-    if folder is not None and len(cache):
+    search, report = halves = [
+        Half(half, EvaluationCache(folder, half.digest, warn))
+        for half in _halves(evaluator, {target.metric for target in options.targets})
+    ]
+    report.cache.check()
+    if folder is not None and len(report.cache):
         console.note(
-            f"{len(cache)} evaluations of this model on this data are in {folder}; those that come "
-            "up again are not repeated"
+            f"{len(report.cache)} evaluations of this model on this data are in {folder}; those "
+            "that come up again are not repeated"
         )
-    total = expected_steps(requests, options.points, evaluator)
+    total = expected_steps(requests, options.points, halves)
     with console.track(f"frontier of {evaluator.loaded.spec}", total) as progress:
 
         @contextmanager
@@ -146,9 +149,9 @@ def run_frontier(
                 }
             return family
 
-        search = Frontier(
-            evaluator,
-            cache,
+        searching = Frontier(
+            search,
+            report,
             options,
             family_of,
             facts_of=partial(_facts, evaluator.loaded),
@@ -157,22 +160,52 @@ def run_frontier(
             should_stop=stop,
         )
         try:
-            data = search.run(requests)
+            data = searching.run(requests)
         except Interrupted:
             return None
         except _NotSeparateError as clash:
             raise UsageError(str(clash)) from None
     dtype = str(evaluator.loaded.dtype).removeprefix("torch.")
-    _refuse_only_failure(data, search.complete)
+    _refuse_only_failure(data, searching.complete)
     return FrontierRun(
         {**data, "dtype": dtype},
-        search.complete,
-        [*warnings, *search.warnings],
-        cache.found,
-        search.measured,
-        [cache.failure] if cache.failure is not None else [],
+        searching.complete,
+        [*warnings, *searching.warnings],
+        sum(half.cache.found for half in halves),
+        searching.measured,
+        [half.cache.failure for half in halves if half.cache.failure is not None],
         calibration_of,
     )
+
+
+def _halves(evaluator: Evaluator, metrics: Collection[str]) -> list[Evaluator]:
+    """Return what evaluates on one half of a sample, and on the other: no token is in both.
+
+    Questions are of the second half alone, unless a target is of them.
+
+    Raises
+    ------
+    UsageError
+        When a text has one sequence.
+    """
+    if short := [one.name for one in evaluator.samples if len(one.ids) < 2]:
+        raise UsageError(
+            f"--text {short[0]} gives one sequence; a frontier searches on one half of them and "
+            "reports on the other: take --sequences 2 or more, 64 for intervals"
+        )
+    items = evaluator.items
+    asked = [x for x in items if "tasks" in metrics or x.task in metrics]
+    searched = [
+        item
+        for task in dict.fromkeys(x.task for x in asked)
+        for item in [x for x in asked if x.task == task][::2]
+    ]
+    rest = [item for item in items if item not in searched]
+    loaded, settings = evaluator.loaded, evaluator.settings
+    return [
+        Evaluator(loaded, [one.part(half, 2) for one in evaluator.samples], own, settings)
+        for half, own in enumerate((searched, rest))
+    ]
 
 
 def _facts(loaded: LoadedModel, plan: Plan) -> dict[str, Any]:

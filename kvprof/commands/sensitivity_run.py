@@ -19,14 +19,13 @@ from kvprof.methods.settings import FULL, Part, Setting, settings_of
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.tokens import content_digest, content_sketch
-from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.sources.grammar import parse_source
 
 __all__ = ["Request", "Study", "chosen_layers", "study"]
 
 # Tokens of text, and of each sequence on a CPU: about a minute of a small model.
 _CPU_TOKENS, _GPU_TOKENS = 2048, 32768
-_CPU_LENGTH = 256
+_CPU_LENGTH = 64  # 32 sequences, which an interval takes
 #: How llama.cpp's q4_1 cuts a row: blocks of 32 values with a float16 scale and minimum.
 _BLOCK = 32
 
@@ -99,16 +98,10 @@ def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
     )
     parts = parts_of_layers(loaded.layout, request.layers, by_head=request.by_head)
     inputs = _inputs(measuring, request, given)
-    sequences, length = inputs["sequences"], inputs["seq_len"]
     offer = offer_of(given, inputs, settings, ())
     if request.rate is not None:
         offer.check_reach(request.rate, measuring.context)
     found = Study(inputs, {})
-    if sequences < LEAST_SEQUENCES:
-        found.warnings.append(
-            f"intervals come from {sequences} sequence{'s' if sequences > 1 else ''}, too few to "
-            f"vary as other text would: take --tokens {LEAST_SEQUENCES * length} or more"
-        )
     with console.track(f"{len(parts) * len(settings)} cells", len(parts) * len(settings)) as bar:
         noise = measuring.measure({})
         rows, complete = measuring.cells(parts, settings, advance=bar.advance, should_stop=stop)

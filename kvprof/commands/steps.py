@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvprof import console
+from kvprof.analysis.stats import LEAST_SEQUENCES
 from kvprof.commands.options import check_choice, read_counts
 from kvprof.commands.output import end_without_result
 from kvprof.environment import usable_threads
@@ -35,7 +36,6 @@ from kvprof.models.load import LoadedModel, OpenedModel, load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
 from kvprof.moments.uncalibrated import uncalibrated_family
-from kvprof.records.figures import LEAST_SEQUENCES
 from kvprof.runtime.compressed import check_runs, refusal
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind, parse_source
@@ -246,8 +246,8 @@ def load_sample(
     tasks: str,
     task_items: int | None,
     task_lengths: str | None,
-    decode: bool,
-    batch_size: int | None,
+    settings: EvaluationSettings,
+    halves: bool = False,
 ) -> Sample:
     """Load a model, and before its weights what it is to be evaluated on.
 
@@ -258,8 +258,11 @@ def load_sample(
         Of `load_for_command`.
     plan_file : Path or None
         That has to be the model's.
-    text, sequences, seq_len, tasks, task_items, task_lengths, decode, batch_size
+    text, sequences, seq_len, tasks, task_items, task_lengths
         From the command line.
+    settings : EvaluationSettings
+    halves : bool
+        Whether each half has to be enough for an interval.
 
     Raises
     ------
@@ -275,6 +278,7 @@ def load_sample(
     def before(opened: OpenedModel) -> None:
         check_plan_file(opened, plan_file)
         number, longest = default_shape(opened)
+        number = max(number, 2 * LEAST_SEQUENCES) if halves else number
         samples = text_samples(
             opened, sources, seq_len=length or longest, sequences=sequences or number
         )
@@ -294,13 +298,6 @@ def load_sample(
         for one in samples
         if sequences is not None and len(one.ids) < sequences
     ]
-    count = sum(len(one.ids) for one in samples)
-    if count < LEAST_SEQUENCES:
-        warnings.append(
-            f"intervals come from {count} sequence{'s' if count > 1 else ''}, too few to vary as "
-            f"other text would: take --sequences {LEAST_SEQUENCES} or more"
-        )
-    settings = EvaluationSettings(decode=decode, batch_size=batch_size)
     evaluator = Evaluator(loaded, samples, selection.items, settings)
     return Sample(sources, evaluator, selection, tuple(warnings))
 

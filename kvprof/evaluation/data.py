@@ -23,7 +23,7 @@ _SPLITS = resources.files("kvprof") / "assets" / "splits" / "evaluation"
 _SHORTEST = 4  # two tokens to prefill, two to decode
 
 # Sequences and tokens of each, by kind of device: what about 30 s of a small model allow a CPU.
-_CPU_SHAPE = (16, 512)
+_CPU_SHAPE = (32, 256)
 _GPU_SHAPE = (64, 1024)
 
 
@@ -37,13 +37,22 @@ class TextSample:
         Of the source, for tables.
     ids : Tensor
         ``[n, T]`` int64 on the CPU; what the tokenizer puts in front (BOS) stands at position 0.
-    digest : str
-        SHA-256 of name, shape and ids.
     """
 
     name: str
     ids: Tensor
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of name, shape and ids."""
+        shape = tuple(self.ids.shape)
+        digest = hashlib.sha256(f"{self.name} {shape}".encode())
+        digest.update(self.ids.numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def part(self, index: int, of: int) -> "TextSample":
+        """Return every `of`-th sequence from `index` on."""
+        return TextSample(self.name, self.ids[index::of])
 
 
 def default_shape(loaded: OpenedModel) -> tuple[int, int]:
@@ -119,10 +128,7 @@ def _sample(
         )
     if len(found) > sequences:
         found = [found[index * len(found) // sequences] for index in range(sequences)]
-    ids = np.stack(found)
-    digest = hashlib.sha256(f"{source.name} {ids.shape}".encode())
-    digest.update(ids.astype("<i8").tobytes())
-    return TextSample(source.name, torch.from_numpy(ids), digest.hexdigest())
+    return TextSample(source.name, torch.from_numpy(np.stack(found)))
 
 
 @contextmanager

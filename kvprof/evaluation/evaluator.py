@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprof.analysis.stats import RESAMPLES, SEED
 from kvprof.environment import cpu_model, package_version
 from kvprof.errors import FailedError, Interrupted, UsageError
 from kvprof.evaluation.data import TextSample
@@ -24,8 +25,6 @@ from kvprof.evaluation.decode import (
     written_answers,
 )
 from kvprof.evaluation.scores import (
-    RESAMPLES,
-    SEED,
     Pair,
     TokenScores,
     answer_lengths,
@@ -130,11 +129,11 @@ def assembled(
     """Put one evaluation together from what this plan was found to do."""
     itemsize, context = loaded.dtype.itemsize, workload.context
     pairs = found.pairs(samples)
-    text = text_figures(pairs, RESAMPLES, SEED)
+    text = text_figures(pairs)
     own_answers = [base_answers.get(index) for index in range(len(items))]
     answers = [found.answers.get(index) for index in range(len(items))]
-    tasks = task_figures(items, own_answers, answers, RESAMPLES, SEED)
-    lengths = answer_lengths(items, own_answers, answers, RESAMPLES, SEED)
+    tasks = task_figures(items, own_answers, answers)
+    lengths = answer_lengths(items, own_answers, answers)
     by_name = {sample.name: sample for sample in samples}
     worst = worst_tokens(
         pairs,

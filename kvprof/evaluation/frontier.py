@@ -2,7 +2,9 @@
 
 The search of one method is `kvprof.evaluation.rate_search`. Here one method follows another:
 evaluations come from the cache or are measured and kept at once, a method that does not fit the
-model becomes a row that says why, and an interruption leaves everything measured so far.
+model becomes a row that says why, and an interruption leaves everything measured so far. One half
+of the text says which rates are tried, the other what they keep: a choice and its figures on the
+same tokens promise too much.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +19,11 @@ from kvprof.evaluation.targets import (
     Target,
     binding,
     check_baseline,
+    holds,
     joint_interval,
     joint_rate,
     kept_of,
     max_rate,
-    meets,
     share_of,
 )
 from kvprof.methods.accounting import compression_ratio
@@ -34,6 +36,7 @@ __all__ = [
     "Evaluates",
     "Frontier",
     "FrontierOptions",
+    "Half",
     "expected_steps",
     "frontier_row",
 ]
@@ -89,6 +92,7 @@ def frontier_row(
         "label": request.label,
         "method": request.method,
         "options": dict(request.options),
+        "sure_rate": None if interval is None else interval[0],
         "max_rate": found,
         "max_rate_interval": None if interval is None else list(interval),
         "max_rates": {f"{one:g}": max_rate(points, one) for one in TARGETS},
@@ -135,6 +139,40 @@ class Evaluates(Protocol):
         """Return a plan's figures."""
 
 
+@dataclass
+class Half:
+    """One half of the text, and what is known of it.
+
+    Attributes
+    ----------
+    evaluator : Evaluates
+    cache : EvaluationCache
+    ran_baseline : bool
+        Whether the uncompressed model ran here, not only its figures were found.
+    """
+
+    evaluator: Evaluates
+    cache: EvaluationCache
+    ran_baseline: bool = False
+
+    def baseline(
+        self, advance: Callable[[int], None], should_stop: Callable[[], bool]
+    ) -> dict[str, Any]:
+        """Measure the uncompressed model.
+
+        Raises
+        ------
+        Interrupted
+            When it was stopped: there is nothing to compare with.
+        """
+        found = self.evaluator.baseline(advance, should_stop)
+        if not found["complete"]:
+            raise Interrupted
+        self.ran_baseline = True
+        self.cache.put(BASELINE, found)
+        return found
+
+
 @dataclass(frozen=True)
 class FrontierOptions:
     """What is searched for.
@@ -167,19 +205,20 @@ class FrontierOptions:
         return "--metric or --target" if len(self.targets) == 1 else "--target"
 
 
-def expected_steps(requests: Sequence[MethodRequest], points: int, evaluator: Evaluates) -> int:
-    """Return how many units a frontier advances its progress by, the baseline included.
+def expected_steps(requests: Sequence[MethodRequest], points: int, halves: Sequence[Half]) -> int:
+    """Return how many units a frontier advances its progress by, the baselines included.
 
     Parameters
     ----------
     requests : sequence of MethodRequest
     points : int
         Evaluations per method at most.
-    evaluator : Evaluates
-        Says how many units one evaluation has.
+    halves : sequence of Half
+        Their evaluators say how many units one evaluation has.
     """
     planned = sum(_planned(request, points) for request in requests)
-    return evaluator.baseline_steps + planned * evaluator.steps()
+    each = [half.evaluator for half in halves]
+    return sum(one.baseline_steps + planned * one.steps() for one in each)
 
 
 def _planned(request: MethodRequest, points: int) -> int:
@@ -191,8 +230,8 @@ class Frontier:
 
     Parameters
     ----------
-    evaluator : Evaluates
-    cache : EvaluationCache
+    search, report : Half
+        The text that says which rates are tried, and the other, of which all figures are.
     options : FrontierOptions
     family_of : callable
         Calibrates a method and returns its plans.
@@ -208,8 +247,8 @@ class Frontier:
 
     def __init__(
         self,
-        evaluator: Evaluates,
-        cache: EvaluationCache,
+        search: Half,
+        report: Half,
         options: FrontierOptions,
         family_of: Callable[[MethodRequest], PlanFamily],
         *,
@@ -218,8 +257,7 @@ class Frontier:
         advance: Callable[[int], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._evaluator = evaluator
-        self._cache = cache
+        self._search, self._report = search, report
         self._options = options
         self._family_of = family_of
         self._facts_of = facts_of
@@ -230,7 +268,6 @@ class Frontier:
         self.warnings: list[str] = []
         #: Evaluations that were run, not found.
         self.measured = 0
-        self._ran_baseline = False
 
     def run(self, requests: Sequence[MethodRequest]) -> dict[str, Any]:
         """Search every method and return ``data`` of a frontier result.
@@ -261,8 +298,11 @@ class Frontier:
                     raise
                 ready[request.label] = failure
         self._describe("the uncompressed model")
-        baseline = self._baseline()
-        self._options.check(baseline)
+        for half in (self._search, self._report):
+            # From the cache where nothing else may have to be measured.
+            found = half.cache.get(BASELINE)
+            baseline = half.baseline(self._advance, self._stop) if found is None else found
+            self._options.check(baseline)
         methods = []
         for number, request in enumerate(requests, 1):
             lead = f"{request.label} ({number} of {len(requests)})"
@@ -272,22 +312,9 @@ class Frontier:
             "target": self._options.targets[0].share,
             "targets": [target.described() for target in self._options.targets],
             "baseline": baseline,
-            "context": self._evaluator.context,
+            "context": self._report.evaluator.context,
             "methods": methods,
         }
-
-    def _baseline(self) -> dict[str, Any]:
-        """Return the baseline, from the cache where nothing else may have to be measured."""
-        found = self._cache.get(BASELINE)
-        return self._measured_baseline() if found is None else found
-
-    def _measured_baseline(self) -> dict[str, Any]:
-        found = self._evaluator.baseline(self._advance, self._stop)
-        if not found["complete"]:
-            raise Interrupted
-        self._ran_baseline = True
-        self._cache.put(BASELINE, found)
-        return found
 
     def _method(
         self, request: MethodRequest, lead: str, ready: PlanFamily | KvprofError | None
@@ -302,9 +329,11 @@ class Frontier:
 
         def evaluate(plan: Plan, digest: str) -> dict[str, Any]:
             self._describe(f"{lead}: evaluation {len(points) + 1} of {planned} at most")
-            evaluation = self._evaluation(plan, digest)
+            tried = self._evaluation(self._search, plan, digest)
+            evaluation = self._evaluation(self._report, plan, digest)
             self.warnings += [text for text in evaluation["warnings"] if text not in self.warnings]
-            return {**evaluation, **self._facts_of(plan)}
+            searched = {one.metric: kept_of(tried, one.metric) for one in targets}
+            return {**evaluation, **self._facts_of(plan), "searched": searched}
 
         try:
             if self._stop():
@@ -317,8 +346,8 @@ class Frontier:
             reason = search_rates(
                 ready,
                 evaluate,
-                meets=lambda found: meets(found.evaluation, targets),
-                tokens=self._evaluator.context,
+                meets=lambda found: holds(found.evaluation["searched"], targets),
+                tokens=self._report.evaluator.context,
                 points=self._options.points,
                 keep=keep,
             )
@@ -331,19 +360,20 @@ class Frontier:
                 self.warnings.append(
                     f"{request.label}: stopped after {len(points)} evaluations: {failure}"
                 )
-        self._advance(max(0, planned - len(points)) * self._evaluator.steps())
+        each = sum(half.evaluator.steps() for half in (self._search, self._report))
+        self._advance(max(0, planned - len(points)) * each)
         return frontier_row(request, points, reason, targets)
 
-    def _evaluation(self, plan: Plan, digest: str) -> dict[str, Any]:
+    def _evaluation(self, half: Half, plan: Plan, digest: str) -> dict[str, Any]:
         if self._stop():
             raise Interrupted
-        steps = self._evaluator.steps(plan)
-        found = self._cache.get(digest)
+        steps = half.evaluator.steps(plan)
+        found = half.cache.get(digest)
         if found is not None:
             self._advance(steps)
             return found
-        if not self._ran_baseline:
-            self._measured_baseline()  # what plans are compared with token by token
+        if not half.ran_baseline:
+            half.baseline(self._advance, self._stop)  # what plans are compared with by token
         counted = 0
 
         def advance(amount: int) -> None:
@@ -351,10 +381,10 @@ class Frontier:
             counted += amount
             self._advance(amount)
 
-        found = self._evaluator.evaluate(plan, advance, self._stop)
+        found = half.evaluator.evaluate(plan, advance, self._stop)
         if not found["complete"]:
             raise Interrupted
         self._advance(max(0, steps - counted))
-        self._cache.put(digest, found)
+        half.cache.put(digest, found)
         self.measured += 1
         return found

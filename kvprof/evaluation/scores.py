@@ -1,5 +1,6 @@
 """From one figure per decoded token to the figures of an evaluation, as JSON values."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,34 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvprof.analysis.quality import (
-    chance_tail,
-    difference_interval,
-    divergence,
-    draws,
-    perplexity,
-    perplexity_ratio_interval,
-    ratio_interval,
-    target_scores,
-    wide,
-)
+from kvprof.analysis.stats import binomial_tail, quantile, ratio_interval
 from kvprof.evaluation.tasks.items import Scoring, TaskAnswer, TaskItem
 
 __all__ = [
-    "RESAMPLES",
-    "SEED",
     "Pair",
     "TokenScores",
     "answer_lengths",
+    "divergence",
+    "perplexity",
     "score_tokens",
+    "target_scores",
     "task_figures",
     "text_figures",
     "worst_tokens",
 ]
-
-#: Of the bootstrap by which intervals are found.
-RESAMPLES = 1000
-SEED = 0
 
 _TAIL = 0.999
 
@@ -86,6 +74,54 @@ class Pair:
     found: TokenScores
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, or in float32 on a device that has no float64."""
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def target_scores(log_probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Score predictions of one token each.
+
+    Parameters
+    ----------
+    log_probabilities : Tensor
+        ``[..., vocabulary]``.
+    targets : Tensor
+        ``[...]``, ids of the tokens that came.
+
+    Returns
+    -------
+    tuple of Tensor
+        Whether the likeliest token is the target (bool), and the negative log-probability of the
+        target in nats; each ``[...]``.
+    """
+    loss = -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return log_probabilities.argmax(-1) == targets, loss
+
+
+def divergence(base: Tensor, other: Tensor) -> Tensor:
+    """Return ``KL(base ‖ other) = Σ p (log p − log q)`` in nats, from log-probabilities.
+
+    Parameters
+    ----------
+    base, other : Tensor
+        ``[..., vocabulary]``; a token that `base` cannot give counts as 0.
+
+    Returns
+    -------
+    Tensor
+        ``[...]``; never below 0, which rounding alone could bring about.
+    """
+    share = base.exp()
+    terms = torch.where(share > 0, share * (base - other), 0.0)
+    return terms.sum(-1).clamp(min=0)
+
+
+def perplexity(loss: NDArray[np.float64]) -> float:
+    """Return ``exp`` of the mean negative log-probability (nats) of all tokens."""
+    return float(np.exp(loss.mean()))
+
+
 def score_tokens(
     logits: Iterable[Tensor],
     targets: Tensor,
@@ -119,25 +155,19 @@ def score_tokens(
     return TokenScores(figures[0] > 0, figures[1], figures[2])
 
 
-def text_figures(pairs: Mapping[str, Pair], resamples: int, seed: int) -> dict[str, Any]:
+def text_figures(pairs: Mapping[str, Pair]) -> dict[str, Any]:
     """Return what an evaluation says of text, over all sources and for each.
 
     Parameters
     ----------
     pairs : mapping
         Source to scores; sequences of all sources are of one length.
-    resamples, seed : int
-        Of the bootstrap, which draws sequences of each source on their own.
     """
-    counts = draws([len(pair.base.loss) for pair in pairs.values()], resamples, seed)
     base = TokenScores.joined(pair.base for pair in pairs.values())
     found = TokenScores.joined(pair.found for pair in pairs.values())
     sources = {}
-    first = 0
     for name, pair in pairs.items():
-        own = counts[:, first : first + len(pair.base.loss)]
-        first += len(pair.base.loss)
-        whole = _figures(pair.base, pair.found, own)
+        whole = _figures(pair.base, pair.found, [len(pair.base.loss)])
         sources[name] = {
             "accuracy": whole["accuracy"],
             "baseline_accuracy": whole["baseline_accuracy"],
@@ -150,32 +180,33 @@ def text_figures(pairs: Mapping[str, Pair], resamples: int, seed: int) -> dict[s
             "tokens": pair.found.loss.size,
         }
     return {
-        **_figures(base, found, counts),
+        **_figures(base, found, [len(pair.base.loss) for pair in pairs.values()]),
         "sources": sources,
         "decoded_tokens": found.loss.size,
         "sequences": len(found.loss),
     }
 
 
-def _figures(base: TokenScores, found: TokenScores, counts: NDArray[np.int64]) -> dict[str, Any]:
+def _figures(base: TokenScores, found: TokenScores, sizes: Sequence[int]) -> dict[str, Any]:
     hits, own_hits = (x.correct.sum(axis=1).astype(np.float64) for x in (found, base))
     losses, own_losses = (x.loss.sum(axis=1) for x in (found, base))
     tokens = np.full(len(losses), float(found.loss.shape[1]))
     accuracy, own_accuracy = (float(x.correct.mean()) for x in (found, base))
+    surprise = ratio_interval(losses - own_losses, tokens, sizes)
     return {
         "accuracy": accuracy,
         "baseline_accuracy": own_accuracy,
         "relative_accuracy": accuracy / own_accuracy if own_accuracy else None,
-        "relative_accuracy_interval": _plain(ratio_interval(counts, hits, own_hits)),
+        "relative_accuracy_interval": ratio_interval(hits, own_hits, sizes),
         "perplexity": perplexity(found.loss),
         "baseline_perplexity": perplexity(base.loss),
         "perplexity_ratio": float(np.exp((losses - own_losses).sum() / tokens.sum())),
-        "perplexity_ratio_interval": _plain(
-            perplexity_ratio_interval(counts, own_losses, losses, tokens)
-        ),
+        "perplexity_ratio_interval": None
+        if surprise is None
+        else (math.exp(surprise[0]), math.exp(surprise[1])),
         "kl": {
             "mean": float(found.kl.mean()),
-            "p999": float(np.quantile(found.kl, _TAIL)),
+            "p999": quantile(found.kl, _TAIL),
             "worst": float(found.kl.max()),
         },
     }
@@ -222,8 +253,6 @@ def task_figures(
     items: Sequence[TaskItem],
     base: Sequence[TaskAnswer | None],
     found: Sequence[TaskAnswer | None],
-    resamples: int,
-    seed: int,
 ) -> dict[str, Any]:
     """Return each task's score and exact matches, by depth and by length too.
 
@@ -239,8 +268,6 @@ def task_figures(
     base, found : sequence of TaskAnswer or None
         Of the uncompressed and the compressed model; None where the run ended before. Only
         questions that both answered count.
-    resamples, seed : int
-        Of the bootstrap, which draws questions.
     """
     tasks: dict[str, Any] = {}
     for task, rows in _answered(items, base, found).items():
@@ -248,17 +275,17 @@ def task_figures(
             continue
         own = np.array([row.base.score for row in rows])
         other = np.array([row.found.score for row in rows])
-        interval = difference_interval(draws([len(rows)], resamples, seed), own, other)
+        interval = ratio_interval(other - own, np.ones(len(rows)), [len(rows)])
         asked = np.array([row.item.asked for row in rows])
         chance = float(np.array([row.item.chance for row in rows]) @ asked / asked.sum())
         tasks[task] = {
             **_share(rows),
             "scoring": str(rows[0].item.scoring),
             "chance": chance,
-            "judges": chance_tail(float(own @ asked), int(asked.sum()), chance) < _SURE,
+            "judges": binomial_tail(float(own @ asked), int(asked.sum()), chance) < _SURE,
             "exact_match": float(np.mean([row.found.exact for row in rows])),
             "baseline_exact_match": float(np.mean([row.base.exact for row in rows])),
-            "difference_interval": _plain(interval),
+            "difference_interval": interval,
             "by_depth": _by(rows, "depth"),
             "by_length": _by(rows, "length"),
         }
@@ -269,8 +296,6 @@ def answer_lengths(
     items: Sequence[TaskItem],
     base: Sequence[TaskAnswer | None],
     found: Sequence[TaskAnswer | None],
-    resamples: int,
-    seed: int,
 ) -> dict[str, Any] | None:
     """Return whether answers to the same prompts become longer; None where none was written.
 
@@ -279,8 +304,8 @@ def answer_lengths(
 
     Parameters
     ----------
-    items, base, found, resamples, seed
-        As for `task_figures`; the bootstrap draws prompts of each task on their own.
+    items, base, found
+        As for `task_figures`.
     """
     tasks = {
         task: rows
@@ -289,20 +314,15 @@ def answer_lengths(
     }
     if not tasks:
         return None
-    counts = draws([len(rows) for rows in tasks.values()], resamples, seed)
     rows = [row for own in tasks.values() for row in own]
-    by_task = {}
-    first = 0
-    for task, own in tasks.items():
-        by_task[task] = {
-            **_lengths(own, counts[:, first : first + len(own)]),
-            "limit": own[0].item.answer_tokens,
-        }
-        first += len(own)
-    return {**_lengths(rows, counts), "by_task": by_task}
+    by_task = {
+        task: {**_lengths(own, [len(own)]), "limit": own[0].item.answer_tokens}
+        for task, own in tasks.items()
+    }
+    return {**_lengths(rows, [len(own) for own in tasks.values()]), "by_task": by_task}
 
 
-def _lengths(rows: Sequence["_Row"], counts: NDArray[np.int64]) -> dict[str, Any]:
+def _lengths(rows: Sequence["_Row"], sizes: Sequence[int]) -> dict[str, Any]:
     base, found = (
         np.array([float(getattr(row, side).written) for row in rows]) for side in ("base", "found")
     )
@@ -315,10 +335,10 @@ def _lengths(rows: Sequence["_Row"], counts: NDArray[np.int64]) -> dict[str, Any
         "tokens": float(found.mean()),
         "baseline_tokens": float(base.mean()),
         "ratio": float(found.sum() / base.sum()),
-        "ratio_interval": _plain(ratio_interval(counts, found, base)),
+        "ratio_interval": ratio_interval(found, base, sizes),
         "never_ended": float(open_.mean()),
         "baseline_never_ended": float(base_open.mean()),
-        "never_ended_interval": _plain(difference_interval(counts, base_open, open_)),
+        "never_ended_interval": ratio_interval(open_ - base_open, np.ones(len(rows)), sizes),
     }
 
 
@@ -357,7 +377,3 @@ def _share(rows: Sequence[_Row]) -> dict[str, Any]:
         "baseline": sum(row.base.score for row in rows) / len(rows),
         "items": len(rows),
     }
-
-
-def _plain(interval: tuple[float, float] | None) -> list[float] | None:
-    return list(interval) if interval is not None else None

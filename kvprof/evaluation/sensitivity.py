@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from kvprof.analysis.quality import draws, ratio_interval
+from kvprof.analysis.stats import ratio_interval
 from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
-from kvprof.evaluation.scores import RESAMPLES, SEED, text_figures
+from kvprof.evaluation.scores import text_figures
 from kvprof.methods.budget import plan_of
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.full import full_plan
@@ -89,14 +89,14 @@ class Sensitivity:
         if not measured.complete:
             raise Interrupted
         pairs = measured.pairs(self.samples)
-        figures = text_figures(pairs, RESAMPLES, SEED)
+        figures = text_figures(pairs)
         kl = np.concatenate([pair.found.kl for pair in pairs.values()])
-        counts = draws([len(pair.found.kl) for pair in pairs.values()], RESAMPLES, SEED)
-        interval = ratio_interval(counts, kl.sum(axis=1), np.full(len(kl), float(kl.shape[1])))
+        sizes = [len(pair.found.kl) for pair in pairs.values()]
+        interval = ratio_interval(kl.mean(axis=1), np.ones(len(kl)), sizes)
         names = ("accuracy", "baseline_accuracy", "relative_accuracy", "decoded_tokens")
         return {
             "kl": figures["kl"]["mean"],
-            "kl_interval": None if interval is None else list(interval),
+            "kl_interval": interval,
             "kl_p999": figures["kl"]["p999"],
             "kl_worst": figures["kl"]["worst"],
             **{name: figures[name] for name in names},

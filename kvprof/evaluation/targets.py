@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvprof.analysis.stats import unseen_share
 from kvprof.errors import UsageError
 from kvprof.records.figures import judging_tasks
 from kvprof.sizes import parse_share
@@ -21,6 +22,7 @@ __all__ = [
     "binding",
     "check_baseline",
     "check_metric",
+    "holds",
     "joint_interval",
     "joint_rate",
     "kept_of",
@@ -180,8 +182,8 @@ def share_interval_of(evaluation: Mapping[str, Any], metric: str) -> list[float 
 def least_loss(evaluation: Mapping[str, Any], metric: str) -> float:
     """Return the smallest loss of a share that a sample could have shown, at 95 %.
 
-    Of n right answers of which none was lost, up to 3 in n may be lost on other data (the rule of
-    three). A bootstrap sees no spread there: its interval ends at 1 however small n is.
+    A bootstrap of right answers of which none was lost sees no spread: its interval ends at 1
+    however few they are.
     """
     if metric in ("accuracy", "perplexity"):
         share = evaluation["baseline_accuracy"] if metric == "accuracy" else 1.0
@@ -189,7 +191,7 @@ def least_loss(evaluation: Mapping[str, Any], metric: str) -> float:
     else:
         chosen = _chosen(evaluation, metric)
         right = sum(task["baseline"] * task["items"] for task in chosen)
-    return 3.0 / right if right else 1.0
+    return unseen_share(right)
 
 
 def max_rate(points: Sequence[Mapping[str, Any]], target: float) -> float | None:
@@ -242,6 +244,18 @@ def meets(evaluation: Mapping[str, Any], targets: Sequence[Target]) -> bool:
     """Whether an evaluation meets every target by its point estimates."""
     found = [(share_of(evaluation, target.metric), target.share) for target in targets]
     return all(share is not None and share >= least - _ROUNDING for share, least in found)
+
+
+def holds(kept: Mapping[str, Mapping[str, Any]], targets: Sequence[Target]) -> bool:
+    """Whether every target's metric is kept, by the lower end of its interval where it has one."""
+
+    def lower(metric: str) -> float | None:
+        found = kept[metric]
+        end: float | None = (found["share_interval"] or [found["share"]])[0]
+        return end
+
+    found = [(lower(target.metric), target.share) for target in targets]
+    return all(end is not None and end >= least - _ROUNDING for end, least in found)
 
 
 def joint_rate(points: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> float | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
@@ -56,15 +58,7 @@ def quantile(values: Sequence[float], weights: Sequence[float], share: float) ->
         return None
     if len(set(weights)) == 1 and share == 0.5:
         return median(values)
-    ordered = sorted(zip(values, weights, strict=True))
-    wanted = share * sum(weights)
-    below = 0.0
-    for value, weight in ordered:
-        below += weight
-        # A sum of weights falls short of itself by rounding.
-        if below >= wanted * (1 - 1e-12):
-            return value
-    return ordered[-1][0]
+    return float(np.quantile(values, share, weights=weights, method="inverted_cdf"))
 
 
 def mean(values: Sequence[float] | None) -> float | None:

@@ -1,11 +1,11 @@
 """Results held against each other: what differs, by how much, and how surely."""
 
 import math
-import random
 from collections.abc import Mapping, Sequence
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
+from kvprof.analysis.stats import log_ratio_interval, median_ends, median_ratio_ends
 from kvprof.errors import UsageError
 from kvprof.records.figures import Figure, figures_of
 
@@ -13,11 +13,8 @@ __all__ = ["Noise", "compare", "environment_differences", "noise_between", "rati
 
 Figures = Mapping[tuple[Any, str], Figure]
 
-_RESAMPLES = 1000
-_ENDS = (0.025, 0.975)
 #: Share of the controls' drift by which a method may have missed it.
 _MISSED = 0.5
-_LEAST = 5  # samples that tell a spread
 #: Differences of the environment that say nothing about a measurement.
 _NOT_SHOWN = ("kvprof.git.dirty",)
 
@@ -27,7 +24,6 @@ def compare(
     names: Sequence[str],
     *,
     fail_over: float | None = None,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """Return the `data` of a comparison; the first result is what the others are held against.
 
@@ -40,8 +36,6 @@ def compare(
     fail_over : float, optional
         The share by which a headline figure may get worse. It fails where the whole interval of its
         change lies beyond; without an interval only where it is exact.
-    seed : int
-        Of the bootstrap.
 
     Returns
     -------
@@ -72,7 +66,7 @@ def compare(
             held = [which for which, one in zip(names, figures, strict=True) if one is not None]
             unmatched.append({"key": key, "figure": name, "in": held})
             continue
-        rows.append(_row(key, name, figures, noises, fail_over, seed))
+        rows.append(_row(key, name, figures, noises, fail_over))
     if not rows:
         raise UsageError(
             f"{' and '.join(names)} have no {kinds[0]} figure in common (their methods, lengths or "
@@ -118,7 +112,6 @@ def _row(
     figures: Sequence[Figure | None],
     noises: Sequence["Noise | None"],
     fail_over: float | None,
-    seed: int,
 ) -> dict[str, Any]:
     base = figures[0]
     assert base is not None
@@ -129,16 +122,16 @@ def _row(
         "headline": base.headline,
         "values": [None if figure is None else figure.value for figure in figures],
         "changes": [
-            None if figure is None else _change(base, figure, noise, fail_over, seed)
+            None if figure is None else _change(base, figure, noise, fail_over)
             for figure, noise in zip(figures[1:], noises, strict=True)
         ],
     }
 
 
 def _change(
-    base: Figure, other: Figure, noise: "Noise | None", fail_over: float | None, seed: int
+    base: Figure, other: Figure, noise: "Noise | None", fail_over: float | None
 ) -> dict[str, Any]:
-    interval = ratio_interval(base, other, seed, noise)
+    interval = ratio_interval(base, other, noise)
     share = other.value / base.value - 1 if base.value > 0 else None
     verdict = _verdict(base, other)
     certain = None if interval is None else not interval[0] <= 0 <= interval[1]
@@ -236,12 +229,9 @@ def _control(before: Sequence[float], after: Sequence[float]) -> list[tuple[floa
 
 
 def _half_width(samples: Sequence[float]) -> float:
-    """Return half the width of the 95 % interval of the logarithm of a median, from quartiles."""
-    if len(samples) < _LEAST:
-        return 0.0
-    low, _, high = quantiles([math.log(value) for value in samples], method="inclusive")
-    # Of a normal distribution the quartiles lie 1.349 standard deviations apart.
-    return 1.96 * math.sqrt(math.pi / 2 / len(samples)) * (high - low) / 1.349
+    """Return half of what the ends of a median's logarithm lie apart; 0 of one sample."""
+    low, high = median_ends([math.log(value) for value in samples]) or (0.0, 0.0)
+    return (high - low) / 2
 
 
 def _middle(figure: Figure) -> float | None:
@@ -249,34 +239,32 @@ def _middle(figure: Figure) -> float | None:
 
 
 def ratio_interval(
-    base: Figure, other: Figure, seed: int = 0, noise: Noise | None = None
+    base: Figure, other: Figure, noise: Noise | None = None
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of `other` over `base`, less one; None where nothing tells it.
 
-    From samples by a bootstrap of both medians; otherwise from the two intervals, whose
-    distances to their figures add in squares on a logarithmic scale (Zou and Donner's MOVER), as
-    they do where the two runs are independent. A time is held both as it is and relative to what
-    was taken beside it (without that, to the drift of the controls), and the interval holds both:
-    a machine that was slower for one may not have been for the other. The margin of the noise
-    widens it.
+    From samples, those of both medians (a range, of few); otherwise from the two intervals. A time
+    is held both as it is and relative to what was taken beside it (without that, to the drift of
+    the controls), and the interval holds both: a machine that was slower for one may not have been
+    for the other. The margin of the noise widens it.
 
     Parameters
     ----------
     base, other : Figure
-    seed : int
-        Of the bootstrap.
     noise : Noise, optional
         Between the two runs, for times.
     """
     if base.samples and other.samples and min(*base.samples, *other.samples) > 0:
-        found = _bootstrapped(base, other, seed)
+        ratio = median_ratio_ends(other.samples, base.samples, paired=False)
+        found = [] if ratio is None else [(math.log(ratio[0]), math.log(ratio[1]))]
+        if relative := _beside(base, other):
+            found.append(relative)
     else:
-        ours, theirs = _logs(base), _logs(other)
-        if ours is None or theirs is None:
-            return None
-        (a, a_low, a_high), (b, b_low, b_high) = ours, theirs
-        low = b - a - math.hypot(b - b_low, a_high - a)
-        found = [(low, b - a + math.hypot(b_high - b, a - a_low))]
+        ours, theirs = _ends(base), _ends(other)
+        found = [] if ours is None or theirs is None else [log_ratio_interval(theirs, ours)]
+    if not found:
+        return None
+    widened = 0.0
     if noise is not None and base.name.endswith("seconds"):
         if len(found) == 1:
             before, after = _middle(base), _middle(other)
@@ -285,47 +273,26 @@ def ratio_interval(
                 drift = math.log(after / before)
             found.append((found[0][0] - drift, found[0][1] - drift))
         widened = noise.margin
-    else:
-        widened = 0.0
     low, high = min(low for low, _ in found) - widened, max(high for _, high in found) + widened
     return math.expm1(low), math.expm1(high)
 
 
-def _bootstrapped(base: Figure, other: Figure, seed: int) -> list[tuple[float, float]]:
-    """Return the interval of the logarithm of the ratio, and of the ratio beside its controls."""
-    chance = random.Random(seed)
-    paired = all(
-        one.beside and len(one.beside) == len(one.samples or ()) and min(one.beside) > 0
-        for one in (base, other)
-    )
-    # Of each run, what is drawn together.
-    rows = [
-        [*zip(one.samples or (), *([one.beside or ()] if paired else []), strict=True)]
-        for one in (other, base)
-    ]
-    raw, relative = [], []
-    for _ in range(_RESAMPLES):
-        values = []
-        for own in rows:
-            drawn = chance.choices(own, k=len(own))
-            values += [math.log(median(column)) for column in zip(*drawn, strict=True)]
-        raw.append(values[0] - values[len(values) // 2])
-        if paired:
-            relative.append(values[0] - values[1] - (values[2] - values[3]))
-    found = []
-    for logs in (raw, relative):
-        if logs:
-            logs.sort()
-            low, high = (logs[round(end * (_RESAMPLES - 1))] for end in _ENDS)
-            found.append((low, high))
-    return found
+def _beside(base: Figure, other: Figure) -> tuple[float, float] | None:
+    """Return the ends of the logarithm of the ratio, each sample over what was beside it."""
+    relative = []
+    for one in (other, base):
+        samples, beside = one.samples or (), one.beside or ()
+        if len(samples) != len(beside) or min(beside, default=0) <= 0:
+            return None
+        relative.append([a / b for a, b in zip(samples, beside, strict=True)])
+    ratio = median_ratio_ends(*relative, paired=False)
+    return None if ratio is None else (math.log(ratio[0]), math.log(ratio[1]))
 
 
-def _logs(figure: Figure) -> tuple[float, float, float] | None:
+def _ends(figure: Figure) -> tuple[float, float, float] | None:
     if figure.interval is None or min(figure.value, *figure.interval) <= 0:
         return None
-    low, high = figure.interval
-    return math.log(figure.value), math.log(low), math.log(high)
+    return figure.value, *figure.interval
 
 
 def environment_differences(environments: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,24 +1,20 @@
 """The figures of a result that can be held against another result's, each with its key."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from kvprof.analysis.stats import binomial_interval
 from kvprof.records.parts import SHARED_PARTS
 
-__all__ = ["LEAST_SEQUENCES", "Figure", "Z", "figures_of", "interval_of_share", "judging_tasks"]
+__all__ = ["Figure", "figures_of", "judging_tasks"]
 
 Row = Mapping[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
 _LEAST_SAMPLES = 5
-#: For an interval of accuracy: a bootstrap over fewer draws the same ones again and again.
-LEAST_SEQUENCES = 8
 _LARGE = 0.02  # of a request's time: a part below it is mostly noise
-#: Standard errors to each side of a mean that hold 95 % of a normal distribution.
-Z = 1.959964
 
 
 @dataclass(frozen=True)
@@ -60,17 +56,6 @@ class Figure:
     exact: bool = False
     beside: Sequence[float] | None = None
     control: bool = False
-
-
-def interval_of_share(share: float, items: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of `items` yes or no answers (Wilson's).
-
-    It stays wide where every answer was the same.
-    """
-    square = Z**2 / items
-    middle = (share + square / 2) / (1 + square)
-    half = Z * math.sqrt(share * (1 - share) / items + square / (4 * items)) / (1 + square)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def judging_tasks(evaluation: Row) -> dict[str, Row]:
@@ -256,7 +241,7 @@ def _eval(data: Row) -> Iterator[Figure]:
         for task, found in judging_tasks(row).items():
             of = (*key, ("task", task))
             items = found.get("items")
-            ends = interval_of_share(found["accuracy"], items) if items else None
+            ends = binomial_interval(found["accuracy"], items) if items else None
             yield Figure(
                 of, "task_accuracy", found["accuracy"], "higher", interval=ends, headline=True
             )
@@ -267,13 +252,13 @@ def _frontier(data: Row) -> Iterator[Figure]:
         key = (("method", method["label"]),)
         yield from _given(
             method,
-            "max_rate",
+            "sure_rate",
             key,
             "higher",
-            interval="max_rate_interval",
             headline=True,
             exact=True,
         )
+        yield from _given(method, "max_rate", key, "higher", interval="max_rate_interval")
         for target, rate in method["max_rates"].items():
             yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvprof.analysis.stats import quantile, share_interval
 from kvprof.records.cases import mean
 from kvprof.records.events import (
     LoadRateFinished,
@@ -26,8 +27,6 @@ from kvprof.records.load_statistics import (
     fitted,
     growth,
     mean_ratio,
-    percentile,
-    share_with_interval,
     summarised,
     window_of,
 )
@@ -244,7 +243,6 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
             failures[one.failure] = failures.get(one.failure, 0) + 1
     limits = {name: objective[name] for name in LIMITS if objective.get(name) is not None}
     attained = [attains(one, limits) for one in counted]
-    share = share_with_interval(attained) if limits else None
     sampled = [one for one in case.samples if begin <= one.at <= end]
     finished = case.finished
     late = sorted(one.sent - one.arrival for one in requests)
@@ -280,8 +278,8 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
             [one.longest for one in served if one.longest is not None]
         ),
         "objective_share": objective.get("share", ATTAINED),
-        "attained_share": None if share is None else share[0],
-        "attained_share_interval": None if share is None else share[1],
+        "attained_share": mean(attained) if limits else None,
+        "attained_share_interval": share_interval(attained) if limits else None,
         "goodput_per_s": sum(
             kept and one.arrival < end for kept, one in zip(attained, counted, strict=True)
         )
@@ -295,8 +293,8 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "waiting": _level([one.waiting for one in sampled]),
         "in_flight": _level([one.sent for one in sampled]),
         "lateness_seconds": {
-            "p50": percentile(late, 0.5) if late else None,
-            "p99": percentile(late, 0.99) if len(late) >= _HUNDRED else None,
+            "p50": quantile(late, 0.5) if late else None,
+            "p99": quantile(late, 0.99) if len(late) >= _HUNDRED else None,
             "most": late[-1] if late else None,
         },
         "parts": None if finished is None else _parts(finished.engine, requests),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvprof.records.figures import interval_of_share
+from kvprof.analysis.stats import binomial_interval
 
 __all__ = [
     "ATTAINED",
@@ -40,7 +40,7 @@ def fails(row: Mapping[str, Any]) -> bool:
     """Whether surely more requests failed than may be lost of a rate that is served."""
     if not (failed := row.get("failed", 0)):
         return False
-    return interval_of_share(failed / row["requests"], row["requests"])[0] > LOSSY
+    return binomial_interval(failed / row["requests"], row["requests"])[0] > LOSSY
 
 
 def is_overloaded(row: Mapping[str, Any]) -> bool:
@@ -64,11 +64,12 @@ def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
     """Whether a rate surely lies beyond (True) or surely within (False); None where it is open."""
     if not row["complete"]:
         return None
-    interval = row["attained_share_interval"]
-    if is_overloaded(row) or (interval is not None and interval[1] < share):
+    # Of no limit all attain; of too few requests nobody knows how many would.
+    low, high = row["attained_share_interval"] or (0.0, 1.0)
+    if is_overloaded(row) or high < share:
         return True
     steady = row["grows"] is False and row.get("failed", 0) <= LOSSY * row.get("requests", 0)
-    return False if steady and (interval is None or interval[0] >= share) else None
+    return False if steady and (row["attained_share"] is None or low >= share) else None
 
 
 def _why(row: Mapping[str, Any]) -> str:

@@ -1,19 +1,26 @@
 """What a load's requests tell: percentiles with intervals, growth of a queue, a line through steps.
 
-Requests that are served together are not independent: intervals come from resampling blocks of
-neighbours (a block bootstrap), not single requests. Standard library only, as all of `records`.
+Requests that are served together are not independent: intervals come from batch means.
 """
 
 import math
-import random
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvprof.records.figures import Z, interval_of_share
+import numpy as np
+from numpy.typing import NDArray
+
+from kvprof.analysis.stats import (
+    draws,
+    ends,
+    mean_interval,
+    mean_ratio_interval,
+    quantile,
+    quantile_interval,
+)
 
 __all__ = [
     "COLUMNS",
@@ -21,13 +28,10 @@ __all__ = [
     "LEAST",
     "Fit",
     "Window",
-    "blocks",
     "break_even",
     "fitted",
     "growth",
     "mean_ratio",
-    "percentile",
-    "share_with_interval",
     "summarised",
     "window_of",
 ]
@@ -35,68 +39,13 @@ __all__ = [
 #: What is told of each latency; fewer than 1 / (1 - share) requests have no such percentile.
 LATENCIES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
-_BLOCKS = 20
-_RESAMPLES = 200
-_SEED = 0
-_ENDS = (0.025, 0.975)
-#: Requests, or stretches, from which an interval or a line is told.
+#: Requests, or stretches, from which growth or a line is told.
 LEAST = 20
-# Resamples of 20 blocks spread by sqrt(19 / 20) of what the blocks do, and Student's t with 19
-# degrees of freedom is wider than the normal: without this 95 % would be 90.
-_WIDER = 2.093024 / Z * math.sqrt(_BLOCKS / (_BLOCKS - 1))
 _EDGE = 0.1  # of the requests at each end: while the queue fills, and while it empties
 _HALF = 0.5
 _GROWTH_BLOCKS = 10
-_T9 = 2.262157  # Student's t with 9 degrees of freedom, 97.5 %
 #: Of the rate: a queue that grows by less is not said to grow.
 _LEAST_GROWTH = 0.02
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a percentile of ascending values, between two of them on a straight line."""
-    index = share * (len(ordered) - 1)
-    below = math.floor(index)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (index - below)
-
-
-def blocks(count: int, wanted: int = _BLOCKS) -> list[range]:
-    """Cut neighbours into blocks of nearly equal size, fewer than `wanted` where there are few."""
-    number = min(wanted, count)
-    edges = [round(index * count / number) for index in range(number + 1)] if number else [0]
-    return [range(low, high) for low, high in pairwise(edges)]
-
-
-def _resampled(cut: Sequence[range], figure: Callable[[list[range]], float | None]) -> list[float]:
-    generator = random.Random(_SEED)
-    found = (figure(generator.choices(cut, k=len(cut))) for _ in range(_RESAMPLES))
-    return sorted(one for one in found if one is not None)
-
-
-def _interval(values: Sequence[float]) -> list[float] | None:
-    if len(values) < _RESAMPLES // 2:
-        return None
-    ordered = sorted(values)
-    return [percentile(ordered, end) for end in _ENDS]
-
-
-def _widened(interval: list[float] | None, figure: float | None) -> list[float] | None:
-    """Take an interval's ends as far from the figure as so few blocks ask for."""
-    if interval is None or figure is None:
-        return None
-    low, high = (figure + _WIDER * (end - figure) for end in interval)
-    return [low, high]
-
-
-def _by_rank(ordered: Sequence[float], share: float) -> list[float] | None:
-    """Return between which of the values a percentile lies; None where they do not reach so far.
-
-    Of independent values, as many lie below a percentile as a binomial distribution says.
-    """
-    count = len(ordered)
-    half = Z * math.sqrt(count * share * (1 - share))
-    low, high = math.floor(count * share - half), round(count * share + half)
-    return [ordered[max(0, low - 1)], ordered[high]] if low >= 0 and high < count else None
 
 
 def summarised(values: Sequence[float]) -> dict[str, Any]:
@@ -111,54 +60,23 @@ def summarised(values: Sequence[float]) -> dict[str, Any]:
     -------
     dict
         ``count``, and of ``mean``, ``p50``, ``p90``, ``p95`` and ``p99`` the value in seconds and
-        ``…_interval`` (95 %); None for what so few requests do not tell. Of a percentile it is the
-        wider of two: by blocks, and by the ranks of independent requests.
+        ``…_interval`` (95 %); None for what so few requests do not tell.
     """
-    found: dict[str, Any] = {"count": len(values)}
-    ordered = sorted(values)
-    found["mean"] = sum(values) / len(values) if values else None
+    found: dict[str, Any] = {
+        "count": len(values),
+        "mean": sum(values) / len(values) if values else None,
+        "mean_interval": _positive(mean_interval(values)),
+    }
     for name, share in LATENCIES.items():
         enough = len(values) * (1 - share) >= 1 - 1e-9
-        found[name] = percentile(ordered, share) if enough else None
-    several: dict[str, list[float]] = {name: [] for name in ("mean", *LATENCIES)}
-    if len(values) >= LEAST:
-        # What is sorted in parts is soon sorted as a whole.
-        cut = [sorted(values[block.start : block.stop]) for block in blocks(len(values))]
-        generator = random.Random(_SEED)
-        for _ in range(_RESAMPLES):
-            again = sorted(chain.from_iterable(generator.choices(cut, k=len(cut))))
-            several["mean"].append(sum(again) / len(again))
-            for name, share in LATENCIES.items():
-                several[name].append(percentile(again, share))
-    for name, resampled in several.items():
-        own = _widened(_interval(resampled), found[name])
-        if own is not None and name in LATENCIES:
-            ranks = _by_rank(ordered, LATENCIES[name])
-            own = [min(own[0], ranks[0]), max(own[1], ranks[1])] if ranks is not None else None
-        found[f"{name}_interval"] = [max(0.0, own[0]), own[1]] if own is not None else None
+        found[name] = quantile(values, share) if enough else None
+        bounds = quantile_interval(values, share) if enough else None
+        found[f"{name}_interval"] = _positive(bounds)
     return found
 
 
-def share_with_interval(answers: Sequence[bool]) -> tuple[float, list[float]] | None:
-    """Return the share of requests that do, with an interval; None of none.
-
-    The wider of two: by blocks, as of a mean, and Wilson's of independent ones, which stays wide
-    where all agree and is told of few requests too.
-    """
-    if not answers:
-        return None
-    count = len(answers)
-    share = sum(answers) / count
-    low, high = interval_of_share(share, count)
-    cut = blocks(count)
-    sums = {block: sum(answers[index] for index in block) for block in cut}
-
-    def figure(drawn: list[range]) -> float:
-        return sum(sums[block] for block in drawn) / sum(map(len, drawn))
-
-    resampled = _resampled(cut, figure) if count >= LEAST else []
-    by_blocks = _widened(_interval(resampled), share) or [low, high]
-    return share, [max(0.0, min(low, by_blocks[0])), min(1.0, max(high, by_blocks[1]))]
+def _positive(bounds: tuple[float, float] | None) -> list[float] | None:
+    return None if bounds is None else [max(0.0, bounds[0]), bounds[1]]
 
 
 def mean_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
@@ -174,20 +92,12 @@ def mean_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
     dict or None
         ``ratio``, ``interval`` (None for few pairs) and ``count``; None without a pair.
     """
-    if not pairs or not sum(pair[1] for pair in pairs):
+    above, below = zip(*pairs, strict=True) if pairs else ((), ())
+    if not sum(below):
         return None
-    cut = blocks(len(pairs))
-    sums = {block: [sum(pairs[index][side] for index in block) for side in (0, 1)] for block in cut}
-
-    def figure(drawn: list[range]) -> float | None:
-        below = sum(sums[block][1] for block in drawn)
-        return sum(sums[block][0] for block in drawn) / below if below else None
-
-    ratio = figure(list(cut))
-    resampled = _resampled(cut, figure) if len(pairs) >= LEAST else []
     return {
-        "ratio": ratio,
-        "interval": _widened(_interval(resampled), ratio),
+        "ratio": sum(above) / sum(below),
+        "interval": mean_ratio_interval(above, below),
         "count": len(pairs),
     }
 
@@ -245,9 +155,9 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> 
     """Tell whether more requests come than are completed: whether the queue grows, or does not.
 
     The window is cut into ten. Growth is the rate at which requests arrived, less the mean rate at
-    which they were completed; its interval comes from how much the latter differs from part to part
-    (Student's t, nine degrees of freedom). The queue grows where the whole interval lies above 0,
-    growth is at least a fiftieth of the rate, and the system had filled before: until as many
+    which they were completed; its interval comes from how much the latter differs from part to
+    part. The queue grows where the whole interval lies above 0, growth is at least a fiftieth of
+    the rate, and the system had filled before: until as many
     requests are in it as arrive while one is served, their number grows at a rate that is served
     too. It does not where it came back: where at some arrival in the last third of the window no
     more requests were in the system than at the median arrival of the first third, and growth is
@@ -273,16 +183,13 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> 
     nothing = {"growth_per_s": None, "growth_per_s_interval": None, "grows": None}
     if span <= 0 or came < LEAST:
         return nothing
-    counts = [0] * _GROWTH_BLOCKS
-    for time in ends:
-        if begin <= time < end:
-            counts[min(_GROWTH_BLOCKS - 1, int((time - begin) / span * _GROWTH_BLOCKS))] += 1
-    per_s = [count * _GROWTH_BLOCKS / span for count in counts]
-    mean = sum(per_s) / _GROWTH_BLOCKS
-    variance = sum((one - mean) ** 2 for one in per_s) / (_GROWTH_BLOCKS - 1)
-    half = _T9 * math.sqrt(variance / _GROWTH_BLOCKS)
-    found = came / span - mean
-    interval = [found - half, found + half]
+    inside = [time for time in ends if begin <= time < end]
+    counts, _ = np.histogram(inside, _GROWTH_BLOCKS, (begin, end))
+    per_s = counts * _GROWTH_BLOCKS / span
+    bounds = mean_interval(per_s, _GROWTH_BLOCKS)
+    assert bounds is not None  # as many as it takes
+    found = came / span - float(per_s.mean())
+    interval = [came / span - bounds[1], came / span - bounds[0]]
     above = interval[0] > 0 and found >= _LEAST_GROWTH * came / span
     back = _came_back(arrivals, ends, begin, end)
     grows = None if above == back or (above and not settled) else above
@@ -308,6 +215,7 @@ _LEFT_OVER = 0.01  # of a column's variation that the columns before it do not e
 _SPREAD = 0.02  # a column whose deviation is below this share of its mean does not vary
 _TOGETHER = 10  # spans of a block
 _LEAST_BLOCKS = 5  # drawing from fewer gives the same few lines again and again, and no interval
+_RESAMPLES = 200
 _CERTAIN = 0.9  # of resamples
 
 
@@ -377,38 +285,32 @@ def fitted(spans: Sequence[Mapping[str, float]]) -> Fit | None:
     """
     if len(spans) < LEAST:
         return None
-    rows = [[1.0, *(span[name] for name in COLUMNS), span["between"]] for span in spans]
-    weights = [span["tokens"] for span in spans]
-    cut = blocks(len(rows), max(2, len(rows) // _TOGETHER))
-    moments = {
-        block: _moments([rows[n] for n in block], [weights[n] for n in block]) for block in cut
-    }
-    whole = _added([moments[block] for block in cut])
+    rows = np.array([[1.0, *(s[name] for name in COLUMNS), s["between"]] for s in spans])
+    weighted = rows * np.array([[span["tokens"]] for span in spans])
+    blocks = np.array_split(np.arange(len(rows)), max(2, len(rows) // _TOGETHER))
+    moments = np.array([weighted[own].T @ rows[own] for own in blocks])
+    whole = moments.sum(0)
     kept = _distinct(whole)
-    solution = _solved(whole, kept)
-    if solution is None:
-        return None
-    generator = random.Random(_SEED)
-    resamples = []
-    for _ in range(_RESAMPLES if len(cut) >= _LEAST_BLOCKS else 0):
-        again = _solved(_added([moments[one] for one in generator.choices(cut, k=len(cut))]), kept)
-        if again is not None:
-            resamples.append(dict(zip(("intercept", *kept), again, strict=True)))
-    names = ("intercept", *kept)
-    mean = whole[0][-1] / whole[0][0]
-    total = whole[-1][-1] - whole[0][0] * mean**2
     indices = [0, *(1 + COLUMNS.index(name) for name in kept)]
-    explained = sum(
-        value * whole[index][-1] for value, index in zip(solution, indices, strict=True)
-    )
+    names = ("intercept", *kept)
+    solution = _solved(whole, indices)
+    enough = len(blocks) >= _LEAST_BLOCKS
+    drawn = draws([len(blocks)], _RESAMPLES if enough else 0) @ moments.reshape(len(blocks), -1)
+    again = _solved(drawn.reshape(-1, *whole.shape), indices)
+    mean = whole[0, -1] / whole[0, 0]
+    total = whole[-1, -1] - whole[0, 0] * mean**2
+    left = max(0.0, float(whole[-1, -1] - solution @ whole[indices, -1]))
     return Fit(
-        intercept=solution[0],
-        slopes=dict(zip(kept, solution[1:], strict=True)),
+        intercept=float(solution[0]),
+        slopes=dict(zip(kept, solution[1:].tolist(), strict=True)),
         left_out=tuple(name for name in COLUMNS if name not in kept),
-        intervals={name: _interval([one[name] for one in resamples]) for name in names},
-        resamples=resamples,
+        intervals={
+            name: list(ends(again[:, column], len(blocks))) if enough else None
+            for column, name in enumerate(names)
+        },
+        resamples=[dict(zip(names, one, strict=True)) for one in again.tolist()],
         spans=len(spans),
-        r2=1 - max(0.0, whole[-1][-1] - explained) / total if total > 0 else 0.0,
+        r2=1 - left / float(total) if total > 0 else 0.0,
         seen={
             name: [min(span[name] for span in spans), max(span[name] for span in spans)]
             for name in COLUMNS
@@ -416,74 +318,30 @@ def fitted(spans: Sequence[Mapping[str, float]]) -> Fit | None:
     )
 
 
-def _moments(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> _Moments:
-    size = len(COLUMNS) + 2
-    return [
-        [
-            sum(w * row[i] * row[j] for row, w in zip(rows, weights, strict=True))
-            for j in range(size)
-        ]
-        for i in range(size)
-    ]
-
-
-def _added(several: Sequence[_Moments]) -> _Moments:
-    return [[sum(cell) for cell in zip(*rows, strict=True)] for rows in zip(*several, strict=True)]
-
-
-def _distinct(moments: _Moments) -> tuple[str, ...]:
+def _distinct(moments: NDArray[np.float64]) -> tuple[str, ...]:
     """Return the columns that vary, and not only as those before them do."""
-    total = moments[0][0]
-    size = len(COLUMNS)
-    means = [moments[0][1 + i] / total for i in range(size)]
-    covariance = [
-        [moments[1 + i][1 + j] / total - means[i] * means[j] for j in range(size)]
-        for i in range(size)
-    ]
+    means = moments[0, 1:-1] / moments[0, 0]
+    covariance = moments[1:-1, 1:-1] / moments[0, 0] - np.outer(means, means)
     kept: list[int] = []
-    for index in range(size):
-        own = covariance[index][index]
+    for index, own in enumerate(np.diag(covariance)):
         if own <= (_SPREAD * means[index]) ** 2 or own <= 0:
             continue
-        inner = [[covariance[i][j] for j in kept] for i in kept]
-        side = [covariance[i][index] for i in kept]
-        weights = _gauss(inner, side) if kept else []
-        if weights is None:
-            continue
-        rest = own - sum(w * s for w, s in zip(weights, side, strict=True))
+        side = covariance[kept, index]
+        rest = own - side @ np.linalg.solve(covariance[np.ix_(kept, kept)], side)
         if rest > _LEFT_OVER * own:
             kept.append(index)
     return tuple(COLUMNS[index] for index in kept)
 
 
-def _solved(moments: _Moments, kept: Sequence[str]) -> list[float] | None:
-    indices = [0, *(1 + COLUMNS.index(name) for name in kept)]
+def _solved(moments: NDArray[np.float64], indices: Sequence[int]) -> NDArray[np.float64]:
+    """Return intercept and slopes by least squares; of each of several moments where there are."""
+    own = moments[..., indices, :]
     # Columns of one size: contexts are tens of thousands, batches a few.
-    scales = [math.sqrt(moments[i][i]) or 1.0 for i in indices]
-    matrix = [
-        [moments[i][j] / (scales[a] * scales[b]) for b, j in enumerate(indices)]
-        for a, i in enumerate(indices)
-    ]
-    side = [moments[i][-1] / scales[a] for a, i in enumerate(indices)]
-    found = _gauss(matrix, side)
-    return None if found is None else [v / s for v, s in zip(found, scales, strict=True)]
-
-
-def _gauss(matrix: Sequence[Sequence[float]], side: Sequence[float]) -> list[float] | None:
-    """Solve a small symmetric system; None where it is singular."""
-    size = len(side)
-    rows = [[*row, value] for row, value in zip(matrix, side, strict=True)]
-    largest = max((abs(row[i]) for i, row in enumerate(rows)), default=1.0)
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda k: abs(rows[k][i]))
-        if abs(rows[pivot][i]) < 1e-12 * largest:
-            return None
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for k in range(size):
-            if k != i:
-                factor = rows[k][i] / rows[i][i]
-                rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
-    return [rows[i][size] / rows[i][i] for i in range(size)]
+    scales = np.sqrt(np.diagonal(own[..., indices], axis1=-2, axis2=-1))
+    scales = np.where(scales > 0, scales, 1.0)
+    matrix = own[..., indices] / (scales[..., None] * scales[..., None, :])
+    side = own[..., -1:] / scales[..., None]
+    return np.asarray((np.linalg.pinv(matrix, hermitian=True) @ side)[..., 0] / scales)
 
 
 def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
@@ -535,7 +393,7 @@ def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
         "batch": batch,
         "pays": pays,
         "context": context,
-        "interval": _interval(alike),
+        "interval": list(ends(alike, len(alike))) if len(alike) > 1 else None,
         "certain": certain,
         "seen": context is not None and both[0] <= context * batch <= both[1],
     }

@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from statistics import fmean, median
 from typing import Any
 
+from kvprof.analysis.stats import LEAST_SEQUENCES, binomial_interval, normal_interval
 from kvprof.records.cases import MOST_UNATTRIBUTED
-from kvprof.records.figures import Figure, figures_of, interval_of_share
+from kvprof.records.figures import Figure, figures_of
 from kvprof.records.load_names import baseline_of
 from kvprof.reproduction.recipe import Measure
 
@@ -155,8 +156,6 @@ def _interval(value: Any) -> tuple[float, float] | None:
 
 Row = Mapping[str, Any]
 
-_Z = 1.96  # 95 % of a normal distribution
-
 
 def row_of(result: Row, figure: Figure) -> Row | None:
     """Return the row of a result that a figure is of, where it says more of the figure."""
@@ -167,17 +166,19 @@ def row_of(result: Row, figure: Figure) -> Row | None:
         case "bench":
             rows = data["rows"]
             return next((r for r in rows if all(r.get(k) == v for k, v in key.items())), None)
-        case "eval" if figure.name == "task_accuracy":
-            own = next(one for one in data["evaluations"] if one["method"] == key["method"])
-            row: Row = own["tasks"][key["task"]]
-            return row
+        case "eval":
+            row: Row = next(one for one in data["evaluations"] if one["method"] == key["method"])
+            return row["tasks"][key["task"]] if figure.name == "task_accuracy" else row
     return None
 
 
 def implied_value(value: Any, row: Row | None, name: str | None) -> Any:
     """Return a value, or what its absence means: no rate that meets a target is a rate of 0."""
-    none_meets = name == "max_rate" and value is None and row is not None and row.get("points")
-    return 0.0 if none_meets else value
+    if value is not None or row is None or not row.get("points"):
+        return value
+    # Without intervals nobody knows which rate surely holds.
+    known = name == "max_rate" or (name == "sure_rate" and row["max_rate_interval"] is not None)
+    return 0.0 if known else None
 
 
 def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[float, float] | None:
@@ -187,7 +188,7 @@ def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[fl
     -------
     tuple of float or None
         Of a share of questions Wilson's, which stays wide where every question was answered; of a
-        harness's score its standard error's; of a speed-up what the two times' intervals allow; of
+        harness's score its standard error's; of
         a frontier's largest rate its own, from 0 (full width) where no tested rate surely meets the
         target, and up to 1 where none surely misses it or nobody knows.
     """
@@ -195,14 +196,12 @@ def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[fl
         return None
     if name in ("accuracy", "baseline", "task_accuracy") and row.get("items"):
         share = row["baseline" if name == "baseline" else "accuracy"]
-        return interval_of_share(share, row["items"])
+        return binomial_interval(share, row["items"])
     if name == "value" and "stderr" in row:
         if row["value"] in (0, 1) and row["items"]:  # where a standard error sees no spread
-            return interval_of_share(row["value"], row["items"])
+            return binomial_interval(row["value"], row["items"])
         if row["stderr"] is not None:
-            return row["value"] - _Z * row["stderr"], row["value"] + _Z * row["stderr"]
-    if name == "speedup" and row.get("speedup") is not None:
-        return _of_speedup(result, row)  # of an older record, which has no interval beside it
+            return normal_interval(row["value"], row["stderr"])
     if name == "max_rate" and row.get("points"):
         # A sample without intervals (one sequence) leaves every rate open.
         low, high = row.get("max_rate_interval") or (None, None)
@@ -210,47 +209,21 @@ def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[fl
     return None
 
 
-def _of_speedup(result: Row, row: Row) -> tuple[float, float] | None:
-    same = ("phase", "batch", "seq")
-    baseline = next(
-        (
-            one
-            for one in result["data"]["baselines"]
-            if one["name"] == row["baseline"] and all(one[key] == row[key] for key in same)
-        ),
-        None,
-    )
-    above = _of_median(baseline["seconds"]) if baseline is not None else None
-    below = row["seconds_interval"]
-    if above is None or below is None or None in below:
-        return None
-    # The row's own speed-up is over the samples beside it, which may lie outside the others.
-    value = row["speedup"]
-    return min(value, above[0] / below[1]), max(value, above[1] / below[0])
-
-
-def _of_median(samples: Sequence[float]) -> tuple[float, float] | None:
-    if len(samples) < 2:
-        return None
-    import numpy as np
-    from scipy.stats import bootstrap
-
-    found = bootstrap((samples,), np.median, method="percentile", rng=0).confidence_interval
-    return float(found.low), float(found.high)
-
-
-def why_unsure(result: Row, row: Row | None) -> str | None:
+def why_unsure(result: Row, row: Row | None, name: str | None = None) -> str | None:
     """Return why a number decides nothing, or None where it may.
 
     Returns
     -------
     str or None
-        Of a frontier that was interrupted: what was not tested may be the largest rate. Of a
-        request's time, when more of it than `kvprof.records.cases.MOST_UNATTRIBUTED` belongs to no
-        part, or parts sum to more than their phase by as much: then they are not what happened. Of
-        a load that was interrupted, or a largest rate (or its ratio) that no measured rate bounds
-        on one side.
+        Of few sequences, whose figures have no interval. Of a frontier that was interrupted: what
+        was not tested may be the largest rate. Of a request's time, when more of it than
+        `kvprof.records.cases.MOST_UNATTRIBUTED` belongs to no part, or parts sum to more than their
+        phase by as much: then they are not what happened. Of a load that was interrupted, or a
+        largest rate (or its ratio) that no measured rate bounds on one side.
     """
+    few = row is not None and row.get("sequences", LEAST_SEQUENCES) < LEAST_SEQUENCES
+    if few and f"{name}_interval" in (row or ()):
+        return f"{LEAST_SEQUENCES} sequences or more give an interval"
     if result["kind"] == "load":
         return _why_unsure_of_load(result, row)
     if result["kind"] == "frontier" and not result.get("complete", True):
@@ -349,13 +322,14 @@ def _from_cells(
         return _missing(f"no cell {one.cell} was run")
     found: list[Found] = []
     unsure: list[str] = []
+    name = one.figure if one.data is None else last_name(one.data)
     for cell in cells:
         own = _in_result(one, results[cell])
         found += own
         unsure += [
             f"{cell}: {doubt}"
             for entry in own
-            if (doubt := why_unsure(results[cell], entry.row)) is not None
+            if (doubt := why_unsure(results[cell], entry.row, name)) is not None
         ]
     doubt = unsure[0] if unsure else None
     wanted = one.data if one.data is not None else _said(one)

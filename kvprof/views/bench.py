@@ -12,6 +12,7 @@ from rich.console import Group as Together
 from rich.console import RenderableType
 from rich.text import Text
 
+from kvprof.analysis.stats import LEAST_SAMPLES
 from kvprof.sizes import format_bytes
 from kvprof.views.figure import draw_curves, panel_figure, titled
 from kvprof.views.numbers import MISSING, count, number, rate_in_bytes, shared, signed_percent, span
@@ -73,7 +74,7 @@ _BUFFER = (
 )
 _TIME = (
     "Time: the attention of {measured}, the merge of partial results included; the median of "
-    "{repeats} samples and the 95 % bootstrap interval of that median."
+    "{repeats} samples and {spread}."
 )
 _BANDWIDTH = (
     "{unit}: each byte that has to be read or written, once, over the time. Share: of {limit} that "
@@ -81,7 +82,7 @@ _BANDWIDTH = (
 )
 _SPEEDUP = (
     "Speed-up: against the fastest full-width kernel of this machine in this run, not against "
-    "kvprof's own: its time beside over the row's, with the 95 % bootstrap over pairs. Beside: "
+    "kvprof's own: its time beside over the row's, with its {spread}. Beside: "
     "that kernel's median in turn with the row; ! and by how much it differs from when it was "
     "timed alone."
 )
@@ -262,10 +263,17 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     limit = data["bandwidth"]
     samples = sorted({len(row["seconds"] or ()) for row in rows}) or [0]
     repeats = "–".join(f"{value}" for value in dict.fromkeys((samples[0], samples[-1])))
+    spread = _spread_name(rows)
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows)) or inputs["dtype"]
     notes = [
         _RATE.format(dtype=dtypes, full=data["shape"]["head_dim"]),
-        _TIME.format(measured=data["shape"]["measured"], repeats=repeats),
+        _TIME.format(
+            measured=data["shape"]["measured"],
+            repeats=repeats,
+            spread="the 95 % bootstrap interval of that median"
+            if spread != "range"
+            else f"their range ({LEAST_SAMPLES} give an interval)",
+        ),
     ]
     if limit["tb_per_s"] is not None:
         factor, unit = _rate_unit([limit["tb_per_s"]])
@@ -273,7 +281,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         notes.append(_BANDWIDTH.format(unit=unit, limit=reached, how=limit["what"]))
     if _padded(rows):
         notes.append(_BUFFER)
-    return [*notes, _SPEEDUP, _ERROR]
+    return [*notes, _SPEEDUP.format(spread=spread), _ERROR]
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -544,7 +552,9 @@ def _method_table(
         Ranked(Column("rate"), [rate_in_bytes(_finite(row["rate"])) for row in rows]),
         Ranked(Column("width (range)"), kept, 1),
         Ranked(Column(f"time ({unit})"), [_scaled(value, scale) for value in medians]),
-        Ranked(Column("95 % interval"), [_span(row["seconds_interval"], scale) for row in rows], 3),
+        Ranked(
+            Column(_spread_name(rows)), [_span(row["seconds_interval"], scale) for row in rows], 3
+        ),
         *_reached(group, tb_per_s),
         # Where it moved, the row's time alone would belie the speed-up.
         Ranked(
@@ -563,6 +573,12 @@ def _method_table(
         cells = [row["baseline"] or MISSING for row in rows]
         columns.append(Ranked(Column("against", words=True), cells))
     return RankedTable(columns)
+
+
+def _spread_name(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Name what a row's ends are: of few samples no interval."""
+    few = any(len(row["seconds"] or ()) < LEAST_SAMPLES for row in rows)
+    return "range" if few else "95 % interval"
 
 
 def _padded(rows: Sequence[Mapping[str, Any]]) -> bool:

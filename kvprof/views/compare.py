@@ -34,7 +34,8 @@ _COUNTS = ("seq", "tokens", "context", "seq_len_source", "seq_len_target")
 _SHARES = ("relative_accuracy", "task_accuracy", "perplexity_ratio")
 _INTERVALS = (
     "Change: the run's figure over A's, less one, with its 95 % interval: a bootstrap of both "
-    "medians where the results carry samples, both results' own intervals otherwise."
+    "medians where the results carry samples (their range of fewer than 15), both results' own "
+    "intervals otherwise."
 )
 _NOISE = (
     "A time's interval holds its change both as it is and relative to what was taken beside it and "

@@ -7,10 +7,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.methods.named import ALWAYS
-from kvprof.records.figures import LEAST_SEQUENCES, judging_tasks
+from kvprof.records.figures import judging_tasks
 from kvprof.views.figure import draw_reference, label_axes, new_figure, point_style, titled
 from kvprof.views.numbers import MISSING, number, percent, rate_in_bytes
-from kvprof.views.page import ends, framed, heading, paragraph, tidy_csv, weights_row
+from kvprof.views.page import NO_INTERVAL, ends, framed, heading, paragraph, tidy_csv, weights_row
 from kvprof.views.tables import DataTable, SplitTable, columns
 
 __all__ = ["COLUMNS", "apart_note", "figure", "report", "to_csv", "unable_note"]
@@ -27,12 +27,14 @@ _KEPT = (
     "(paired bootstrap over sequences, both models on the same tokens)."
 )
 _KL = (
-    "KL: divergence of the next token's distribution from the uncompressed model's, in nats; the "
-    "worst is that of a single token. Row full is the uncompressed model itself, so it has none."
+    "KL: divergence of the next token's distribution from the uncompressed model's, in nats: "
+    "mean, 99.9th percentile, and that of the worst token. Row full is the uncompressed model "
+    "itself, so it has none."
 )
 _FULL_RUN = (
-    "KL: divergence of the next token's distribution from the uncompressed model's, in nats; the "
-    "worst is that of a single token. Row full ran through the compressed cache at full width."
+    "KL: divergence of the next token's distribution from the uncompressed model's, in nats: "
+    "mean, 99.9th percentile, and that of the worst token. Row full ran through the compressed "
+    "cache at full width."
 )
 _TASKS = (
     "Tasks: questions answered right by greedy decoding through the cache; the first token comes "
@@ -104,7 +106,8 @@ def _answer(evaluations: Sequence[Mapping[str, Any]]) -> str:
         bounds = one["relative_accuracy_interval"]
         spread = "" if bounds is None else f" (95 % interval {_interval_text(bounds)} %)"
         saved = f"saves {percent(one['rate'])} of the cache's bytes"
-        sentences.append(f"{one['method']} {saved} and keeps {kept}{spread}.")
+        kl = f"KL {number(one['kl']['mean'])}, worst token {number(one['kl']['worst'])}"
+        sentences.append(f"{one['method']} {saved} and keeps {kept}{spread}; {kl}.")
     return " ".join(sentences)
 
 
@@ -134,25 +137,10 @@ def _cautions(result: Mapping[str, Any]) -> list[str]:
     left = [] if result["complete"] else _unmeasured(result["inputs"], evaluations)
     notes = (
         f"Not measured: {', '.join(left)}." if left else None,
-        _thin(evaluations),
         unable_note(_unable_tasks(evaluations)),
         apart_note(_calibrated(evaluations)),
     )
     return [note for note in notes if note]
-
-
-def _thin(evaluations: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say that the sample is too small for its intervals to hold; None where it is not."""
-    scored = [
-        (one["sequences"], one["decoded_tokens"]) for one in evaluations if one["decoded_tokens"]
-    ]
-    sequences, tokens = min(scored, default=(LEAST_SEQUENCES, 0))
-    if sequences >= LEAST_SEQUENCES:
-        return None
-    return (
-        f"{sequences} {'sequence' if sequences == 1 else 'sequences'}, {tokens:,} scored tokens: "
-        "too few to say how other text would do, whatever the intervals are."
-    )
 
 
 def unable_note(tasks: Sequence[str]) -> str | None:
@@ -282,6 +270,8 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         _KEPT,
         _FULL_RUN if ran else _KL,
     ]
+    if all(one["relative_accuracy_interval"] is None for one in evaluations):
+        notes.append(NO_INTERVAL)
     if _task_names(evaluations):
         notes.append(_TASKS)
     notes += result["inputs"].get("task_notes", ())
@@ -375,7 +365,7 @@ def _main_table(evaluations: Sequence[Evaluation]) -> SplitTable:
     figures = (
         *("rate", "bytes per token"),
         *("accuracy", "kept (%)", "95 % interval"),
-        *("perplexity", "KL mean", "KL worst"),
+        *("perplexity", "KL mean", "KL p99.9", "KL worst"),
     )
     rows = [
         (
@@ -386,12 +376,11 @@ def _main_table(evaluations: Sequence[Evaluation]) -> SplitTable:
             percent(one["relative_accuracy"]).removesuffix(" %"),
             _interval_text(one["relative_accuracy_interval"]),
             number(one["perplexity"], 4),
-            number(one["kl"]["mean"]),
-            number(one["kl"]["worst"]),
+            *(number(one["kl"][part]) for part in ("mean", "p999", "worst")),
         )
         for one in evaluations
     ]
-    return SplitTable(columns("method", figures=figures), rows, (2, 3, 3))
+    return SplitTable(columns("method", figures=figures), rows, (2, 3, 4))
 
 
 def _task_table(evaluations: Sequence[Evaluation]) -> SplitTable | None:

@@ -37,7 +37,7 @@ from kvprof.views.frontier_data import (
     undecided,
 )
 from kvprof.views.numbers import MISSING, count, number, rate_in_bytes
-from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
+from kvprof.views.page import NO_INTERVAL, bullets, ends, framed, heading, tidy_csv, weights_row
 from kvprof.views.plot import LinePlot, Series
 from kvprof.views.tables import DataTable, SplitTable, columns
 
@@ -45,19 +45,17 @@ __all__ = ["figure", "report", "running_table", "to_csv"]
 
 _RATE = (
     "Rate: the share of the cache's bytes that is saved, scales, windows and sinks counted, "
-    "against {base} at {context:,} tokens. Largest rate: the largest tested one that keeps the "
-    "target by its point estimate, with every lower tested rate keeping it too; the other figures "
-    "are measured there. none: no tested rate does; not measured: nothing was tested."
+    "against {base} at {context:,} tokens. The other figures are measured at the rate that holds, "
+    "or without one at the largest. none: no tested rate does; not measured: nothing was tested."
 )
-_INTERVAL = (
-    "95 % interval: where the share would lie on other sequences of the same kind (paired "
-    "bootstrap over sequences, method against uncompressed model on the same tokens)."
+_HOLDS = (
+    "Holds: the lower end of the 95 % interval keeps the target, at every lower tested rate too. "
+    "Largest rate: the same of the point estimate. KL: of the next token from the uncompressed "
+    "model, in nats; worst is a single token's."
 )
-_WITHIN = (
-    "Lies within: up to its lower end the whole interval of the share keeps the target, on a "
-    "sample that would have shown a loss as large; at its upper end the whole interval misses it. "
-    "What is said first rests on the lower end. More --sequences narrow it, and so do more "
-    "--points."
+_HALVES = (
+    "One half of the text chose the rates; every figure is of the other half. 95 % interval: "
+    "paired bootstrap over its sequences. More --sequences and --points narrow it."
 )
 _TOGETHER = (
     "Targets hold together: a rate keeps them where each of them is kept. Bound by: the targets "
@@ -76,18 +74,20 @@ def report(
         parts += [Text(), bullets(lines)]
     by_source = _source_table(result)
     if by_source is not None:
-        parts += [heading("By text, at the largest rate"), by_source]
+        parts += [heading("By text, at that rate"), by_source]
     running = running_table(result)
     if running is not None:
-        parts += [heading("What running it takes, at the largest rate"), running]
+        parts += [heading("What running it takes, at that rate"), running]
         parts += [Text(), bullets(_running_notes(result), "dim")]
     for target in targets_of(result):
         parts += [Text(), _plot(result, target)]
-    notes = [_RATE.format(base=base_name(result), context=data["context"]), _INTERVAL]
+    notes = [_RATE.format(base=base_name(result), context=data["context"]), _HOLDS]
     if len(targets_of(result)) > 1:
         notes.append(_TOGETHER)
-    if any(method["max_rate_interval"] is not None for method in data["methods"]):
-        notes.append(_WITHIN)
+    if any("searched" in point for method in data["methods"] for point in method["points"]):
+        notes.append(_HALVES)
+    if all(method["max_rate_interval"] is None for method in data["methods"]):
+        notes.append(NO_INTERVAL)
     if running is not None:
         notes.append(_NEEDS.format(dtype=data["dtype"], device=result["inputs"].get("device")))
     cautions = (
@@ -113,7 +113,7 @@ def _answer(result: Mapping[str, Any]) -> str:
     """Say what the result decides: only what whole intervals hold, and what was not measured."""
     data = result["data"]
     goal = " and ".join(
-        f"{100 * one['target']:g} % of {_OWNERS[index > 0]} {metric_name(one['metric'])}"
+        f"{one['target']:g} of {_OWNERS[index > 0]} {metric_name(one['metric'])}"
         for index, one in enumerate(targets_of(result))
     )
     methods = [method for method in ranked(result) if method["label"] != "full"]
@@ -157,10 +157,10 @@ def _furthest(
 ) -> str:
     rate, best = sure[0]
     rivals = [one for one in methods if one is not best and (furthest(one) or 0) > rate]
-    how = "saves most for sure" if rivals else "goes furthest"
     text = (
-        f"With {goal} kept, {best['label']} {how}: {100 * rate:.1f} % of the cache's bytes at "
-        f"{base_name(result)} ({1 / (1 - rate):.2f} times smaller)."
+        f"{best['label']} holds {goal} with {100 * rate:.1f} % of the cache's bytes saved "
+        f"({1 / (1 - rate):.2f} times smaller than {base_name(result)}): lower end of the 95 % "
+        "interval."
     )
     if rivals:
         return f"{text} Whether these go further is open: {', '.join(map(_reach, rivals))}."
@@ -308,9 +308,10 @@ def _main_table(result: Mapping[str, Any]) -> SplitTable:
         for one in targets
         if one["metric"] != "accuracy" and (several or one["metric"] not in ("perplexity", *tasks))
     ]
+    holds = "holds" if several else f"holds {targets[0]['target']:g}"
     saved = (
+        holds,
         "largest rate",
-        "lies within",
         *(["bound by"] if several else []),
         "times smaller",
         "bytes per token",
@@ -320,16 +321,16 @@ def _main_table(result: Mapping[str, Any]) -> SplitTable:
         "95 % interval",
         *(f"share of {metric_name(metric)}" for metric in own),
         "perplexity",
-        "mean KL",
     )
+    divergence = ("KL mean", "KL p99.9", "KL worst")
     answers = [task.replace("_", " ") for task in tasks]
-    heads = columns("method", figures=(*saved, *kept, *answers))
+    heads = columns("method", figures=(*saved, *kept, *divergence, *answers))
     rows = []
     for method in ranked(result):
         point = best_point(method)
-        rate = method["max_rate"]
+        sure, rate = sure_rate(method), method["max_rate"]
         if method["label"] == "full" and not method["points"]:
-            point, rate = uncompressed(result), 0.0
+            point, sure, rate = uncompressed(result), 0.0, 0.0
         if point is None:
             known = "none" if method["points"] else "not measured"
             row = [method["label"], known, *[MISSING] * (len(heads) - 2)]
@@ -340,8 +341,8 @@ def _main_table(result: Mapping[str, Any]) -> SplitTable:
         rows.append(
             [
                 method["label"],
+                MISSING if sure is None else rate_in_bytes(sure),
                 rate_in_bytes(rate) + (" so far" if method["reason"] == STOPPED and rate else ""),
-                _within(method),
                 *([_bound(method)] if several else []),
                 f"{point['compression_ratio']:.2f}",
                 MISSING if point["bytes_per_token"] is None else f"{point['bytes_per_token']:,.0f}",
@@ -352,13 +353,13 @@ def _main_table(result: Mapping[str, Any]) -> SplitTable:
                     for metric in own
                 ),
                 number(point["perplexity"], 4),
-                number(point["kl"]["mean"]),
+                *(number(point["kl"].get(part)) for part in _KL),
                 *(_task(point, task) for task in tasks),
             ]
         )
     # Few columns at a time, so that any number of tasks breaks into tables that fit.
     few = [min(_TASKS_AT_ONCE, len(tasks) - at) for at in range(0, len(tasks), _TASKS_AT_ONCE)]
-    return SplitTable(heads, rows, (len(saved), len(kept), *few))
+    return SplitTable(heads, rows, (len(saved), len(kept), len(divergence), *few))
 
 
 def _source_table(result: Mapping[str, Any]) -> DataTable | None:
@@ -378,17 +379,6 @@ def _source_table(result: Mapping[str, Any]) -> DataTable | None:
             cells.append(f"{share} {interval_text(bounds)}" if bounds else share)
         rows.append(cells)
     return DataTable(columns("share of accuracy", figures=names), rows)
-
-
-def _within(method: Mapping[str, Any]) -> str:
-    bounds = method["max_rate_interval"]
-    if bounds is None or len(method["points"]) == 1:
-        return MISSING
-    low = "below" if bounds[0] is None else rate_in_bytes(bounds[0])
-    high = "above" if bounds[1] is None else rate_in_bytes(bounds[1])
-    if bounds[0] is None:
-        return MISSING if bounds[1] is None else f"under {high}"
-    return f"over {low}" if bounds[1] is None else f"{low}–{high}"
 
 
 def _bound(method: Mapping[str, Any]) -> str:
@@ -479,7 +469,7 @@ _KL = ("mean", "p999", "worst")
 def to_csv(result: Mapping[str, Any]) -> str:
     """Return a frontier with one row per tested rate, which pandas reads as it is.
 
-    ``max_rate`` says which row of a method is its largest rate. Columns of tasks are
+    ``sure_rate`` and ``max_rate`` say which row of a method is that rate. Columns of tasks are
     ``task_<name>`` and ``task_<name>_baseline``. Floats are written in full (`repr`).
     """
     tasks = tasks_of(result)
@@ -495,6 +485,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
         "dtype",
         "rate",
         "rate_asked",
+        "sure_rate",
         "max_rate",
         "binding",
         *_FIGURES,
@@ -532,6 +523,7 @@ def _rows(
                 **common,
                 "rate": point["rate"],
                 "rate_asked": point.get("rate_asked"),
+                "sure_rate": point["rate"] == sure_rate(method),
                 "max_rate": point["rate"] == method["max_rate"],
                 "binding": ";".join(method.get("binding", ())),
                 **_running_cells(point),

@@ -22,6 +22,7 @@ __all__ = [
     "ranked",
     "share_at",
     "share_text",
+    "shown_rate",
     "single",
     "sure_rate",
     "targets_of",
@@ -62,20 +63,27 @@ def share_at(point: Mapping[str, Any], metric: str | None = None) -> Mapping[str
 
 
 def ranked(result: Mapping[str, Any]) -> list[Method]:
-    """Return the methods by falling ``max_rate``; those without one last, as asked for."""
-    return sorted(
-        result["data"]["methods"],
-        key=lambda method: float("inf") if method["max_rate"] is None else -method["max_rate"],
-    )
+    """Return the methods by falling `shown_rate`, sure ones first; those without one last."""
+
+    def order(method: Method) -> tuple[bool, float]:
+        rate = shown_rate(method)
+        return sure_rate(method) is None, float("inf") if rate is None else -rate
+
+    return sorted(result["data"]["methods"], key=order)
+
+
+def shown_rate(method: Method) -> float | None:
+    """Return the rate at which a method's figures are shown: the sure one, else the largest."""
+    sure = sure_rate(method)
+    return method["max_rate"] if sure is None else sure
 
 
 def best_point(method: Method) -> Mapping[str, Any] | None:
-    """Return the evaluation at a method's ``max_rate``; None where it has none."""
-    if method["max_rate"] is None:
+    """Return the evaluation at a method's `shown_rate`; None where it has none."""
+    rate = shown_rate(method)
+    if rate is None:
         return None
-    found: Mapping[str, Any] = next(
-        point for point in method["points"] if point["rate"] == method["max_rate"]
-    )
+    found: Mapping[str, Any] = next(point for point in method["points"] if point["rate"] == rate)
     return found
 
 
@@ -189,7 +197,7 @@ def uncompressed(result: Mapping[str, Any]) -> Mapping[str, Any]:
         "relative_accuracy": 1.0,
         "share": 1.0,
         "perplexity": base["perplexity"],
-        "kl": {"mean": 0.0},
+        "kl": {"mean": 0.0, "p999": 0.0, "worst": 0.0},
         "tasks": base["tasks"],
     }
 

@@ -429,7 +429,7 @@ _TIMES = (
 )
 _APART = (
     "In brackets: the 95 % interval of the difference between two job completion times, from those "
-    "of both."
+    "of both; of fewer than 15 samples their ranges."
 )
 _ENERGY = "J per token: the energy of the whole request over its output tokens."
 _PROCESS = "Process peak: resident memory of the whole process, its weights and libraries included."

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import exp, hypot, inf, log
+from math import expm1, inf, log
 from operator import attrgetter
 from statistics import median
 from typing import Any
 
+from kvprof.analysis.stats import log_ratio_interval
 from kvprof.sizes import format_bytes
 from kvprof.views.numbers import count, unit_of
 from kvprof.views.plot import Series
@@ -78,22 +79,17 @@ class Group:
         return None if self.baseline is None else self.baseline[key]
 
     def apart(self, case: Case) -> tuple[float, float] | None:
-        """Return the 95 % interval of the share by which a case's time differs from the baseline's.
+        """Return the ends of the share by which a case's time differs from the baseline's.
 
-        Cases are measured one after the other, so that nothing pairs their runs: the interval of
-        the ratio comes from the two that were recorded, as of figures that know nothing of each
-        other (distances of the ends in logarithms, their squares added).
+        Cases are measured one after the other, so that nothing pairs their runs.
         """
         if self.baseline is None or case is self.baseline:
             return None
-        own, base = _interval(case), _interval(self.baseline)
+        own, base = _ends(case), _ends(self.baseline)
         if own is None or base is None:
             return None
-        ratio = case["jct_seconds"] / self.baseline["jct_seconds"]
-        return (
-            ratio * exp(-hypot(own[0], base[1])) - 1,
-            ratio * exp(hypot(own[1], base[0])) - 1,
-        )
+        low, high = log_ratio_interval(own, base)
+        return expm1(low), expm1(high)
 
 
 @dataclass(frozen=True)
@@ -161,12 +157,12 @@ def groups(result: Mapping[str, Any]) -> list[Group]:
     ]
 
 
-def _interval(case: Case) -> tuple[float, float] | None:
-    """Return how far the ends of a case's time lie below and above it, in logarithms."""
+def _ends(case: Case) -> tuple[float, float, float] | None:
+    """Return a case's time and the ends of it; None where they are not known."""
     ends, middle = case.get("jct_seconds_interval"), case["jct_seconds"]
     if not ends or not middle or not 0 < ends[0] <= ends[1] < inf:
         return None
-    return log(middle / min(ends[0], middle)), log(max(ends[1], middle) / middle)
+    return middle, min(ends[0], middle), max(ends[1], middle)
 
 
 def _names(cases: Sequence[Case]) -> list[str]:

@@ -14,12 +14,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.segment import Segment
 from rich.text import Text
 
+from kvprof.analysis.stats import LEAST_SEQUENCES
 from kvprof.console import PrintableConsole
 from kvprof.printable import printable
 from kvprof.records.result import RECORD_DAMAGED, RECORD_ENDS
 from kvprof.views.tables import key_values
 
 __all__ = [
+    "NO_INTERVAL",
     "Bullet",
     "Fitted",
     "bullets",
@@ -38,6 +40,9 @@ __all__ = [
     "weights_row",
     "wrap",
 ]
+
+NO_INTERVAL = f"{LEAST_SEQUENCES} sequences or more give an interval."
+
 
 # --- Tidy tables as CSV: one row per observation, empty where a column does not apply.
 

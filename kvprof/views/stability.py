@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from kvprof.analysis.stats import surely_above
 from kvprof.views.figure import draw_curves, outer_legend, panel_figure, titled
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import MISSING, count, number, percent, rate_text
@@ -337,11 +338,9 @@ def _surely_above(curve: Curve, noise: Curve, rank: int | None) -> bool:
         return True
     own, other = _means_of_seeds(costs), _means_of_seeds(floor)
     common = own.keys() & other.keys()
-    if common:
-        error = _error([own[seed] - other[seed] for seed in common])
-    else:
-        error = (1 + len(other)) * _error(list(other.values()))
-    return fmean(heads) > 2.0 * math.sqrt(_error(heads) + error)
+    # Without seeds in common another source is taken to vary as the floor's seeds do.
+    seeds = [own[seed] - other[seed] for seed in common] or [*other.values()]
+    return surely_above(heads, seeds, 1 if common else 1 + len(other))
 
 
 def _means_of_seeds(
@@ -349,11 +348,6 @@ def _means_of_seeds(
 ) -> dict[int | None, float]:
     seeds = {seed for own in costs.values() for seed in own}
     return {seed: fmean(own[seed] for own in costs.values() if seed in own) for seed in seeds}
-
-
-def _error(values: Sequence[float]) -> float:
-    """Return the squared standard error of a mean; 0 of one value, which tells none."""
-    return variance(values) / len(values) if len(values) > 1 else 0.0
 
 
 def _evidence(result: Mapping[str, Any], pair: str, curves: Sequence[Curve]) -> str:

@@ -97,11 +97,21 @@ class FakeEvaluator:
     def steps(self, plan: Any = None) -> int:
         return 10
 
-    def __init__(self, share: Callable[[float], float], *, stop_after: int | None = None) -> None:
-        self._share = share
+    def __init__(
+        self,
+        share: Callable[[float], float],
+        *,
+        stop_after: int | None = None,
+        half: float = 0.004,
+    ) -> None:
+        self._share, self._half = share, half
         self._stop_after = stop_after
         self.rates: list[float] = []
         self.baselines = 0
+
+    def without_spread(self) -> "FakeEvaluator":
+        """Return one that knows the same, with intervals of no width."""
+        return type(self)(self._share, half=0.0)
 
     def baseline(
         self,
@@ -126,7 +136,7 @@ class FakeEvaluator:
             return {**evaluation(0.0), "complete": False}
         self.rates.append(true_rate(plan))
         advance(self.steps() - 1)  # rounding: one step is never told
-        return evaluation(self._share(self.rates[-1]))
+        return evaluation(self._share(self.rates[-1]), half=self._half)
 
     def stopped(self) -> bool:
         return self._stop_after is not None and len(self.rates) >= self._stop_after

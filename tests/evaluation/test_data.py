@@ -109,4 +109,4 @@ def test_lengths_and_names_that_make_no_sense(loaded: LoadedModel) -> None:
 
 
 def test_the_default_fits_the_context(loaded: LoadedModel) -> None:
-    assert default_shape(loaded) == (16, 128)
+    assert default_shape(loaded) == (32, 128)

@@ -8,7 +8,7 @@ import pytest
 
 from kvprof.errors import FailedError, Interrupted, UsageError
 from kvprof.evaluation.evaluation_cache import EvaluationCache
-from kvprof.evaluation.frontier import Frontier, FrontierOptions, expected_steps
+from kvprof.evaluation.frontier import Frontier, FrontierOptions, Half, expected_steps
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import Target
 from kvprof.methods.family import PlanFamily
@@ -42,11 +42,13 @@ class Run:
     ) -> None:
         self.evaluator = evaluator or FakeEvaluator(share)
         self.cache = EvaluationCache(folder, self.evaluator.digest)
+        # The half that is searched has no spread: rates are tried near what truly holds.
+        searched = Half(self.evaluator.without_spread(), EvaluationCache(folder, "searched"))
+        self.halves = (searched, Half(self.evaluator, self.cache))
         self.steps = 0
         self.said: list[str] = []
         self.frontier = Frontier(
-            self.evaluator,
-            self.cache,
+            *self.halves,
             FrontierOptions(**options),
             families,
             describe=self.said.append,
@@ -75,7 +77,7 @@ def test_every_method_is_searched_and_the_bar_comes_to_its_end() -> None:
     assert all(point["method"] == "kq" for point in kq["points"])
     assert kq["points"][0]["compression_ratio"] == pytest.approx(1 / (1 - rates[0]))
     assert run.by_label["full"]["max_rate"] == 0
-    assert run.steps == expected_steps(requests, 6, run.evaluator)
+    assert run.steps == expected_steps(requests, 6, run.halves)
     assert any("kq (1 of 4): evaluation 2 of 6 at most" in text for text in run.said)
     assert run.frontier.complete
 
@@ -101,7 +103,7 @@ def test_methods_with_the_same_plans_share_evaluations() -> None:
 def test_a_second_run_repeats_nothing(tmp_path: Path) -> None:
     requests = rows("kq", "fdc")
     first = Run(requests, tmp_path)
-    assert first.frontier.measured == 14
+    assert first.frontier.measured == 28
     second = Run(requests, tmp_path)
     assert second.evaluator.rates == []
     assert second.evaluator.baselines == 0
@@ -154,7 +156,7 @@ def test_a_method_that_does_not_fit_is_a_row_that_says_why() -> None:
         assert run.by_label["zack"]["points"] == []
         assert len(run.by_label["kq"]["points"]) == 6
         assert run.frontier.complete
-        assert run.steps == expected_steps(rows(*order), 6, run.evaluator)
+        assert run.steps == expected_steps(rows(*order), 6, run.halves)
 
 
 def test_the_only_method_that_does_not_fit_is_refused_before_anything_runs() -> None:
@@ -167,12 +169,13 @@ def test_the_only_method_that_does_not_fit_is_refused_before_anything_runs() -> 
 def test_a_method_that_fails_on_the_way_keeps_its_points() -> None:
     class Fragile(FakeEvaluator):
         def evaluate(self, *arguments: Any) -> dict[str, Any]:
-            if len(self.rates) == 3:
+            if len(self.rates) == 3 and self is fragile:
                 self.rates.append(0.0)
                 raise FailedError("logits are not finite")
             return super().evaluate(*arguments)
 
-    run = Run(rows("kq", "fdc"), None, Fragile(share))
+    fragile = Fragile(share)
+    run = Run(rows("kq", "fdc"), None, fragile)
     assert len(run.by_label["kq"]["points"]) == 3
     assert run.by_label["kq"]["reason"] == "logits are not finite"
     assert "kq: stopped after 3 evaluations" in run.frontier.warnings[0]

@@ -47,7 +47,7 @@ def stepwise(model: Any, ids: Tensor, layer: int, head: int, bits: int) -> Itera
 
 def test_a_cell_is_its_divergence_in_float64(loaded: LoadedModel, tiny_folder: Path) -> None:
     ids = ids_of(loaded, 2, 32)
-    measuring = Sensitivity(loaded, [TextSample("x", ids, "d")], None)
+    measuring = Sensitivity(loaded, [TextSample("x", ids)], None)
     (setting,) = settings_of(measuring.inputs, "per-token", ["2"], [], 0, None)
     part = Part(1, "keys", 1)
     found = measuring.measure({part: setting})

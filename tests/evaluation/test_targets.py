@@ -80,12 +80,12 @@ def test_the_interval_of_a_rate_is_what_the_intervals_of_its_points_leave_open()
 def test_a_sample_that_could_not_have_shown_the_loss_is_no_ground_for_a_rate() -> None:
     """Of 64 tokens with the very same hits a bootstrap says [1, 1]."""
     thin = {**evaluation(1.0, half=0.0), "decoded_tokens": 64}
-    assert least_loss(thin, "accuracy") == pytest.approx(3 / 32)
-    assert least_loss(thin, "perplexity") == pytest.approx(3 / 64)
-    assert least_loss(thin, "needle") == pytest.approx(3 / 16)
-    assert least_loss(thin, "tasks") == pytest.approx(3 / 24)
+    assert least_loss(thin, "accuracy") == pytest.approx(1 - 0.05 ** (1 / 32))
+    assert least_loss(thin, "perplexity") == pytest.approx(1 - 0.05 ** (1 / 64))
+    assert least_loss(thin, "needle") == pytest.approx(1 - 0.05 ** (1 / 16))
+    assert least_loss(thin, "tasks") == pytest.approx(1 - 0.05 ** (1 / 24))
     point = {"rate": 0.8, "share": 1.0, "share_interval": [1.0, 1.0]}
-    for tokens, low in ((64, None), (599, None), (601, 0.8)):
+    for tokens, low in ((64, None), (590, None), (601, 0.8)):
         loss = least_loss({**thin, "decoded_tokens": tokens}, "accuracy")
         assert max_rate_interval([{**point, "least_loss": loss}], 0.99) == (low, None)
 
@@ -117,7 +117,7 @@ def test_a_task_at_chance_is_in_no_mean() -> None:
     found["tasks"]["copy"] |= {"judges": False, "chance": 0.3}
     assert share_of(found, "tasks") == share_of(found, "needle") == pytest.approx(0.6 / 0.8)
     assert share_interval_of(found, "tasks") == share_interval_of(found, "needle")
-    assert least_loss(found, "tasks") == pytest.approx(3 / 16)
+    assert least_loss(found, "tasks") == pytest.approx(1 - 0.05 ** (1 / 16))
     with pytest.raises(UsageError, match=r"0.4, does not tell from guessing \(0.3\) with 20"):
         check_baseline("copy", found)
     check_baseline("tasks", found)

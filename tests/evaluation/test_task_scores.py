@@ -40,7 +40,7 @@ def test_a_task_judges_where_the_model_does_better_than_chance(
 ) -> None:
     items = [item("needle", chance=chance)] * 5
     base = [answer(float(score)) for score in scores]
-    found = task_figures(items, base, [answer(1.0)] * 5, 100, 0)["needle"]
+    found = task_figures(items, base, [answer(1.0)] * 5)["needle"]
     assert found["judges"] is judges
     assert found["chance"] == chance
     assert (found["accuracy"], found["baseline"]) == (1, np.mean(scores))
@@ -49,12 +49,12 @@ def test_a_task_judges_where_the_model_does_better_than_chance(
 def test_strings_are_counted_one_by_one() -> None:
     # 12 of 40 strings, of which guessing gets 4: no question was wholly right.
     items = [item("cwe", asked=10, chance=0.1, limit=9)] * 4
-    found = task_figures(items, [answer(0.3, 9)] * 4, [answer(0.2, 9), *[answer(1, 9)] * 3], 100, 0)
+    found = task_figures(items, [answer(0.3, 9)] * 4, [answer(0.2, 9), *[answer(1, 9)] * 3])
     assert found["cwe"]["judges"]
     assert found["cwe"]["exact_match"] == 0.75
     assert found["cwe"]["baseline_exact_match"] == 0
     assert found["cwe"]["accuracy"] == 0.8
-    half = task_figures(items, [answer(0.15, 9)] * 4, [answer(0.1, 9)] * 4, 100, 0)
+    half = task_figures(items, [answer(0.15, 9)] * 4, [answer(0.1, 9)] * 4)
     assert not half["cwe"]["judges"]
 
 
@@ -62,25 +62,23 @@ def test_lengths_are_compared_on_the_same_prompts() -> None:
     items = [item("vt", limit=30), item("vt", limit=30), item("needle"), item("cwe", limit=120)]
     base = [answer(1, 10), answer(1, 30, ended=False), answer(1), answer(1, 40)]
     other = [answer(1, 20), answer(1, 30, ended=False), answer(1), answer(1, 120, ended=False)]
-    found = answer_lengths(items, base, other, 200, 0)
+    found = answer_lengths(items, base, other)
     assert found is not None
     assert (found["prompts"], found["tokens"], found["baseline_tokens"]) == (3, 170 / 3, 80 / 3)
     assert found["ratio"] == 170 / 80
-    low, high = found["ratio_interval"]
-    assert low <= 170 / 80 <= high
     assert (found["never_ended"], found["baseline_never_ended"]) == (2 / 3, 1 / 3)
     assert found["by_task"]["vt"]["ratio"] == 50 / 40
     assert found["by_task"]["vt"]["limit"] == 30
-    assert found["by_task"]["cwe"]["ratio_interval"] is None
-    assert answer_lengths(items[2:3], base[2:3], other[2:3], 200, 0) is None
+    assert found["ratio_interval"] is None
+    assert answer_lengths(items[2:3], base[2:3], other[2:3]) is None
     # Of what one of them did not come to nothing is compared.
-    assert answer_lengths(items, [None, *base[1:]], other, 200, 0)["prompts"] == 2
+    assert answer_lengths(items, [None, *base[1:]], other)["prompts"] == 2
 
 
 def test_every_answer_twice_as_long_is_a_ratio_of_two_for_sure() -> None:
-    items = [item("vt", limit=99)] * 12
-    base = [answer(1, 5 + n) for n in range(12)]
-    found = answer_lengths(items, base, [answer(1, 2 * (5 + n)) for n in range(12)], 200, 0)
+    items = [item("vt", limit=99)] * 32
+    base = [answer(1, 5 + n) for n in range(32)]
+    found = answer_lengths(items, base, [answer(1, 2 * (5 + n)) for n in range(32)])
     assert found["ratio"] == 2
     assert found["ratio_interval"] == pytest.approx([2, 2])
 

@@ -126,7 +126,7 @@ def test_decoding_through_the_plan_costs_what_was_measured(
 ) -> None:
     """Bits, ranks and full width side by side, by head; and the file gives it again."""
     loaded, own = model("Llama"), inputs("Llama")
-    sample = TextSample("x", token_ids(2, tokens, seed=4), "d")
+    sample = TextSample("x", token_ids(2, tokens, seed=4))
     measuring = Sensitivity(loaded, [sample], None)
     offer = offered(own, by="head", quantiser=quantiser, bits=["4", "2"], ranks=[8])
     choices = offer.settings

@@ -78,40 +78,6 @@ def test_a_harness_score_has_its_standard_error(
         assert found.interval == pytest.approx(interval, abs=1e-4)
 
 
-def bench(low: float, high: float) -> dict[str, Any]:
-    of = {"phase": "decode", "batch": 1, "seq": 4096}
-    row = {
-        **of,
-        "method": "palu",
-        "dtype": "float32",
-        "schedule": None,
-        "baseline": "sdpa",
-        "seconds": [2.0],
-        "seconds_interval": [low, high],
-        "speedup": 1.5,
-        "error": 0.0,
-        "cache_bytes": 1,
-    }
-    base = {**of, "name": "sdpa", "seconds": [2.7, 3.0, 3.3]}
-    other = {**of, "batch": 2, "name": "sdpa", "seconds": [8.0, 9.0, 10.0]}
-    return {"a": {"kind": "bench", "data": {"rows": [row], "baselines": [other, base]}}}
-
-
-@pytest.mark.parametrize(
-    "measure",
-    [
-        Measure("m", cell="a", figure="speedup", where={"method": "palu"}),
-        Measure("m", cell="a", data="rows[method=palu].speedup"),
-    ],
-)
-def test_a_speedup_has_what_the_intervals_of_both_times_allow(measure: Measure) -> None:
-    found = measured(bench(1.8, 2.2), measure)
-    assert found.interval == pytest.approx((2.7 / 2.2, 3.3 / 1.8))
-    faster = Line("m", "above", (1.0,))
-    assert judge_line(faster, found).holds
-    assert judge_line(faster, measured(bench(1.5, 3.0), measure)).holds is None
-
-
 @pytest.mark.parametrize(
     ("rate", "ends", "value", "interval"),
     [

@@ -61,8 +61,8 @@ def evaluation_result(
         "dtype": "float32",
         "device": "cpu",
         "text": list(texts),
-        "sequences": 16 * len(texts),
-        "seq_len": 512,
+        "sequences": 32 * len(texts),
+        "seq_len": 256,
         "tasks": list(tasks),
         "task_items": len(items),
         "protocol": protocol,
@@ -89,7 +89,7 @@ def _evaluation(
     rng = np.random.default_rng(7)
     pairs = {}
     for text in texts:
-        loss = rng.gamma(2.0, 1.2, size=(16, 256))
+        loss = rng.gamma(2.0, 1.2, size=(32, 128))
         correct = loss < 1.5
         base = TokenScores(correct, loss, np.zeros_like(loss))
         kl = place * rng.gamma(0.5, 0.02, size=loss.shape)
@@ -113,9 +113,9 @@ def _evaluation(
         "rate": 0.25 * place,
         "bytes_per_token": 24576.0 * (1 - 0.25 * place) + 16,
         "context": 384,
-        **text_figures(pairs, 200, 0),
-        "tasks": task_figures(items, base_answers, answers, 200, 0),
-        "answer_lengths": answer_lengths(items, base_answers, answers, 200, 0),
+        **text_figures(pairs),
+        "tasks": task_figures(items, base_answers, answers),
+        "answer_lengths": answer_lengths(items, base_answers, answers),
         "worst_tokens": worst_tokens(pairs, 10, 256, describe) if place else [],
         "protocol": protocol,
         "measured_bytes": 1000.0 if place else None,

@@ -37,9 +37,9 @@ def test_nothing_is_wider_than_the_page_and_every_figure_is_whole(width):
             assert f"{task['accuracy'] * task['items']:.0f}/{task['items']}" in text
 
 
-def test_one_table_at_80_columns_and_two_at_60():
+def test_one_table_at_120_columns_and_two_at_80():
     result = evaluation_result(("full", "fp8", "kq"))
-    for width, tables in ((80, 1), (60, 2)):
+    for width, tables in ((120, 1), (80, 2)):
         text = shown(result, width)
         head = text[: text.index("Tasks\n")]
         assert head.count("─\n") == tables, head
@@ -70,10 +70,11 @@ def test_lengths_of_answers_are_told_with_what_they_cost():
     validate_result(result)
     text = shown(result)
     table = text[text.index("Length of answers") :]
-    assert line(table, "kq  ").split() == ["kq", "8", "81.5", "1.140", "1.140–1.140", "0.0"]
-    assert "kq lengthens answers 1.140 times: a step has to take at least 12.3 % less" in " ".join(
-        text.split()
-    )
+    assert line(table, "kq  ").split() == ["kq", "8", "81.5", "1.140", "–", "0.0"]
+    assert "lengthens answers" not in text  # of 8 prompts nobody knows
+    result["data"]["evaluations"][2]["answer_lengths"]["ratio_interval"] = [1.1, 1.2]
+    flat = " ".join(shown(result).split())
+    assert "kq lengthens answers 1.140 times: a step has to take at least 12.3 % less" in flat
     rows = list(csv.DictReader(io.StringIO(to_csv(result))))
     own = [row for row in rows if row["scope"] == "answers" and row["method"] == "kq"]
     assert {row["name"] for row in own} == {"", "vt", "open_questions"}
@@ -94,7 +95,7 @@ def test_the_first_line_answers():
     assert text.startswith(
         f"kq saves 50.0 % of the cache's bytes and keeps "
         f"{100 * row['relative_accuracy']:.1f} % of "
-        f"the uncompressed model's accuracy (95 % interval {100 * low:.1f}–{100 * high:.1f} %)."
+        f"the uncompressed model's accuracy (95 % interval {100 * low:.1f}–{100 * high:.1f} %); KL"
     )
 
 
@@ -194,14 +195,9 @@ def test_csv_holds_every_figure_in_full():
     assert one(method="kq", scope="harness", metric="acc")["value"] == "0.5"
 
 
-def test_an_answer_from_few_sequences_says_so_below_itself() -> None:
+def test_few_sequences_say_how_many_give_an_interval() -> None:
     result = evaluation_result()
-    assert "too few to say how other text would do" not in " ".join(shown(result).split())
+    assert "32 sequences or more" not in shown(result)
     for one in result["data"]["evaluations"]:
-        one["sequences"], one["decoded_tokens"] = 2, 64
-    said, _, rest = " ".join(shown(result).split()).partition(
-        "2 sequences, 64 scored tokens: too few to say how "
-    )
-    assert rest.startswith("other text would do")
-    assert "saves" in said
-    assert "bytes per token" not in said  # above the first table
+        one["relative_accuracy_interval"] = None
+    assert "32 sequences or more give an interval." in shown(result)

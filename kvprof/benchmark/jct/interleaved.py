@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
+from kvprof.analysis.stats import median_ends
 from kvprof.benchmark.jct.held import memory_sample, peak_bytes
 from kvprof.benchmark.jct.steps import Runner, Step
-from kvprof.benchmark.timing import median_interval
 from kvprof.errors import Interrupted
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
@@ -173,8 +173,8 @@ def step_seconds(runs: Sequence[RequestRun]) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 2.5–97.5 % interval of the median of a few figures; all of them for one."""
-    return median_interval(values) or (min(values), max(values))
+    """Return the ends of the median of a few figures; all of them for one."""
+    return median_ends(values) or (min(values), max(values))
 
 
 def run_warnings(
@@ -201,8 +201,8 @@ def run_warnings(
     low, high = interval(shares) if shares else (1.0, 1.0)
     if (high - low) / 2 > _UNCERTAIN:
         return [
-            f"its parts are between {low:.0%} and {high:.0%} of its time (95 % interval of "
-            f"{len(shares)} pairs of runs): shares are as uncertain"
+            f"its parts are between {low:.0%} and {high:.0%} of its time in "
+            f"{len(shares)} pairs of runs: shares are as uncertain"
         ]
     return []
 
@@ -472,11 +472,11 @@ class InterleavedRuns:
     def intervals(
         self, runs: Sequence[RequestRun]
     ) -> tuple[list[float] | None, list[float] | None]:
-        """Return 95 % intervals of what `seconds` returns; None for a single run."""
+        """Return the ends of what `seconds` returns; None for a single run."""
         found: list[list[float] | None] = []
         for middle, own in zip(self.seconds(runs), (slice(0, 1), slice(1, None)), strict=True):
             sums = [sum(step.seconds for step in one.steps[own]) for one in runs]
-            ends = median_interval(sums)
+            ends = median_ends(sums)
             # Sums of every step's median may lie outside what whole runs took.
             found.append(None if ends is None else [min(ends[0], middle), max(ends[1], middle)])
         return found[0], found[1]

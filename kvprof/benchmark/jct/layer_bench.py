@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from kvprof.analysis.jct import interpolated
+from kvprof.analysis.stats import median_ends
 from kvprof.benchmark.case import Workload
 from kvprof.benchmark.jct.attention import FullAttention, full_attention, ragged_attention
 from kvprof.benchmark.jct.layer import (
@@ -26,7 +27,7 @@ from kvprof.benchmark.jct.model_shape import ModelShape
 from kvprof.benchmark.jct.stored import latent_attention, segments_attention, strawman_attention
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.methods import Method
-from kvprof.benchmark.timing import Sampler, interleaved, median_interval, sampler, spread
+from kvprof.benchmark.timing import Sampler, interleaved, sampler, spread
 from kvprof.child import child_environment, child_python
 from kvprof.errors import FailedError
 from kvprof.leash import Leash
@@ -375,7 +376,7 @@ class LayerBench:
             # Launched one by one a layer takes as long as the host needs, its parts in graphs not.
             self.warn(f"{method.name}, {workload.name}: the layer is taken as the sum of its parts")
             return sum(sum(self._known[call.key].values()) for call in calls), None, watts
-        ends = median_interval(found[0])
+        ends = median_ends(found[0])
         relative = (ends[0] / middles[0], ends[1] / middles[0]) if ends and middles[0] else None
         return middles[0], relative, watts
 
