@@ -123,7 +123,7 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
                 for own in data["methods"]
             }
         case "frontier":
-            return {f"{own['label']}: largest rate": own["max_rate"] for own in data["methods"]}
+            return {f"{own['label']}: largest sure rate": own["sure_rate"] for own in data["methods"]}
         case "spectrum" | "stability":
             return {}
         case "eval":

@@ -7,12 +7,18 @@ from typing import Any
 
 from kvprof.errors import UsageError
 from kvprof.methods.named import ALWAYS, installed_points, method_entries, parts_of
-from kvprof.methods.registry import METHODS, calibration_needs, skips_layers, typed_options
+from kvprof.methods.registry import (
+    COMMON_OPTIONS,
+    METHODS,
+    calibration_needs,
+    skips_layers,
+    typed_options,
+)
 
 __all__ = ["MethodRequest", "option_names", "parse_methods"]
 
 # Of a combination's quantiser and evictor, and of the calibration with Fisher information.
-_BESIDE = ("bits", "keep", "skip", "fisher_form")
+_BESIDE = ("bits", "keep", *COMMON_OPTIONS, "fisher_form")
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ def parse_methods(
         calibration_needs(method)  # refuses an unknown name
         known = option_names(method)
         own = read_options(written)
-        beside = ("skip",) if skips_layers(method) else ()
+        beside = tuple(COMMON_OPTIONS) if skips_layers(method) else ()
         for option in own:
             if option not in known and option not in _BESIDE:
                 every = (*known, *(name for name in beside if name not in known))

@@ -54,6 +54,7 @@ from kvprof.methods.xkv import xkv
 from kvprof.methods.zack import zack
 
 __all__ = [
+    "COMMON_OPTIONS",
     "METHODS",
     "allocation_of",
     "base_method",
@@ -126,7 +127,7 @@ _ALL_HEADS = 2**20
 #: What every method that compresses can be told besides its own options: layers to leave out, from
 #: the first, or below 0 from the last; and whether keys and values are stored without their means,
 #: or of how many rotary pairs of each head.
-_COMMON: dict[str, Any] = {"skip": tuple[int, ...], "centre": bool | Count}
+COMMON_OPTIONS: dict[str, Any] = {"skip": tuple[int, ...], "centre": bool | Count}
 # Quantisers of tokens, which torch runs anyway: centred unless they are told otherwise.
 _CENTRED = ("per-token", *(f"hadamard-int{bits}" for bits in (4, 3, 2)))
 # Says how the calibration weighs heads; no method is given it.
@@ -205,7 +206,9 @@ def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     installed = _installed()  # which refuses one that has the name of another
     if name in installed or name in METHODS:
         own = installed[name].options() if name in installed else option_types(METHODS[name])
-        return _read_options(name, {**own, **(_COMMON if skips_layers(name) else {})}, options)
+        return _read_options(
+            name, {**own, **(COMMON_OPTIONS if skips_layers(name) else {})}, options
+        )
     base, modifiers = _parts(name)
     types = _types_on_top(base, modifiers)
     if "bits" in options and "bits" not in types and base not in QUANTISERS:
@@ -300,7 +303,7 @@ def _types_on_top(base: str, modifiers: Sequence[Modifier]) -> dict[str, Any]:
 
     ``skip`` is among them where the method itself leaves every layer as it is.
     """
-    types: dict[str, Any] = {**_COMMON} if base == "full" else {}
+    types: dict[str, Any] = {**COMMON_OPTIONS} if base == "full" else {}
     quantisers = [one.name for one in modifiers if one.name in QUANTISERS and one.bits is None]
     if quantisers:
         types["bits"] = Annotated[int | str, BitsAmong(*QUANTISERS[quantisers[0]][1])]

@@ -38,8 +38,11 @@ def test_common_options_go_to_those_that_have_them_and_say_nothing_else() -> Non
 
 
 def test_options_of_combinations_and_of_the_calibration_are_known() -> None:
-    requests = parse("fdc+keyformer:keep=0.5,palu:allocation=fisher,fisher_form=expected")
+    requests = parse(
+        "fdc+keyformer:keep=0.5,palu:allocation=fisher,fisher_form=expected,kq:centre=true,skip=0"
+    )
     assert requests[0].options == {"keep": 0.5}
+    assert requests[2].options == {"centre": True, "skip": (0,)}
     assert requests[1].options == {"allocation": "fisher", "fisher_form": "expected"}
     assert option_names("svd-kv+h2o") == option_names("svd-kv")
     assert option_names("tale+kivi") != option_names("tale")
