@@ -53,10 +53,7 @@ def _plain(options: str) -> str:
 
 #: Names of records to the commands that make them, one after another; the last one's is kept.
 COMMANDS: dict[str, str | tuple[str, ...]] = {
-    "engine-formats": (
-        f"eval MODEL --method engine-formats,hadamard-int4:{_OPEN},hadamard-int3:bits=k3v2,{_OPEN} "
-        f"{_PROSE_AND_CODE}"
-    ),
+    "engine-formats": f"eval MODEL --method engine-formats {_PROSE_AND_CODE}",
     "needles-5.8x": _needles(f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}"),
     "needles-7x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8572"),
     "needles-8x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8751"),
@@ -123,7 +120,8 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
                 for own in data["methods"]
             }
         case "frontier":
-            return {f"{own['label']}: largest sure rate": own["sure_rate"] for own in data["methods"]}
+            searched = [own for own in data["methods"] if own["points"]]
+            return {f"{own['label']}: largest sure rate": own["sure_rate"] for own in searched}
         case "spectrum" | "stability":
             return {}
         case "eval":
@@ -146,6 +144,13 @@ def shortened(result: dict[str, Any]) -> dict[str, Any]:
     data = dict(result["data"])
     if result["kind"] == "load":
         data["series"] = []
+    if result["kind"] == "eval":
+        data["evaluations"] = [{**own, "worst_tokens": []} for own in data["evaluations"]]
+    if result["kind"] == "frontier":
+        data["methods"] = [
+            {**own, "points": [{**point, "worst_tokens": []} for point in own["points"]]}
+            for own in data["methods"]
+        ]
     if result["kind"] == "jct":
         data |= {"parts": [], "steps": [], "layers": [], "memory": []}
     return {**result, "data": data}
