@@ -87,7 +87,7 @@ COMMAND_NEEDS = {
     "generate": CommandNeeds(_MODEL_PACKAGES, _QUANTISERS, uses_gpu=True),
     "serve": CommandNeeds((*_MODEL_PACKAGES, "vllm"), _QUANTISERS, uses_gpu=True),
     "bench": CommandNeeds(
-        (*_MODEL_PACKAGES, "plotext", "pyyaml", "psutil", "nvidia-ml-py"),
+        (*_MODEL_PACKAGES, "plotext", "pyyaml", "psutil", "nvidia-ml-py", "h11"),
         (
             ("matplotlib", "--svg and --png"),
             ("vllm", "--load without --url or --simulate"),

@@ -9,6 +9,7 @@ import asyncio
 import json
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvprof.errors import FailedError
-from kvprof.serving.load.http import Address, Answer, HttpError, exchange
+from kvprof.serving.load.http import Address, Answer, HttpError, exchange, speaks_tls
 from kvprof.serving.load.requests import BLOCK, Outcome, Request
 from kvprof.sizes import MOST
 
@@ -28,6 +29,8 @@ _FIRST_ID, _LAST_ID = 100, 1100  # in every vocabulary, and past most special to
 _PROBE = Request(0, 0.0, 64, 4)
 _PROBE_SECONDS = 120.0
 _SPARE = 16  # pieces
+_BAD_REQUEST = 400
+_TLS = "the port speaks TLS; write https://"
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 
 
@@ -66,16 +69,8 @@ class Dialect:
 
 @dataclass
 class Prompts:
-    """Makes prompts; those of one load share what their requests say, and nothing with others'.
+    """Makes prompts; those of one load share what their requests say, and nothing with others'."""
 
-    Parameters
-    ----------
-    first, last : int
-        Token ids to draw from.
-    """
-
-    first: int = _FIRST_ID
-    last: int = _LAST_ID
     _salt: int = field(default_factory=lambda: secrets.randbits(63))
 
     def ids(self, request: Request) -> list[int]:
@@ -99,22 +94,11 @@ class Prompts:
 
     def _drawn(self, kind: int, number: int, count: int) -> Any:
         generator = np.random.default_rng([self._salt, kind, number % 2**63])
-        return generator.integers(self.first, self.last, count)
+        return generator.integers(_FIRST_ID, _LAST_ID, count)
 
 
 class Client:
-    """Talks to one or several servers of one model.
-
-    Parameters
-    ----------
-    addresses : sequence of Address
-    model : str
-        As the servers call it.
-    key : str or None
-        Sent as a bearer token; never kept.
-    timeout : float
-        Seconds from sending a request to its last token.
-    """
+    """Talks to servers of one model; a key is sent as a bearer token, and never kept."""
 
     def __init__(
         self,
@@ -133,18 +117,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {key}"
 
     async def find_dialect(self, longest: int | None = None) -> Dialect:
-        """Ask the first server what it takes, from all to the least, and keep that.
-
-        Parameters
-        ----------
-        longest : int, optional
-            Tokens that a request may have.
-
-        Raises
-        ------
-        FailedError
-            When it answers no completion at all.
-        """
+        """Ask the first server what it takes, from all to the least, and keep that."""
         said, probe = "", _probe(longest)
         for ids in (True, False):
             for to_the_end, counted in ((True, True), (True, False), (False, True), (False, False)):
@@ -181,7 +154,7 @@ class Client:
         except TimeoutError:
             return 0, "timeout", None
         except (OSError, HttpError) as wrong:
-            return 0, _lost(wrong), None
+            return 0, await self._unanswered(wrong), None
 
     def body(self, request: Request, prompts: Prompts) -> bytes:
         """Return what is sent for a request."""
@@ -205,18 +178,7 @@ class Client:
     async def complete(
         self, request: Request, body: bytes, *, start: float, server: int = 0
     ) -> Outcome:
-        """Send a request now, and return what became of it; nothing is raised but a cancellation.
-
-        Parameters
-        ----------
-        request : Request
-        body : bytes
-            Of `body`.
-        start : float
-            When the load began, by `time.perf_counter`.
-        server : int
-            Which of the addresses.
-        """
+        """Send a request now, and return what became of it, by the clock that began at `start`."""
         sent = time.perf_counter() - start
         reader = _Tokens(self.dialect, request.output, start)
         failure = None
@@ -273,13 +235,21 @@ class Client:
                     self.addresses[server], "GET", "/v1/models", headers=self._headers
                 ) as answer,
             ):
-                return answer.status
+                status = answer.status
         except TimeoutError:
             return "timeout"
-        except socket.gaierror:
-            return "no such host"
         except (OSError, HttpError) as problem:
-            return _lost(problem)
+            return await self._unanswered(problem, server)
+        # Some servers say to whom asks their TLS port without it what is wrong, as HTTP.
+        plain = status == _BAD_REQUEST and not self.addresses[server].tls
+        return _TLS if plain and await speaks_tls(self.addresses[server]) else status
+
+    async def _unanswered(self, problem: Exception, server: int = 0) -> str:
+        """Return why no HTTP came, and whether TLS is what the port wants."""
+        address = self.addresses[server]
+        if isinstance(problem, HttpError) and not address.tls and await speaks_tls(address):
+            return _TLS
+        return _lost(problem)
 
 
 def _probe(longest: int | None) -> Request:
@@ -290,10 +260,17 @@ def _probe(longest: int | None) -> Request:
 
 
 def _lost(problem: Exception) -> str:
-    if isinstance(problem, ConnectionRefusedError):
-        return "connection refused"
-    if isinstance(problem, HttpError) and "HTTP" in str(problem):
-        return "no HTTP answer"
+    match problem:
+        case ConnectionRefusedError():
+            return "connection refused"
+        case socket.gaierror():
+            return "no such host"
+        case ssl.SSLCertVerificationError():
+            return f"its certificate is not trusted: {problem.verify_message}"
+        case ssl.SSLError():
+            return "no TLS answer; an address without it begins with http://"
+        case HttpError():
+            return str(problem)
     return "connection lost"
 
 

@@ -1,8 +1,8 @@
-"""HTTP/1.1 as far as a load needs it: one request a connection, its answer line by line.
+"""HTTP/1.1 as far as a load needs it: one request a connection, its answer piece by piece.
 
-Python's own streams do: a library would cost more of the client's time for each token than reading
-it does, and what is measured is when a token came. Answers are not compressed, redirections are not
-followed, proxies are not asked.
+h11, on which httpx stands, knows the protocol. What httpx lays above it takes several times as long
+for each piece of an answer as reading it does, and what is measured is when a token came. Answers
+are not unpacked, redirections are not followed, proxies are not asked.
 """
 
 import asyncio
@@ -14,52 +14,57 @@ from dataclasses import dataclass
 from functools import cache
 from urllib.parse import urlsplit
 
+import h11
+
 from kvprof.errors import UsageError
 
-__all__ = ["Address", "Answer", "HttpError", "exchange", "parse_address"]
+__all__ = ["Address", "Answer", "HttpError", "exchange", "parse_address", "speaks_tls"]
 
-_LIMIT = 2**22  # bytes of a line
-_MOST_BODY = 2**26
+_MOST_HEAD = 2**16  # bytes of an answer's status and headers, or of what frames a piece
+_MOST_LINE = 2**20
+_MOST_BODY = 2**22
 _PIECE = 2**16
-_HEADERS = 200
+_NO_HTTP = "no HTTP answer"
+_LOST = "connection lost"
 
 
 class HttpError(Exception):
-    """No answer of HTTP came, or it broke off."""
+    """No answer of HTTP came, or it broke off; in a few words, as an `Outcome` has it."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens.
-
-    Attributes
-    ----------
-    host : str
-    port : int
-    path : str
-        Before every path that is asked for; no slash at its end.
-    tls : bool
-    """
+    """Where a server listens."""
 
     host: str
     port: int
-    path: str = ""
+    path: str = ""  # before every path that is asked for; no slash at its end
     tls: bool = False
+
+    def request(self, method: str, path: str, headers: Mapping[str, str]) -> h11.Request:
+        """Return the head of a request; ValueError or h11's error for what no head can hold."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        own = {
+            "Host": f"{host}:{self.port}",
+            "Connection": "close",
+            "Accept-Encoding": "identity",
+        }
+        return h11.Request(
+            method=method, target=self.path + path, headers=list((own | dict(headers)).items())
+        )
 
 
 def parse_address(url: str) -> Address:
-    """Read ``http://127.0.0.1:8000``, with or without ``/v1`` at its end.
-
-    Raises
-    ------
-    UsageError
-        When it is no such address, or holds a user or a key, which would enter records.
-    """
+    """Read ``http://127.0.0.1:8000/v1``; refuse users and keys, which would enter records."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
+        tls = parts.scheme == "https"
         port = parts.port
-        (parts.hostname or "").encode("idna")  # a name that cannot be looked up
-    except ValueError:
+        host = (parts.hostname or "").encode("idna").decode()  # else a name nobody can look up
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        address = Address(host, (443 if tls else 80) if port is None else port, path, tls)
+        address.request("GET", "/", {})
+    except (ValueError, h11.LocalProtocolError):
         # Without what stands before an @, or behind the path, which may be a key.
         shown = re.split(r"[?#]", url.rpartition("@")[2])[0][:60]
         raise UsageError(f"--url {shown} is no address; write http://127.0.0.1:8000") from None
@@ -67,83 +72,70 @@ def parse_address(url: str) -> Address:
         raise UsageError(
             "--url takes an address alone; a key belongs into an environment variable (--key-env)"
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not host:
         raise UsageError(f"--url {url[:60]}: write http://127.0.0.1:8000 or https://…")
     if port == 0:
         raise UsageError(
             f"--url {url[:60]}: no server listens at port 0; write http://127.0.0.1:8000"
         )
-    tls = parts.scheme == "https"
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    return Address(parts.hostname, port or (443 if tls else 80), path, tls)
+    return address
 
 
-@dataclass
 class Answer:
-    """The beginning of an answer, and what reads the rest of it."""
+    """An answer whose head has come, and what reads the rest of it."""
 
     status: int
-    headers: dict[str, str]
-    _reader: asyncio.StreamReader
+
+    def __init__(self, protocol: h11.Connection, reader: asyncio.StreamReader) -> None:
+        self._protocol = protocol
+        self._reader = reader
+
+    async def _next(self) -> object:
+        while (event := self._protocol.next_event()) is h11.NEED_DATA:
+            self._protocol.receive_data(await self._reader.read(_PIECE))
+        return event
+
+    async def begin(self) -> None:
+        """Read the head; answers of 1xx before it say nothing."""
+        try:
+            while not isinstance(event := await self._next(), h11.Response):
+                pass
+        except h11.RemoteProtocolError as wrong:
+            began, ended = self._protocol.trailing_data
+            cut = ended and b"HTTP/".startswith(began[:5])
+            raise HttpError(_LOST if cut else _NO_HTTP) from wrong
+        except OSError as wrong:
+            raise HttpError(_LOST) from wrong
+        self.status = event.status_code
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it comes; HttpError where it breaks off."""
+        try:
+            while isinstance(event := await self._next(), h11.Data):
+                yield event.data
+        except (h11.RemoteProtocolError, OSError) as wrong:
+            raise HttpError(_LOST) from wrong
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the body's lines as they come, without their ends.
-
-        Raises
-        ------
-        HttpError
-            When it breaks off.
-        """
+        """Yield the body's lines as they come, without their ends; HttpError as `pieces`."""
         rest = b""
-        async for piece in self._pieces():
+        async for piece in self.pieces():
             *whole, rest = (rest + piece).split(b"\n")
             for line in whole:
                 yield line.rstrip(b"\r")
-            if len(rest) > _LIMIT:
-                raise HttpError("a line has no end")
+            if len(rest) > _MOST_LINE:
+                raise HttpError(_LOST)
         if rest:
             yield rest
 
     async def body(self) -> bytes:
-        """Return the whole body.
-
-        Raises
-        ------
-        HttpError
-            When it breaks off or is too long.
-        """
+        """Return the whole body; HttpError where it breaks off, or is longer than any of use."""
         found = bytearray()
-        async for piece in self._pieces():
+        async for piece in self.pieces():
             found += piece
             if len(found) > _MOST_BODY:
-                raise HttpError("the answer is too long")
+                raise HttpError("too long an answer")
         return bytes(found)
-
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        reader = self._reader
-        try:
-            if self.headers.get("transfer-encoding", "").lower() == "chunked":
-                while size := int((await reader.readline()).split(b";")[0], 16):
-                    if size < 0:
-                        raise HttpError("the connection was lost")
-                    while size:  # in pieces: a server may announce more than fits into memory
-                        piece = await reader.readexactly(min(size, _PIECE))
-                        size -= len(piece)
-                        yield piece
-                    await reader.readexactly(2)
-            elif (length := self.headers.get("content-length")) is not None:
-                left = int(length)
-                while left > 0:
-                    piece = await reader.read(min(left, _PIECE))
-                    if not piece:
-                        raise HttpError("the connection was lost")
-                    left -= len(piece)
-                    yield piece
-            else:
-                while piece := await reader.read(_PIECE):
-                    yield piece
-        except (ValueError, EOFError, OSError) as wrong:
-            raise HttpError("the connection was lost") from wrong
 
 
 @asynccontextmanager
@@ -155,36 +147,19 @@ async def exchange(
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Answer]:
-    """Send a request on a connection of its own, and yield the answer's beginning.
-
-    Raises
-    ------
-    OSError
-        When no connection can be made.
-    HttpError
-        When something else than HTTP answers, or nothing.
-    """
+    """Send a request on a connection of its own; OSError without one, HttpError without HTTP."""
     context = _tls() if address.tls else None
-    reader, writer = await asyncio.open_connection(
-        address.host, address.port, ssl=context, limit=_LIMIT
-    )
+    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
     try:
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        given = {
-            "Host": f"{host}:{address.port}",
-            "Connection": "close",
-            "Accept-Encoding": "identity",
-            "Content-Length": str(len(body)),
-            **(headers or {}),
-        }
-        head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
-        writer.write(f"{method} {address.path}{path} HTTP/1.1\r\n{head}\r\n".encode())
-        writer.write(body)
-        try:
+        protocol = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_HEAD)
+        head = address.request(method, path, {**(headers or {}), "Content-Length": str(len(body))})
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            writer.write(protocol.send(event) or b"")
+        with suppress(ConnectionError):  # who reads no more may still have said why
             await writer.drain()
-            yield await _begun(reader)
-        except (ConnectionError, EOFError) as wrong:
-            raise HttpError("the connection was lost") from wrong
+        answer = Answer(protocol, reader)
+        await answer.begin()
+        yield answer
     finally:
         # Not `close`: it would wait for a server that reads no more to take what is left to send.
         writer.transport.abort()
@@ -192,24 +167,21 @@ async def exchange(
             await writer.wait_closed()
 
 
+async def speaks_tls(address: Address) -> bool:
+    """Whether a port that was asked without TLS speaks it, whoever certifies it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        _, writer = await asyncio.open_connection(
+            address.host, address.port, ssl=context, ssl_handshake_timeout=5.0
+        )
+    except OSError:
+        return False
+    writer.transport.abort()
+    return True
+
+
 @cache
 def _tls() -> ssl.SSLContext:
     """Return what certificates are checked against: reading them takes tens of milliseconds."""
     return ssl.create_default_context()
-
-
-async def _begun(reader: asyncio.StreamReader) -> Answer:
-    try:
-        words = (await reader.readline()).split(None, 2)
-        if len(words) < 2 or not words[0].startswith(b"HTTP/1."):
-            raise HttpError("no HTTP answer" if words else "the connection was lost")
-        headers: dict[str, str] = {}
-        for _ in range(_HEADERS):
-            line = await reader.readline()
-            if line in (b"\r\n", b"\n", b""):
-                return Answer(int(words[1]), headers, reader)
-            name, _, value = line.decode("latin-1").partition(":")
-            headers[name.strip().lower()] = value.strip()
-    except ValueError as wrong:
-        raise HttpError("no HTTP answer") from wrong
-    raise HttpError("no HTTP answer")

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import shutil
+import ssl
+import subprocess
 import time
 from contextlib import suppress
 
@@ -142,13 +145,13 @@ def test_a_key_is_sent_and_enters_nothing():
     assert "s3cret" not in json.dumps([vars(one.request), one.failure])
 
 
-def answered(body, head=b"Connection: close", request=ONE, **options):
+def answered(body, head=b"Connection: close", start=b"HTTP/1.1 200 OK", request=ONE, **options):
     """Send a request to a server that answers these bytes, whatever it is asked."""
 
     async def ask():
         async def answer(reader, writer):
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + body)
+            writer.write(start + b"\r\n" + head + b"\r\n\r\n" + body)
             with suppress(ConnectionError):
                 await writer.drain()
             writer.close()
@@ -202,6 +205,60 @@ def test_what_nests_too_deep_is_a_damaged_answer():
     assert (one.failure, len(one.tokens)) == ("damaged answer", 1)
     assert models == (None, None)
     assert answered(deep)[1] == (None, None)
+
+
+def test_answers_before_the_answer_say_nothing():
+    before = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    one, models = answered(piece() * 11 + piece("x", "length"), start=before + b"HTTP/1.1 200 OK")
+    assert (one.failure, len(one.tokens)) == (None, 12)
+    assert models == (None, None)
+
+
+@pytest.mark.parametrize("head", [b"A: " + b"a" * 2**22, b"\r\n".join([b"A: " + b"a" * 999] * 999)])
+def test_heads_without_end_are_no_answer(head):
+    one, _ = answered(piece(), head)
+    assert one.failure not in (None, "timeout")
+    assert not one.tokens
+
+
+def test_more_than_a_list_of_models_has_is_not_read():
+    assert answered(b'{"data": [{"id": "m"}]}' + b" " * 2**23)[1] == (None, None)
+
+
+def test_what_is_wrong_about_tls_is_named(tmp_path):
+    """A certificate of nobody's, a port that speaks TLS asked without it, and the other way."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    pem = tmp_path / "own.pem"
+    new = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost")
+    made = [openssl, *new, "-keyout", pem, "-out", tmp_path / "cert.pem"]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", pem)
+
+    async def ask(of_server, of_client):
+        async def answer(reader, writer):
+            await reader.readline()
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=of_server)
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1], tls=of_client)
+        client = Client([address], "fake")
+        said = await client.status()
+        with pytest.raises(FailedError) as refused:
+            await client.find_dialect()
+        server.close()
+        return said, str(refused.value)
+
+    for of_server, of_client, word in (
+        (context, True, "certificate"),
+        (context, False, "https://"),
+        (None, True, "http://"),
+    ):
+        for said in asyncio.run(ask(of_server, of_client)):
+            assert word in said
 
 
 def test_a_page_is_no_event_stream():
@@ -258,7 +315,8 @@ def test_addresses_as_people_write_them(url, address):
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://x", "http://", "http://x:port", "http://me:pw@x", "http://x?key=sk-1"]
+    "url",
+    ["ftp://x", "http://", "http://x:port", "http://me:pw@x", "http://x?key=sk-1", "http://x/\xe4"],
 )
 def test_other_addresses_are_refused_without_their_secrets(url):
     with pytest.raises(UsageError) as refused:
