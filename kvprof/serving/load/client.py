@@ -13,9 +13,10 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from kvprof.errors import FailedError
 from kvprof.serving.load.http import Address, Answer, HttpError, exchange, speaks_tls
@@ -124,7 +125,8 @@ class Client:
                 self.dialect = Dialect(ids, to_the_end, counted)
                 status, said, usage = await self._probed(probe)
                 if status == 200:
-                    if not ids and (read := (usage or {}).get("prompt_tokens")):
+                    read = (usage and usage.prompt_tokens) or 0
+                    if not ids and 2 * read >= probe.prompt:  # no word is less than half a token
                         self.dialect = replace(self.dialect, tokens_per_word=read / probe.prompt)
                     if not usage and counted:
                         self.dialect = replace(self.dialect, counted=False)
@@ -135,7 +137,7 @@ class Client:
                 break
         raise FailedError(f"the server answers no completion: {said}")
 
-    async def _probed(self, probe: Request) -> tuple[int, str, dict[str, Any] | None]:
+    async def _probed(self, probe: Request) -> "tuple[int, str, _Usage | None]":
         """Ask for one short completion; return its status, what went wrong, and the usage."""
         body = self.body(probe, Prompts())
         try:
@@ -147,9 +149,9 @@ class Client:
             ):
                 if answer.status != 200:
                     return answer.status, f"HTTP {answer.status}", None
-                reader = _Tokens(self.dialect, probe.output)
+                reader = _Tokens(probe.output)
                 await reader.read(answer)
-                said = reader.failure or ("no token came" if not reader.times else "")
+                said = reader.failure or ("" if reader.times()[0] else "no token came")
                 return (500 if said else 200), said, reader.usage
         except TimeoutError:
             return 0, "timeout", None
@@ -180,7 +182,7 @@ class Client:
     ) -> Outcome:
         """Send a request now, and return what became of it, by the clock that began at `start`."""
         sent = time.perf_counter() - start
-        reader = _Tokens(self.dialect, request.output, start)
+        reader = _Tokens(request.output, start)
         failure = None
         try:
             async with (
@@ -198,12 +200,12 @@ class Client:
             failure = "timeout"
         except (OSError, HttpError) as wrong:
             failure = _lost(wrong)
-        times = reader.all_times()
+        times, uneven = reader.times()
         # Where pieces are counted in place of tokens, nobody knows whether some are missing.
         all_counted = self.dialect.to_the_end and self.dialect.counted
         if failure is None and (not times or (all_counted and len(times) < request.output)):
             failure = "ended early"
-        return Outcome(request, sent, times, failure)
+        return Outcome(request, sent, times, failure, uneven)
 
     async def models(self) -> tuple[str | None, int | None]:
         """Return the first server's model and how many tokens a request may have, as it tells."""
@@ -274,6 +276,29 @@ def _lost(problem: Exception) -> str:
     return "connection lost"
 
 
+_Count = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+
+
+class _Usage(BaseModel):
+    """What a server counted."""
+
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+
+
+class _Choice(BaseModel):
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Piece(BaseModel):
+    """An event of a stream, as far as it is read."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
 #: What lines of an event stream begin with beside ``data:``.
 _EVENT_LINES = (b":", b"event:", b"id:", b"retry:")
 
@@ -281,16 +306,16 @@ _EVENT_LINES = (b":", b"event:", b"id:", b"retry:")
 class _Tokens:
     """Reads a stream of pieces and keeps when each token came.
 
-    A server that says to have written more tokens than were asked for is not believed: a time is
-    kept for each of them.
+    A piece is a token unless the server counts. A server that says to have written more tokens than
+    were asked for is not believed: a time is kept for each of them.
     """
 
-    def __init__(self, dialect: Dialect, most: int, start: float = 0.0) -> None:
-        self._counted = dialect.counted
+    def __init__(self, most: int, start: float = 0.0) -> None:
         self._most = most
         self._start = start
-        self.times: list[float] = []
-        self.usage: dict[str, Any] | None = None
+        self._pieces: list[float] = []  # each as one token
+        self._counted: list[float] | None = []  # as the server counts, while it does of every piece
+        self.usage: _Usage | None = None
         self.failure: str | None = None
 
     async def read(self, answer: Answer) -> None:
@@ -307,49 +332,49 @@ class _Tokens:
                 ended = True
                 break
             try:
-                piece = json.loads(text)
-            except (ValueError, RecursionError):
+                piece = _Piece.model_validate_json(text)
+            except ValidationError:
                 self.failure = "damaged answer"
                 return
-            if not isinstance(piece, dict) or "error" in piece:
+            if piece.error:
                 self.failure = "server error"
                 return
             ended = self._take(piece, now) or ended
             # A piece may be empty; so many more than tokens asked for are a stream without end.
-            if self._counted_tokens() > self._most or len(self.times) > 2 * self._most + _SPARE:
+            if max(self._total(), len(self._pieces) // 2 - _SPARE) > self._most:
                 self.failure = "more tokens than asked for"
                 return
         if not ended:
-            self.failure = "no event stream" if strange and not self.times else "connection lost"
+            came = self._pieces or self._counted
+            self.failure = "no event stream" if strange and not came else "connection lost"
 
-    def _take(self, piece: dict[str, Any], now: float) -> bool:
+    def _take(self, piece: _Piece, now: float) -> bool:
         """Count the tokens of a piece; return whether it is the last with tokens."""
-        usage = piece.get("usage")
-        if isinstance(usage, dict):
-            self.usage = usage
-        choices = piece.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices else None
-        if not isinstance(choice, dict):
+        self.usage = piece.usage or self.usage
+        if not piece.choices:
             return False
-        reason = choice.get("finish_reason")
-        written = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if self._counted and type(written) is int:
-            # Some servers count in the last piece alone, when each one before counted as one.
-            self.times += [now] * (min(written, self._most) - len(self.times))
-        elif choice.get("text") or reason is None:
-            self.times.append(now)
+        text, reason = piece.choices[0].text, piece.choices[0].finish_reason
+        written = piece.usage.completion_tokens if piece.usage is not None else None
+        # Before the first text nothing was written; later a token may be a part of a character.
+        if text or (self._pieces and not reason):
+            self._pieces.append(now)
+            if not written:
+                self._counted = None
+        if written and self._counted is not None:
+            self._counted += [now] * (min(written, self._most) - len(self._counted))
         if reason in ("abort", "error"):
             self.failure = "aborted"
-        return reason is not None
+        return bool(reason)
 
-    def _counted_tokens(self) -> int:
+    def _total(self) -> int:
         """Return how many tokens the server says that it wrote; 0 where it does not say."""
-        total = (self.usage or {}).get("completion_tokens")
-        return total if type(total) is int else 0
+        return (self.usage and self.usage.completion_tokens) or 0
 
-    def all_times(self) -> tuple[float, ...]:
-        """Return a time for each token: at least as many as the server counted."""
-        total, pieces = min(self._counted_tokens(), self._most), len(self.times)
-        if not pieces or total <= pieces:
-            return tuple(self.times)
-        return tuple(self.times[token * pieces // total] for token in range(total))
+    def times(self) -> tuple[tuple[float, ...], bool]:
+        """Return a time for each token, and whether the server counted other ones than came."""
+        known = self._counted or self._pieces
+        came, total = len(known), min(self._total(), self._most)
+        if not came or total in (0, came):
+            return tuple(known), False
+        # Spread over all pieces, of which each holds several, or some hold none.
+        return tuple(known[(2 * n + 1) * came // (2 * total)] for n in range(total)), True

@@ -56,9 +56,12 @@ class Outcome:
     failure : str or None
         Why it did not end, in a few words without its text: ``timeout``, ``connection lost``,
         ``no event stream``, ``HTTP 503``; None where all of its tokens came.
+    uneven : bool
+        Whether the server counted other tokens than pieces came: their times are spread over these.
     """
 
     request: Request
     sent: float
     tokens: Sequence[float] = ()
     failure: str | None = None
+    uneven: bool = False

@@ -298,7 +298,7 @@ class _Sweep:
         except KvprofError as problem:
             self._problems.append(problem)
             said = str(problem).removeprefix(f"{method}: ")
-            self._emit(Warned(self._journal.now(), f"{method}{_GIVEN_UP}{said}"))
+            self._warn(f"{method}{_GIVEN_UP}{said}")
             return False
         finally:
             target.close()
@@ -323,7 +323,7 @@ class _Sweep:
         )
         self._emit(event)
         for said in opened.warnings:
-            self._emit(Warned(now, said))
+            self._warn(said)
         if opened.longest is not None:
             who = opened.bound or f"{target.method}'s server takes at most {opened.longest:,}"
             self._options.lengths.refuse_over(opened.longest, who)
@@ -373,6 +373,11 @@ class _Sweep:
             kinds = ", ".join([*row["failures"], *["shed by the server"] * bool(row["shed"])])
             raise FailedError(f"{case}: every request failed ({kinds})")
         self._tell_client(row)
+        if uneven := sum(one.uneven for one in watch.outcomes):
+            self._warn(
+                f"{case}: the server counted other tokens than pieces of {uneven:,} answers came: "
+                "the times of their tokens are spread over the pieces"
+            )
         return True
 
     def _judge(self, case: str) -> dict[str, Any]:
@@ -387,22 +392,19 @@ class _Sweep:
         if late is None:
             how, late = "at most by", lateness["most"]
         if late is not None and first is not None and late > max(_LATE_SECONDS, _LATE * first):
-            self._emit(
-                Warned(
-                    self._journal.now(),
-                    f"{row['case']}: the client sent requests late, {how} {late * 1e3:.0f} ms: "
-                    "times count from when they should have been sent",
-                )
+            self._warn(
+                f"{row['case']}: the client sent requests late, {how} {late * 1e3:.0f} ms: "
+                "times count from when they should have been sent"
             )
         busy = row["client_busy_share"]
         if busy is not None and busy > _BUSY:
-            self._emit(
-                Warned(
-                    self._journal.now(),
-                    f"{row['case']}: the client was busy {busy:.0%} of the time: tokens may have "
-                    "waited for it, and what that adds to times is not told apart",
-                )
+            self._warn(
+                f"{row['case']}: the client was busy {busy:.0%} of the time: tokens may have "
+                "waited for it, and what that adds to times is not told apart"
             )
+
+    def _warn(self, said: str) -> None:
+        self._emit(Warned(self._journal.now(), said))
 
     def _emit(self, event: Event) -> None:
         if isinstance(event, Warned):

@@ -58,47 +58,22 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a load as a whole.
-
-    Attributes
-    ----------
-    reason : str or None
-        Why it is not complete.
-    engine : dict of float
-        See `kvprof.records.events.LoadRateFinished`.
-    gone : bool
-        Whether the target answers no more.
-    client_busy_share : float or None
-        See `kvprof.records.events.LoadRateFinished`.
-    """
+    """What became of a load as a whole; see `kvprof.records.events.LoadRateFinished`."""
 
     reason: str | None = None
     engine: dict[str, float] = field(default_factory=dict)
-    gone: bool = False
+    gone: bool = False  # whether the target answers no more
     client_busy_share: float | None = None
 
 
 class LoadTarget(Protocol):
-    """What serves the requests of one method.
-
-    Attributes
-    ----------
-    method : str
-    waits_for : str
-        What opening it takes time for, in a few words.
-    """
+    """What serves the requests of one method."""
 
     method: str
-    waits_for: str
+    waits_for: str  # what opening it takes time for, in a few words
 
     def open(self, stop: Callable[[], bool]) -> Opened:
-        """Start it, and wait until it is ready.
-
-        Raises
-        ------
-        KvprofError
-            When it cannot be.
-        """
+        """Start it, and wait until it is ready; KvprofError when it cannot be."""
 
     def alone(self, request: Request) -> float | str:
         """Serve one request by itself; return its seconds, or how it fails."""
@@ -111,21 +86,9 @@ class LoadTarget(Protocol):
 
 
 class ServedTarget:
-    """A method behind an OpenAI-compatible server.
+    """A method behind OpenAI-compatible servers, over which requests are spread as `router` says.
 
-    Parameters
-    ----------
-    server : Server
-    model : str or None
-        As the server calls it; None asks it.
-    key : str or None
-        Of the server.
-    timeout : float
-        Seconds of a request.
-    ready : float
-        Seconds that a server may take to be ready.
-    router : str
-        Of `ROUTERS`: how the client spreads requests over several addresses.
+    Without `model` the server is asked how it calls it. It may take `ready` seconds to be ready.
     """
 
     waits_for = "waiting for its server"
@@ -150,13 +113,7 @@ class ServedTarget:
         self._client: Client | None = None
 
     def open(self, stop: Callable[[], bool]) -> Opened:
-        """Start the server, wait until it answers, and find out what it takes.
-
-        Raises
-        ------
-        KvprofError
-            When it ends, does not answer in time, or answers no completion.
-        """
+        """Start the server, wait until it answers, and find out what it takes."""
         self._server.start()
         return asyncio.run(self._opened(stop))
 

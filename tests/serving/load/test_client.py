@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -180,9 +181,40 @@ def test_tokens_that_the_last_piece_counts_are_not_counted_twice(last):
     assert (one.failure, len(one.tokens)) == (None, 12)
 
 
+@pytest.mark.parametrize("opening", [piece(""), piece(None), piece("", ""), piece("", None, 0)])
+@pytest.mark.parametrize("counted", [False, True])
+def test_nothing_before_the_first_text_is_a_token(opening, counted):
+    said = [piece("x", "length" if n == 12 else "", n if counted else None) for n in range(1, 13)]
+    (one, _) = answered(opening + b"".join(said))
+    assert (one.failure, len(one.tokens), one.uneven) == (None, 12, False)
+    # A reason without text is no end, and no end is told.
+    (one, _) = answered(opening + b"".join(said[:11]))
+    assert one.failure == "connection lost"
+    (one, _) = answered(opening + b"".join(said[:11]) + b"data: [DONE]\n\n")
+    assert one.failure == "ended early"
+
+
+@pytest.mark.parametrize(("pieces", "total"), [(4, 12), (12, 12), (13, 12), (6, 4)])
+def test_the_server_s_count_is_spread_over_the_pieces(pieces, total):
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": %d}, "error": null}\n\n' % total
+    more = usage + b"data: [DONE]\n\n"
+    (one, _) = answered(piece() * pieces + more, request=replace(ONE, output=total))
+    assert (one.failure, len(one.tokens), one.uneven) == (None, total, pieces != total)
+    assert len(set(one.tokens)) <= min(pieces, total)
+    assert list(one.tokens) == sorted(one.tokens)
+
+
+@pytest.mark.parametrize("count", ["NaN", '"12"', "[12]", "1e-300", "12.5", "-1", "1" + "0" * 400])
+@pytest.mark.parametrize("which", ["completion_tokens", "prompt_tokens"])
+def test_what_is_no_count_of_tokens_damages_its_answer_alone(count, which):
+    usage = b'data: {"choices": [], "usage": {"%s": %s}}\n\n' % (which.encode(), count.encode())
+    (one, _) = answered(piece() * 12 + usage)
+    assert (one.failure, len(one.tokens)) == ("damaged answer", 12)
+
+
 @pytest.mark.parametrize("reason", [None, "length"])
 def test_a_server_that_claims_more_tokens_than_asked_for_is_not_believed(reason):
-    (one, _) = answered(piece() + piece("x", reason, 10**12))
+    (one, _) = answered(piece() + piece("x", reason, 10**9))
     assert one.failure == "more tokens than asked for"
     assert len(one.tokens) <= ONE.output
 
