@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Annotated, Any
 
 import numpy as np
@@ -31,6 +32,8 @@ _PROBE = Request(0, 0.0, 64, 4)
 _PROBE_SECONDS = 120.0
 _SPARE = 16  # pieces
 _BAD_REQUEST = 400
+#: No answer, and what a server answers to whom, or when, it answers nothing.
+_WHATEVER_IS_ASKED = (0, 401, 403, 429, 503)
 _TLS = "the port speaks TLS; write https://"
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 
@@ -44,7 +47,7 @@ class Dialect:
     ids : bool
         Prompts as token ids; else as words.
     to_the_end : bool
-        ``ignore_eos`` and ``min_tokens``: every answer is as long as asked for.
+        ``ignore_eos``: every answer is as long as asked for.
     counted : bool
         Each piece of an answer says how many tokens were written so far.
     tokens_per_word : float
@@ -120,20 +123,17 @@ class Client:
     async def find_dialect(self, longest: int | None = None) -> Dialect:
         """Ask the first server what it takes, from all to the least, and keep that."""
         said, probe = "", _probe(longest)
-        for ids in (True, False):
-            for to_the_end, counted in ((True, True), (True, False), (False, True), (False, False)):
-                self.dialect = Dialect(ids, to_the_end, counted)
-                status, said, usage = await self._probed(probe)
-                if status == 200:
-                    read = (usage and usage.prompt_tokens) or 0
-                    if not ids and 2 * read >= probe.prompt:  # no word is less than half a token
-                        self.dialect = replace(self.dialect, tokens_per_word=read / probe.prompt)
-                    if not usage and counted:
-                        self.dialect = replace(self.dialect, counted=False)
-                    return self.dialect
-                if status not in (400, 422):
-                    break
-            if status not in (400, 422):
+        for ids, to_the_end, counted in product((True, False), repeat=3):
+            self.dialect = Dialect(ids, to_the_end, counted)
+            status, said, usage = await self._probed(probe)
+            if status == 200:
+                read = (usage and usage.prompt_tokens) or 0
+                if not ids and 2 * read >= probe.prompt:  # no word is less than half a token
+                    self.dialect = replace(self.dialect, tokens_per_word=read / probe.prompt)
+                if not usage and counted:
+                    self.dialect = replace(self.dialect, counted=False)
+                return self.dialect
+            if status in _WHATEVER_IS_ASKED:
                 break
         raise FailedError(f"the server answers no completion: {said}")
 
@@ -172,7 +172,7 @@ class Client:
             "stream": True,
         }
         if dialect.to_the_end:
-            asked |= {"ignore_eos": True, "min_tokens": request.output}
+            asked["ignore_eos"] = True
         if dialect.counted:
             asked["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         return json.dumps(asked, separators=(",", ":")).encode()

@@ -26,6 +26,7 @@ class Behaviour:
     takes_ids: bool = True
     takes_ignore_eos: bool = True
     takes_counts: bool = True
+    refusal: int = 400  # the status of an answer to what it does not take
     marks: bool = True
     pieces: int = 1  # tokens in a piece
     longest: int | None = 100_000
@@ -129,7 +130,10 @@ class FakeServer:
             or ("stream_options" in asked and not behaviour.takes_counts)
         )
         if refused:
-            return self._plain(writer, 400, {"error": "unknown field"})
+            if behaviour.refusal != 200:
+                return self._plain(writer, behaviour.refusal, {"error": "unknown field"})
+            event = b'data: {"error": {"message": "unknown field"}}\n\n'
+            return self._write(writer, 200, "text/event-stream", event)
         ids = len(asked["prompt"]) if isinstance(asked["prompt"], list) else 0
         if behaviour.longest is not None and ids + asked["max_tokens"] > behaviour.longest:
             return self._plain(writer, 400, {"error": "too long"})

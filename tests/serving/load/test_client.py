@@ -50,8 +50,8 @@ def test_each_token_has_its_time(pieces):
     assert len(set(one.tokens)) == 12 // pieces
     assert one.tokens[-1] - one.sent >= 0.04  # no sooner than the server writes
     sent = server.bodies[-1]
-    assert (len(sent["prompt"]), sent["max_tokens"], sent["min_tokens"]) == (100, 12, 12)
-    assert sent["ignore_eos"] is True
+    assert (len(sent["prompt"]), sent["max_tokens"], sent["ignore_eos"]) == (100, 12, True)
+    assert "min_tokens" not in sent  # some servers refuse it, and it adds nothing
 
 
 def test_a_server_that_takes_less_is_asked_for_less():
@@ -74,6 +74,26 @@ def test_a_server_that_takes_less_is_asked_for_less():
     with FakeServer(Behaviour(takes_ids=False)) as server:
         found = asyncio.run(find(server))
     assert found.tokens_per_word == pytest.approx(2.0)  # as the server counts words
+
+
+@pytest.mark.parametrize("refusal", [400, 404, 422, 500, 200])
+def test_whatever_a_server_says_to_what_it_does_not_take_it_is_asked_for_less(refusal):
+    """With 200 an event tells of an error."""
+
+    async def find(server):
+        return await client_of(server).find_dialect()
+
+    for lacking, expected in (
+        ({"takes_ids": False}, (False, True, True)),
+        ({"takes_ignore_eos": False}, (True, False, True)),
+        ({"takes_counts": False}, (True, True, False)),
+    ):
+        with FakeServer(Behaviour(refusal=refusal, **lacking)) as server:
+            found = asyncio.run(find(server))
+        assert (found.ids, found.to_the_end, found.counted) == expected
+    with FakeServer(Behaviour(fails={1: "503"})) as server, pytest.raises(FailedError):
+        asyncio.run(find(server))
+    assert len(server.bodies) == 1  # who is busy takes no less for that
 
 
 @pytest.mark.parametrize("longest", [2, 3, 12, 40, 67, 68, None])
