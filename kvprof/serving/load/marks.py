@@ -30,6 +30,7 @@ _COUNTERS = {
     "prefill": ("vllm:request_prefill_time_seconds_sum",),
     "decode": ("vllm:request_decode_time_seconds_sum",),
 }
+_ENGINES = (b"vllm:", b"sglang:")
 _CONFIG = b"vllm:cache_config_info"
 
 
@@ -62,17 +63,13 @@ def parse_marks(text: bytes) -> Marks | None:
 
     Several lines of a name (one for each engine behind a router) are added; of the cache's use
     their mean is taken.
-
-    Parameters
-    ----------
-    text : bytes
     """
     values: dict[bytes, list[float]] = {}
     tokens: list[int] = []
     pages: list[int] = []
     nbytes: list[int] = []
     for line in text.splitlines():
-        if line.startswith(b"#") or len(line) > _LONGEST:
+        if not line.startswith(_ENGINES) or len(line) > _LONGEST:
             continue
         if (found := _LINE.fullmatch(line)) is None:
             continue

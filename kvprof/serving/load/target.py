@@ -29,6 +29,7 @@ _OTHER_FILES = 256
 _REFUSED = 10  # in a row: nobody is there any more
 _LOST = ("connection refused", "connection lost")
 _BROKEN = "HTTP 500"  # of a server whose engine has gone, before it goes itself
+_MARKS_SECONDS = 2.0
 _ENDS = 5.0  # seconds that it may take for that
 
 
@@ -358,9 +359,15 @@ class _Running:
             await asyncio.sleep(every)
 
     async def _marks(self) -> Marks | None:
-        texts = await asyncio.gather(
-            *(self._client.fetch("/metrics", n) for n in range(len(self._in_flight)))
+        """Read what the engines say on a loop of its own: reading it takes no token's time."""
+        return await asyncio.to_thread(asyncio.run, self._read_marks())
+
+    async def _read_marks(self) -> Marks | None:
+        fetched = (
+            self._client.fetch("/metrics", number, timeout=_MARKS_SECONDS)
+            for number in range(len(self._in_flight))
         )
+        texts = await asyncio.gather(*fetched)
         return added([parse_marks(text) if text else None for text in texts])
 
     def _now(self) -> float:

@@ -21,8 +21,10 @@ from kvprof.records.events import (
 )
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
+from kvprof.serving.load import target as load_target
 from kvprof.serving.load.http import parse_address
 from kvprof.serving.load.lengths import load_lengths
+from kvprof.serving.load.marks import parse_marks
 from kvprof.serving.load.requests import Outcome
 from kvprof.serving.load.server import (
     EngineSettings,
@@ -321,6 +323,18 @@ def test_a_server_without_marks_is_measured_and_that_is_said():
     one = result["data"]["rates"][0]
     assert (one["parts"], one["cache_share"], one["preemptions"]) == (None, None, None)
     assert one["in_flight"] is not None
+
+
+def test_reading_marks_takes_no_token_s_time(monkeypatch):
+    def slowly(text):
+        time.sleep(0.5)
+        return parse_marks(text)
+
+    monkeypatch.setattr(load_target, "parse_marks", slowly)
+    with FakeServer(Behaviour(slots=4, token_seconds=0.02)) as server:
+        _, _, events = sweep([quick(server)], ONE_BY_ONE)
+    assert max(event.longest for event in events if isinstance(event, LoadRequest)) < 0.4
+    assert result_of(events)["data"]["rates"][0]["running"] is not None
 
 
 @pytest.mark.parametrize(
