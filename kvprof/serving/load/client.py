@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from kvprof.errors import FailedError
 from kvprof.serving.load.http import Address, Answer, HttpError, exchange, speaks_tls
-from kvprof.serving.load.requests import BLOCK, Outcome, Request
+from kvprof.serving.load.requests import Outcome, Request
 from kvprof.sizes import MOST
 
 __all__ = ["Client", "Dialect", "Prompts"]
@@ -81,7 +81,7 @@ class Prompts:
         """Return `request.prompt` token ids."""
         pieces: list[Any] = []
         if request.blocks:
-            pieces = [self._drawn(1, block, BLOCK) for block in request.blocks]
+            pieces = [self._drawn(1, block, request.block) for block in request.blocks]
         elif request.session is not None and request.prefix:
             pieces = [self._drawn(2, request.session, request.prefix)]
         length = sum(map(len, pieces))

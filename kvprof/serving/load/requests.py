@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BLOCK", "Outcome", "Request"]
-
-#: Tokens of one of a request's `blocks`, as in Mooncake's traces.
-BLOCK = 512
+__all__ = ["Outcome", "Request"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +25,10 @@ class Request:
     session : int or None
         Requests of one session begin alike.
     blocks : tuple of int
-        Where it is known in more detail what begins alike: a number for each `BLOCK` tokens of the
+        Where it is known in more detail what begins alike: a number for each `block` tokens of the
         prompt, which stands for these and all before them. Two prompts are equal as far as their
         blocks are; `prefix` is then what at least one other has as well.
+    block : int
     """
 
     number: int
@@ -40,6 +38,7 @@ class Request:
     prefix: int = 0
     session: int | None = None
     blocks: tuple[int, ...] = ()
+    block: int = 512
 
 
 @dataclass(frozen=True)

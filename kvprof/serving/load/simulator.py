@@ -18,7 +18,7 @@ from kvprof.serving.load.replica import (
     StepLog,
     TokenTimes,
 )
-from kvprof.serving.load.requests import BLOCK, Outcome, Request
+from kvprof.serving.load.requests import Outcome, Request
 from kvprof.serving.load.step_records import SHIPPED, ModelSteps
 from kvprof.serving.load.step_times import StepTimes
 from kvprof.serving.load.target import Opened, Ran, Watch
@@ -258,9 +258,11 @@ def _shared(request: Request, settings: EngineSettings) -> Held:
     if not settings.prefix_caching or not request.prefix:
         return Held()
     if request.blocks:
-        count = min(request.prefix // BLOCK, len(request.blocks))
-        ends = [(index + 1) * BLOCK // size for index in range(count)]
-        return Held(request.blocks[:count], ends)
+        count = min(request.prefix // request.block, len(request.blocks))
+        # Of blocks that end in one page the last one stands for all of them.
+        ends = {(n + 1) * request.block // size: request.blocks[n] for n in range(count)}
+        ends.pop(0, None)
+        return Held(list(ends.values()), list(ends))
     if request.session is None:
         return Held()
     count = min(request.prefix, request.prompt) // size

@@ -6,8 +6,9 @@
   answer to it count, as in vLLM's benchmark. Lengths are the model's tokenizer's; the text goes no
   further.
 - Mooncake (arXiv 2407.00079, FAST 2025): JSON Lines of ``timestamp`` (milliseconds),
-  ``input_length``, ``output_length`` and ``hash_ids``, one for every 512 tokens of the prompt; an
-  id stands for its block and all before it.
+  ``input_length``, ``output_length`` and ``hash_ids``, one for every 512 tokens of the prompt, or
+  whatever power of two fits all lines (others write 16); an id stands for its block and all before
+  it.
 - Azure's LLM inference traces (2023, 2024): CSV with ``TIMESTAMP,ContextTokens,GeneratedTokens``.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.serving.load.requests import BLOCK, Request
+from kvprof.serving.load.requests import Request
 from kvprof.sizes import MOST
 
 __all__ = ["RecordedTrace", "read_trace_file"]
@@ -29,6 +30,8 @@ __all__ = ["RecordedTrace", "read_trace_file"]
 Count = Callable[[str], int]
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+#: Tokens of a block: Mooncake's, which files of short prompts alone are taken to have, and others'.
+_BLOCKS = [512, *(2**n for n in range(13) if n != 9)]
 _ASKED = ("human", "user")
 _ANSWERED = ("gpt", "assistant", "chatgpt", "bard", "bing")
 _ANSWERS = ("completion", "output", "response")
@@ -40,26 +43,13 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class RecordedTrace:
-    """Requests of a file.
+    """Requests of a file."""
 
-    Attributes
-    ----------
-    name : str
-        The file's, without its folders.
-    format : str
-        ``sharegpt``, ``mooncake`` or ``azure``.
-    requests : tuple of Request
-        By time where the file has times, else in its order at time 0; times begin at 0.
-    timed : bool
-    skipped : int
-        Entries without a question and its answer, or of no tokens.
-    """
-
-    name: str
-    format: str
-    requests: tuple[Request, ...]
+    name: str  # without its folders
+    format: str  # sharegpt, mooncake or azure
+    requests: tuple[Request, ...]  # by time, from 0; without times in the file's order
     timed: bool
-    skipped: int = 0
+    skipped: int = 0  # entries without a question and its answer, or of no tokens
 
 
 def read_trace_file(path: Path, count: Count | None = None) -> RecordedTrace:
@@ -116,6 +106,7 @@ def _is_azure(text: str) -> bool:
 
 def _mooncake(path: Path, text: str) -> RecordedTrace:
     found = []
+    sizes = _BLOCKS
     for number, entry in _lines(path, text):
         where = f"{path} line {number}"
         stamp = entry.get("timestamp", 0)
@@ -126,8 +117,17 @@ def _mooncake(path: Path, text: str) -> RecordedTrace:
             raise _damaged(where, "hash_ids", ids, "a list of whole numbers")
         prompt = _tokens(where, "input_length", entry.get("input_length"))
         output = _tokens(where, "output_length", entry.get("output_length"))
-        found.append((stamp / 1000, prompt, output, tuple(ids[: -(-prompt // BLOCK)])))
-    return _timed(path, "mooncake", found)
+        found.append((stamp / 1000, prompt, output, tuple(ids)))
+        if ids:  # of a block that is not full some write an id, some none
+            fitting = [n for n in sizes if len(ids) in (prompt // n, -(-prompt // n))]
+            if not fitting:
+                raise FailedError(
+                    f"{where}: {len(ids):,} hash_ids for an input_length of {prompt:,} are no "
+                    f"blocks of {sizes[0]} tokens{', as before' if len(sizes) == 1 else ''}, nor "
+                    "of another power of two"
+                )
+            sizes = fitting
+    return _timed(path, "mooncake", found, sizes[0])
 
 
 def _azure(path: Path, text: str) -> RecordedTrace:
@@ -175,7 +175,7 @@ def _moment(where: str, stamp: str) -> float:
 
 
 def _timed(
-    path: Path, form: str, found: Sequence[tuple[float, int, int, tuple[int, ...]]]
+    path: Path, form: str, found: Sequence[tuple[float, int, int, tuple[int, ...]]], block: int = 1
 ) -> RecordedTrace:
     """Return requests by time; those of no tokens are counted as skipped."""
     whole = sorted((one for one in found if one[1] and one[2]), key=lambda one: one[0])
@@ -183,7 +183,7 @@ def _timed(
         raise FailedError(f"{path} holds no request of at least one token each way")
     begin = whole[0][0]
     requests = [
-        Request(number, stamp - begin, prompt, output, blocks=blocks)
+        Request(number, stamp - begin, prompt, output, blocks=blocks, block=block)
         for number, (stamp, prompt, output, blocks) in enumerate(whole)
     ]
     return RecordedTrace(
@@ -203,7 +203,11 @@ def _with_prefixes(requests: list[Request]) -> list[Request]:
         while shared < len(request.blocks) and seen[request.blocks[shared]] > 1:
             shared += 1
         found.append(
-            replace(request, prefix=min(shared * BLOCK, request.prompt), session=request.blocks[0])
+            replace(
+                request,
+                prefix=min(shared * request.block, request.prompt),
+                session=request.blocks[0],
+            )
             if shared
             else request
         )

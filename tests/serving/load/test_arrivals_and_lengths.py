@@ -1,6 +1,7 @@
 """Loads: arrivals at a rate, lengths from wherever, and what a damaged file is answered with."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -83,6 +84,26 @@ def test_mooncake_tells_times_lengths_and_what_begins_alike(mooncake):
     assert (one.session, two.session, three.session, alone.session) == (1, 1, 1, None)
     assert three.blocks == (1, 2, 9, 10)
     assert two.blocks == (1, 2, 3)
+
+
+@pytest.mark.parametrize("block", [16, 64, 512, 1024])
+@pytest.mark.parametrize("rounded", [math.ceil, math.floor])
+def test_blocks_have_the_size_that_fits_every_line(tmp_path, block, rounded):
+    path = tmp_path / "trace.jsonl"
+
+    def write(*lines):
+        entry = '{{"timestamp": 0, "input_length": {}, "output_length": 9, "hash_ids": {}}}\n'
+        path.write_text("".join(entry.format(*line) for line in lines))
+
+    ids = [list(range(rounded(prompt / block))) for prompt in (4200, 8000)]
+    write((4200, ids[0]), (8000, ids[1]))
+    for one in read_trace_file(path).requests:
+        assert (one.block, one.prefix) == (block, min(len(ids[0]) * block, one.prompt))
+    write((4200, ids[0]), (8000, ids[0]))
+    with pytest.raises(FailedError) as told:
+        read_trace_file(path)
+    assert "line 2" in str(told.value)
+    assert "8,000" in str(told.value)
 
 
 def test_a_file_that_is_too_short_begins_again_with_other_prompts(mooncake):

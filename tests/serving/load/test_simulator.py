@@ -5,7 +5,7 @@ import pytest
 
 from kvprof.errors import UsageError
 from kvprof.serving.load.replica import EngineSettings
-from kvprof.serving.load.requests import BLOCK, Request
+from kvprof.serving.load.requests import Request
 from kvprof.serving.load.simulator import TOO_LONG, SimulationStoppedError, simulate
 from kvprof.serving.load.step_times import StepTimes
 from tests.serving.load.naive import NaiveEngine
@@ -177,12 +177,13 @@ def test_a_request_that_fits_into_no_cache_is_said_to_have_failed():
 def test_blocks_of_a_trace_are_found_as_far_as_they_are_equal():
     times = times_of(0.0, 0.0)
     prompts = [(1, 2, 3), (1, 2, 4), (5, 2, 3)]
-    requests = [
-        Request(number, 10.0 * number, 3 * BLOCK + 7, 4, prefix=3 * BLOCK, blocks=blocks)
-        for number, blocks in enumerate(prompts)
-    ]
     settings = EngineSettings(10_000, 16, 8, 8192)
-    assert simulate(requests, settings, times).totals.found == 2 * BLOCK
+    for block in (512, 16, 8):  # 8: a page of both blocks that all have
+        requests = [
+            Request(number, 10.0 * number, 3 * block + 7, 4, 3 * block, None, blocks, block)
+            for number, blocks in enumerate(prompts)
+        ]
+        assert simulate(requests, settings, times).totals.found == 2 * block
     off = EngineSettings(10_000, 16, 8, 8192, prefix_caching=False)
     assert simulate(requests, off, times).totals.found == 0
 
