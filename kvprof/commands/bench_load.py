@@ -54,6 +54,7 @@ _ARRIVALS = "poisson"
 _REQUESTS = 200
 _TIMEOUT = 600.0
 _MOST_REQUESTS = 10_000_000
+_MOST_SECONDS = 1e9
 _MOST_ENGINES = 10_000
 _TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)")
 _LIMITS = {
@@ -377,7 +378,7 @@ def _objective(text: str | None) -> dict[str, float]:
                 raise UsageError(f"--slo share={value}: a share lies above 0, and at most at 1")
             continue
         match = _TIME.fullmatch(value.strip())
-        if name not in _LIMITS or match is None or float(match[1]) <= 0:
+        if name not in _LIMITS or match is None or not 0 < float(match[1]) < _MOST_SECONDS:
             raise UsageError(
                 f"--slo: {piece.strip()[:40]!r} is no limit; write ttft=2s,tbt=50ms,latency=100ms, "
                 "and share=0.9 for how many must keep it"

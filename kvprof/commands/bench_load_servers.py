@@ -370,4 +370,6 @@ def _key(variable: str | None) -> str | None:
         return None
     if not (key := os.environ.get(variable, "").strip()):
         raise UsageError(f"--key-env {variable}: there is no such variable, or it is empty")
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"--key-env {variable}: what it holds fits no header of HTTP")
     return key

@@ -162,8 +162,12 @@ def _refuse_port_in_use(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as problem:
-            if problem.errno == errno.EADDRINUSE:
-                raise UsageError(
-                    f"--port {port}: another program listens there; take another port"
-                ) from None
+        except (OSError, TypeError, ValueError) as problem:  # the latter for what is no name
+            if isinstance(problem, OSError) and problem.errno == errno.EADDRINUSE:
+                said = f"--port {port}: another program listens there; take another port"
+            else:
+                said = (
+                    f"--host {host[:60]!r}, --port {port}: nothing can listen there; 127.0.0.1 is "
+                    "this machine's own address"
+                )
+            raise UsageError(said) from None

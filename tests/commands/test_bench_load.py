@@ -88,6 +88,7 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--slo", "ttft=2x"], "'ttft=2x' is no limit"),
         (["--load", "--slo", "tbt=50"], "'tbt=50' is no limit"),  # seconds or milliseconds?
         (["--load", "--slo", "share=0.9"], "names no limit"),
+        (["--load", "--slo", f"ttft={400 * '9'}s"], "--slo: 'ttft=999"),
         (["--load", "--slo", "ttft=1s,share=2"], "share=2"),
         (["--load", "--slo", "ttft=1s,ttft=2s"], "--slo names ttft twice"),
         (["--load", "--simulate", "--replicas", "1000000000"], "no load has more than 10,000"),
@@ -342,6 +343,21 @@ def test_a_shapes_servers_have_random_weights_and_no_tokenizer(
             monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
             assert "VLLM_CPU_KVCACHE_SPACE" not in server._environment(0)
     assert not Path(model.folder).exists()
+
+
+@pytest.mark.parametrize("host", ["no name", 70 * "a", "\udcff", "192.0.2.1"])
+def test_a_host_at_which_nothing_can_listen_is_refused(host: str) -> None:
+    done = kvprof("serve", "reference", "--plan", "x.plan", "--host", host)
+    assert done.code == ExitCode.USAGE
+    assert "--host" in done.error
+
+
+@pytest.mark.parametrize("key", ["a\r\nX: b", "caf\xe9", "a\x7fb"])
+def test_a_key_that_fits_no_header_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("LOAD_KEY", key)
+    done = kvprof("bench", "--load", "--url", "http://127.0.0.1:9", "--key-env", "LOAD_KEY")
+    assert done.code == ExitCode.USAGE
+    assert "LOAD_KEY" in done.error
 
 
 def test_a_port_in_use_is_refused_before_anything_is_read() -> None:

@@ -47,19 +47,7 @@ class Lengths:
     default: bool = False
 
     def refuse_over(self, longest: int, why: str) -> None:
-        """Refuse lengths of which some are more than fit, before anything is sent.
-
-        Parameters
-        ----------
-        longest : int
-            Tokens that a request may have, prompt and output.
-        why : str
-            Who says so, with the number: ``the model has 2,048 positions``.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse more tokens of a request than fit, as `why` says: ``it has 2,048 positions``."""
         if self.longest <= longest:
             return
         output = max(1, min(_SHORT, longest // 8))
