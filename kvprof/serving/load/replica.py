@@ -12,7 +12,6 @@ one piece of work however many steps it has, and the time of any of its tokens a
 """
 
 from array import array
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ __all__ = [
 
 #: How requests are spread over replicas: in turn, or to where the least waits and runs.
 ROUTES = ("shortest-queue", "round-robin")
+_TOGETHER = 1024  # requests whose tokens' times are computed at once
 
 
 @dataclass(frozen=True)
@@ -115,41 +115,26 @@ class StepLog:
         self.pages.append(replica.pool.total - replica.pool.free)
         self.preemptions.append(replica.preemptions)
 
-    def end_of(self, step: int) -> float:
-        """Return when a step ended, in seconds."""
-        at = bisect_right(self.first, step) - 1
-        j = step - self.first[at]
-        return self.start[at] + (j + 1) * self.base[at] + self.slope[at] * (j * (j + 1) / 2)
-
-    def ends_of(self, first: int, last: int) -> NDArray[np.float64]:
-        """Return when the steps from `first` to `last` ended, both included; shape ``[steps]``."""
-        low, high = bisect_right(self.first, first) - 1, bisect_right(self.first, last)
-        firsts = np.array(self.first[low:high])
-        steps = np.arange(first, last + 1)
+    def ends_of(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return when steps ended."""
+        firsts = np.array(self.first)
         at = np.searchsorted(firsts, steps, side="right") - 1
         j = steps - firsts[at]
-        start, base, slope = (
-            np.array(column[low:high])[at] for column in (self.start, self.base, self.slope)
-        )
+        start, base, slope = (np.array(own)[at] for own in (self.start, self.base, self.slope))
         found: NDArray[np.float64] = start + (j + 1) * base + slope * (j * (j + 1) / 2)
         return found
 
 
 class TokenTimes(Sequence[float]):
-    """When each token of a request came, in seconds: read from the log of its replica's steps.
+    """When each token of a request came, in seconds."""
 
-    A request writes a token in every step from its first one on, with a gap where it was preempted.
-    """
+    __slots__ = ("_times",)
 
-    __slots__ = ("_length", "_log", "_ranges", "_read")
-
-    def __init__(self, log: StepLog, ranges: Sequence[tuple[int, int]]) -> None:
-        self._log, self._ranges = log, ranges
-        self._read: NDArray[np.float64] | None = None
-        self._length = sum(last - first + 1 for first, last in ranges)
+    def __init__(self, times: NDArray[np.float64]) -> None:
+        self._times = times
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._times)
 
     @overload
     def __getitem__(self, index: int) -> float: ...
@@ -157,28 +142,11 @@ class TokenTimes(Sequence[float]):
     def __getitem__(self, index: slice) -> Sequence[float]: ...
     def __getitem__(self, index: int | slice) -> float | Sequence[float]:
         if isinstance(index, slice):
-            return [float(time) for time in self.array()[index]]
-        token = index + self._length if index < 0 else index
-        if not 0 <= token < self._length:
-            raise IndexError(f"token {index} of {self._length}")
-        for first, last in self._ranges:
-            if token <= last - first:
-                return self._log.end_of(first + token)
-            token -= last - first + 1
-        raise AssertionError("the ranges hold as many tokens as the length says")
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(self.array().tolist())
+            return TokenTimes(self._times[index])
+        return float(self._times[index])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return self.array().astype(dtype or np.float64, copy=False)
-
-    def array(self) -> NDArray[np.float64]:
-        """Return all of them, and keep them; shape ``[tokens]``."""
-        if self._read is None:
-            pieces = [self._log.ends_of(first, last) for first, last in self._ranges]
-            self._read = np.concatenate(pieces) if pieces else np.empty(0)
-        return self._read
+        return self._times.astype(dtype or np.float64, copy=bool(copy))
 
 
 class LiveRequest:
@@ -246,6 +214,17 @@ class Replica:
         self._residues = [0] * settings.block_size  # of `base`, of those that decode
         self._finishing: list[tuple[int, int, LiveRequest]] = []
         self.computed = self.found = self.again = self.kept = self.preemptions = 0
+
+    def token_times(self, lives: Sequence["LiveRequest"]) -> Iterator[TokenTimes]:
+        """Yield those of requests that have ended.
+
+        Each writes a token in every step from its first one on, with a gap where it was preempted.
+        """
+        for begin in range(0, len(lives), _TOGETHER):
+            own = [live.ranges for live in lives[begin : begin + _TOGETHER]]
+            steps = [np.arange(a, b + 1) for ranges in own for a, b in ranges]
+            ends = np.cumsum([sum(b - a + 1 for a, b in ranges) for ranges in own])
+            yield from map(TokenTimes, np.split(self.log.ends_of(np.concatenate(steps)), ends[:-1]))
 
     # --- What arrives.
 

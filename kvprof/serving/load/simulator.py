@@ -16,7 +16,6 @@ from kvprof.serving.load.replica import (
     LiveRequest,
     Replica,
     StepLog,
-    TokenTimes,
 )
 from kvprof.serving.load.requests import Outcome, Request
 from kvprof.serving.load.step_records import SHIPPED, ModelSteps
@@ -194,10 +193,15 @@ def simulate(
         if stop():
             raise SimulationStoppedError
         replica.run_until(inf)
+    own = (
+        replica.token_times([one[0] for one in lives if one is not None and one[1] == number])
+        for number, replica in enumerate(replicas)
+    )
+    times_of = list(own)
     outcomes = [
         Outcome(request, request.arrival, (), TOO_LONG)
         if entry is None
-        else Outcome(request, request.arrival, TokenTimes(replicas[entry[1]].log, entry[0].ranges))
+        else Outcome(request, request.arrival, next(times_of[entry[1]]))
         for request, entry in zip(requests, lives, strict=True)
     ]
     totals = Totals(

@@ -481,6 +481,7 @@ def _started(events: Sequence[Event]) -> LoadRateStarted:
 _MOST_SPANS = 200  # stretches of a case
 _GAPS = 5  # median times between tokens that a stretch lasts at least
 _LEAST_TOKENS = 3
+_MOMENT = 1e-6  # seconds within which a prompt is read at once
 
 _Floats = NDArray[np.float64]
 
@@ -492,32 +493,28 @@ def longest_gap(outcome: Outcome) -> float | None:
 
 
 def spans_of(outcomes: Sequence[Outcome], engines: int = 1) -> list[dict[str, float]]:
-    """Return stretches of equal length from the first token to the last arrival.
+    """Return stretches from the first token to the last arrival, as `LoadRateFinished` has them.
 
-    Parameters
-    ----------
-    outcomes : sequence of Outcome
-        Of one rate; those that failed count as far as they came.
-    engines : int
-        That share the requests: a step is one engine's, and holds what it holds, in the mean.
-
-    Returns
-    -------
-    list of dict
-        As `kvprof.records.events.LoadRateFinished` has them. A request decodes from its first
-        token to its last, and holds its prompt and what it wrote so far. Nobody outside the engine
-        sees when a prompt is read: each is taken as read evenly from when it was sent, or the first
-        token before its own where that is later, to its first token.
+    Requests that failed count as far as they came; of several engines a step is one's, the mean. A
+    request decodes from its first token to its last, and holds its prompt and what it wrote so far.
+    Nobody outside the engine sees when a prompt is read: each is taken as read evenly from when it
+    was sent, or the first token before its own where that is later, to its first token.
     """
     decoding = [one for one in outcomes if len(one.tokens) > 1]
     if not decoding:
         return []
-    times = np.concatenate([np.asarray(one.tokens[1:]) for one in decoding])
-    gaps = np.concatenate([np.diff(np.asarray(one.tokens)) for one in decoding])
-    begin = min(one.tokens[0] for one in decoding)
+    written = [np.asarray(one.tokens) for one in decoding]
+    counts = np.array([len(one) for one in written])
+    tokens = np.concatenate(written)
+    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    first, last = tokens[starts], tokens[starts + counts - 1]
+    later = np.ones(len(tokens), dtype=bool)
+    later[starts] = False
+    times, gaps = tokens[later], np.diff(tokens, prepend=0.0)[later]
+    begin = float(first.min())
     end = max(one.request.arrival for one in outcomes)
     if end <= begin:
-        end = max(one.tokens[-1] for one in decoding)
+        end = float(last.max())
     width = max((end - begin) / _MOST_SPANS, _GAPS * float(np.median(gaps)))
     count = int((end - begin) / width)
     if count < 1 or width <= 0:
@@ -525,55 +522,46 @@ def spans_of(outcomes: Sequence[Outcome], engines: int = 1) -> list[dict[str, fl
     edges: _Floats = (begin + width * np.arange(count + 1)).astype(np.float64)
     span = np.floor((times - begin) / width).astype(np.int64)
     inside = (span >= 0) & (span < count)
-    tokens = np.bincount(span[inside], minlength=count)
-    between = np.bincount(span[inside], gaps[inside], minlength=count) / np.maximum(tokens, 1)
-    batch, context = _held(decoding, edges)
+    came = np.bincount(span[inside], minlength=count)
+    between = np.bincount(span[inside], gaps[inside], minlength=count) / np.maximum(came, 1)
+    one, prompts = np.ones(len(decoding)), np.array([one.request.prompt for one in decoding])
+    batch = _since(edges, first, one) - _since(edges, last, one)
+    context = _since(edges, first, prompts) + _since(edges, tokens, np.ones(len(tokens)))
+    context -= _since(edges, last, prompts + counts)
     read = _read([one for one in outcomes if one.tokens], edges)
     return [
         {
             "at": float(edges[n] + width / 2),
-            "tokens": float(tokens[n]),
+            "tokens": float(came[n]),
             "between": float(between[n]),
-            "batch": float(batch[n] / engines),
-            "context": float(context[n] / engines),
+            "batch": float(batch[n] / width / engines),
+            "context": float(context[n] / width / engines),
             "prefill": float(read[n] * between[n] / width / engines),
         }
         for n in range(count)
-        if tokens[n] >= _LEAST_TOKENS
+        if came[n] >= _LEAST_TOKENS
     ]
 
 
-def _overlap(edges: _Floats, first: float, last: float) -> _Floats:
-    """Seconds of each stretch that lie between two times."""
-    inside: _Floats = np.minimum(edges[1:], last) - np.maximum(edges[:-1], first)
-    return np.maximum(inside, 0.0)
-
-
-def _held(decoding: Sequence[Outcome], edges: _Floats) -> tuple[_Floats, _Floats]:
-    """Return the mean number of requests that decode, and of the tokens that they hold together."""
-    width = edges[1] - edges[0]
-    batch, context = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
-    middles = edges[:-1] + width / 2
-    for one in decoding:
-        share = _overlap(edges, one.tokens[0], one.tokens[-1]) / width
-        written = np.searchsorted(np.asarray(one.tokens), middles)
-        batch += share
-        context += share * (one.request.prompt + written)
-    return batch, context
+def _since(edges: _Floats, at: _Floats, weights: _Floats) -> _Floats:
+    """Return the weighted seconds of each stretch that lie after given times, all together."""
+    order = np.argsort(at)
+    before = np.searchsorted(at[order], edges)
+    weight, moment = (
+        np.concatenate(([0.0], np.cumsum(values[order])))[before]
+        for values in (weights, weights * (at - edges[0]))
+    )
+    found: _Floats = np.diff(weight * (edges - edges[0]) - moment)
+    return found
 
 
 def _read(outcomes: Sequence[Outcome], edges: _Floats) -> _Floats:
     """Return the prompt tokens that were read in each stretch."""
-    found = np.zeros(len(edges) - 1)
-    before = 0.0
-    for one in sorted(outcomes, key=lambda outcome: outcome.tokens[0]):
-        first = one.tokens[0]
-        since = min(max(one.sent, before), first)
-        before = max(before, first)
-        if first > since:
-            found += _overlap(edges, since, first) * one.request.prompt / (first - since)
-        else:
-            span = int(np.searchsorted(edges, first)) - 1
-            if 0 <= span < len(found):
-                found[span] += one.request.prompt
-    return found
+    told = [(one.tokens[0], one.sent, float(one.request.prompt)) for one in outcomes]
+    first, sent, prompts = np.array(sorted(told)).T
+    since = np.minimum(np.maximum(sent, np.concatenate(([0.0], first[:-1]))), first)
+    lasts = first - since > _MOMENT
+    found: _Floats = np.histogram(first[~lasts], edges, weights=prompts[~lasts])[0]
+    first, since = first[lasts], since[lasts]
+    weights = prompts[lasts] / (first - since)
+    return found + _since(edges, since, weights) - _since(edges, first, weights)
