@@ -28,7 +28,7 @@ CEILINGS: Measures = {
     "raises": 1092,
     "functions_with_12_parameters": 74,
     "modules_with_one_importer": 95,
-    "test_lines": 59_142,
+    "test_lines": 59_192,
     "test_functions": 2758,
     "tests_of_wording": 810,
     "document_words": 36_094,

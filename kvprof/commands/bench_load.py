@@ -52,6 +52,7 @@ _LENGTHS = "arxiv"
 _RATE = 0.5
 _ARRIVALS = "poisson"
 _REQUESTS = 200
+_SIMULATED_REQUESTS = 20_000
 _TIMEOUT = 600.0
 _MOST_REQUESTS = 10_000_000
 _MOST_SECONDS = 1e9
@@ -296,7 +297,7 @@ def _sweep_options(
         lengths=lengths,
         arrivals=arrivals,
         rates=rates,
-        requests=requests or _REQUESTS,
+        requests=requests or (_SIMULATED_REQUESTS if asked.simulate else _REQUESTS),
         seconds=asked.seconds,
         objective=objective,
         refine=asked.refine or 0,

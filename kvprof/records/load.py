@@ -21,6 +21,7 @@ from kvprof.records.events import (
 from kvprof.records.load_names import baseline_of
 from kvprof.records.load_served import ATTAINED, LOSSY, largest
 from kvprof.records.load_statistics import (
+    LATENCIES,
     Fit,
     Window,
     break_even,
@@ -60,6 +61,8 @@ LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFi
 LOAD_EVENTS = (LoadServer, LoadRateStarted, LoadRequest, LoadSample, LoadRateFinished)
 
 
+#: Intervals of a rate that is not surely served: of nothing that stays the same.
+_UNTOLD = dict.fromkeys(f"{name}_interval" for name in ("mean", *LATENCIES))
 #: Share of the tokens that were asked for below which answers are called short.
 _SHORT = 0.9
 
@@ -193,7 +196,7 @@ class Counted:
         """Whether the queue grows, of the requests that left it served or not at all."""
         arrivals = [one.arrival for one in self.requests if one.failure in _WAITED]
         ends = [one.last or 0.0 for one in self.done]
-        return growth(arrivals, ends, self.window)
+        return growth(arrivals, ends, self.window.settled)
 
     @property
     def latencies(self) -> list[float]:
@@ -243,6 +246,8 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
             failures[one.failure] = failures.get(one.failure, 0) + 1
     limits = {name: objective[name] for name in LIMITS if objective.get(name) is not None}
     attained = [attains(one, limits) for one in counted]
+    backlog = asked.growth
+    steady = backlog["grows"] is False  # else what is asked of so few, or of ever more, has no mean
     sampled = [one for one in case.samples if begin <= one.at <= end]
     finished = case.finished
     late = sorted(one.sent - one.arrival for one in requests)
@@ -270,16 +275,19 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "tokens_per_s": sum(_tokens_within(one, begin, end) for one in requests) / span
         if span > 0
         else None,
-        **asked.growth,
-        "normalised_latency_seconds": summarised(asked.latencies),
-        "ttft_seconds": summarised(asked.first_tokens),
-        "tbt_seconds": summarised(asked.between_tokens),
-        "longest_gap_seconds": summarised(
-            [one.longest for one in served if one.longest is not None]
-        ),
+        **backlog,
+        **{
+            name: summarised(values) | ({} if steady else _UNTOLD)
+            for name, values in (
+                ("normalised_latency_seconds", asked.latencies),
+                ("ttft_seconds", asked.first_tokens),
+                ("tbt_seconds", asked.between_tokens),
+                ("longest_gap_seconds", [o.longest for o in served if o.longest is not None]),
+            )
+        },
         "objective_share": objective.get("share", ATTAINED),
         "attained_share": mean(attained) if limits else None,
-        "attained_share_interval": share_interval(attained) if limits else None,
+        "attained_share_interval": share_interval(attained) if limits and steady else None,
         "goodput_per_s": sum(
             kept and one.arrival < end for kept, one in zip(attained, counted, strict=True)
         )
@@ -294,6 +302,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "in_flight": _level([one.sent for one in sampled]),
         "lateness_seconds": {
             "p50": quantile(late, 0.5) if late else None,
+            "p95": quantile(late, 0.95) if late else None,
             "p99": quantile(late, 0.99) if len(late) >= _HUNDRED else None,
             "most": late[-1] if late else None,
         },

@@ -8,10 +8,12 @@ from kvprof.analysis.stats import binomial_interval
 __all__ = [
     "ATTAINED",
     "LOSSY",
+    "UNJUDGED",
     "fails",
     "is_beyond",
     "is_lossy",
     "is_overloaded",
+    "is_starved",
     "is_unsettled",
     "is_within",
     "largest",
@@ -22,6 +24,10 @@ __all__ = [
 ATTAINED = 0.9
 #: Of requests that failed, from which on those that were served say little of all.
 LOSSY = 0.01
+#: What limits a method of which nobody knows what it serves.
+UNJUDGED = ("unsettled", "client")
+#: Of the mean time between requests: a client of whose requests one in twenty is later is too slow.
+_LATE = 0.05
 
 
 def sheds(row: Mapping[str, Any]) -> bool:
@@ -43,14 +49,20 @@ def fails(row: Mapping[str, Any]) -> bool:
     return binomial_interval(failed / row["requests"], row["requests"])[0] > LOSSY
 
 
+def is_starved(row: Mapping[str, Any]) -> bool:
+    """Whether the client sent so late that what it measured is itself; no verdict of a server."""
+    late: float | None = row.get("lateness_seconds", {}).get("p95")
+    return late is not None and late > _LATE / row["rate"]
+
+
 def is_overloaded(row: Mapping[str, Any]) -> bool:
     """Whether it is too much: the queue grows, or the server sheds requests, or they fail."""
-    return row["grows"] is True or sheds(row) or fails(row)
+    return not is_starved(row) and (row["grows"] is True or sheds(row) or fails(row))
 
 
 def is_unsettled(row: Mapping[str, Any]) -> bool:
-    """Whether so few requests came that the system was still filling: nothing of a served rate."""
-    return row.get("settled", True) is False and row["grows"] is None
+    """Whether nothing is told of a server: the client starved, or the system was still filling."""
+    return is_starved(row) or (row.get("settled", True) is False and row["grows"] is None)
 
 
 def is_within(row: Mapping[str, Any], share: float) -> bool:
@@ -62,7 +74,7 @@ def is_within(row: Mapping[str, Any], share: float) -> bool:
 
 def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
     """Whether a rate surely lies beyond (True) or surely within (False); None where it is open."""
-    if not row["complete"]:
+    if not row["complete"] or is_starved(row):
         return None
     # Of no limit all attain; of too few requests nobody knows how many would.
     low, high = row["attained_share_interval"] or (0.0, 1.0)
@@ -74,6 +86,8 @@ def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
 
 def _why(row: Mapping[str, Any]) -> str:
     """Return why a rate is not within."""
+    if is_starved(row):
+        return "client"
     if row["grows"] is True:
         return "queue"
     if sheds(row) or fails(row):
@@ -123,7 +137,7 @@ def _comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     mine, theirs = own["largest_rate"], other["largest_rate"]
     if not mine or not theirs:
         return False
-    seen, known = (one["limited_by"] not in (None, "unsettled") for one in (own, other))
+    seen, known = (one["limited_by"] not in (None, *UNJUDGED) for one in (own, other))
     return seen == known if mine == theirs else seen if mine < theirs else known
 
 

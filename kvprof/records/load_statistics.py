@@ -4,10 +4,10 @@ Requests that are served together are not independent: intervals come from batch
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +44,7 @@ LEAST = 20
 _EDGE = 0.1  # of the requests at each end: while the queue fills, and while it empties
 _HALF = 0.5
 _GROWTH_BLOCKS = 10
-#: Of the rate: a queue that grows by less is not said to grow.
-_LEAST_GROWTH = 0.02
+_TOLD = 0.02  # of the rate: growth that a rate must exclude to be served for sure
 
 
 def summarised(values: Sequence[float]) -> dict[str, Any]:
@@ -151,25 +150,21 @@ def window_of(arrivals: Sequence[float], ends: Sequence[float | None]) -> Window
     return Window(begin, max(begin, end), settled=filled <= begin)
 
 
-def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> dict[str, Any]:
-    """Tell whether more requests come than are completed: whether the queue grows, or does not.
+def growth(arrivals: Sequence[float], ends: Sequence[float], settled: bool) -> dict[str, Any]:
+    """Tell whether more requests come than are completed, by the slope of the backlog.
 
-    The window is cut into ten. Growth is the rate at which requests arrived, less the mean rate at
-    which they were completed; its interval comes from how much the latter differs from part to
-    part. The queue grows where the whole interval lies above 0, growth is at least a fiftieth of
-    the rate, and the system had filled before: until as many
-    requests are in it as arrive while one is served, their number grows at a rate that is served
-    too. It does not where it came back: where at some arrival in the last third of the window no
-    more requests were in the system than at the median arrival of the first third, and growth is
-    not told from none. Where neither holds it is open: so few requests do not tell a load that is a
-    little too large from one that is nearly. So it is where growth is told and the system came
-    back: many came at the end, who could not have left yet; or where it had not filled.
+    It is that of the second half of the arrivals' time, in ten parts: what the backlog grows by in
+    each is independent of the other parts where it grows for good, and sums to little where it does
+    not, so that Student's t of the ten holds for both. The queue grows where the interval lies
+    above 0 and the system had filled before; else the rate is served. That it is, is sure where
+    growth of a fiftieth of the rate can be excluded; until then it is open.
 
     Parameters
     ----------
     arrivals, ends : sequence of float
         Seconds; a request that failed has no end.
-    window : Window
+    settled : bool
+        Of `window_of`: until the system has filled, its backlog grows at any rate.
 
     Returns
     -------
@@ -177,34 +172,23 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], window: Window) -> 
         ``growth_per_s``, ``growth_per_s_interval`` (None where fewer than 20 requests arrived) and
         ``grows`` (None where that is open).
     """
-    begin, end, settled = window
-    span = end - begin
-    came = sum(begin <= time < end for time in arrivals)
-    nothing = {"growth_per_s": None, "growth_per_s_interval": None, "grows": None}
-    if span <= 0 or came < LEAST:
-        return nothing
-    inside = [time for time in ends if begin <= time < end]
-    counts, _ = np.histogram(inside, _GROWTH_BLOCKS, (begin, end))
-    per_s = counts * _GROWTH_BLOCKS / span
-    bounds = mean_interval(per_s, _GROWTH_BLOCKS)
-    assert bounds is not None  # as many as it takes
-    found = came / span - float(per_s.mean())
-    interval = [came / span - bounds[1], came / span - bounds[0]]
-    above = interval[0] > 0 and found >= _LEAST_GROWTH * came / span
-    back = _came_back(arrivals, ends, begin, end)
-    grows = None if above == back or (above and not settled) else above
-    return {"growth_per_s": found, "growth_per_s_interval": interval, "grows": grows}
-
-
-def _came_back(arrivals: Sequence[float], ends: Sequence[float], begin: float, end: float) -> bool:
-    """Whether the system held as few requests late in the window as it did early."""
     came, left = sorted(arrivals), sorted(ends)
-    held: tuple[list[int], list[int]] = ([], [])
-    for index, time in enumerate(came):
-        third = int(3 * (time - begin) / (end - begin)) if begin <= time < end else 1
-        if third != 1:
-            held[third // 2].append(index + 1 - bisect_right(left, time))
-    return all(held) and min(held[1]) <= median(held[0])
+    begin, end = came[len(came) // 2 :][:1] or [0.0], came[-1:] or [0.0]
+    span, number = end[0] - begin[0], len(came) - len(came) // 2
+    if span <= 0 or number < LEAST:
+        return {"growth_per_s": None, "growth_per_s_interval": None, "grows": None}
+    times = [begin[0] + span * part / _GROWTH_BLOCKS for part in range(_GROWTH_BLOCKS + 1)]
+    backlog = [bisect_left(came, time) - bisect_right(left, time) for time in times]
+    slopes = [(b - a) * _GROWTH_BLOCKS / span for a, b in pairwise(backlog)]
+    bounds = mean_interval(slopes, _GROWTH_BLOCKS)
+    assert bounds is not None  # as many as it takes
+    grows = bounds[0] > 0
+    told = settled if grows else bounds[1] <= _TOLD * number / span
+    return {
+        "growth_per_s": (backlog[-1] - backlog[0]) / span,
+        "growth_per_s_interval": list(bounds),
+        "grows": grows if told else None,
+    }
 
 
 # --- The time between tokens as a line in context, batch and prefill.

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvprof.records.load import BESIDE, LIMITS, is_late
 from kvprof.records.load_names import baseline_of, tps_of
-from kvprof.records.load_served import fails, is_lossy, sheds
+from kvprof.records.load_served import UNJUDGED, fails, is_lossy, is_starved, sheds
 from kvprof.sizes import format_bytes
 from kvprof.views.figure import draw_curves, draw_reference, panel_figure, titled
 from kvprof.views.numbers import (
@@ -37,6 +37,7 @@ _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _WHY = {
     "queue": "the queue grows",
     "unsettled": "so few requests came that the system was still filling (--requests, --seconds)",
+    "client": "the client is too slow to send requests in time",
     "shed": "the server sheds requests",
     "failures": "requests fail",
     "objective": "too few requests are within the objective",
@@ -94,8 +95,8 @@ def _verdict(method: Row, data: Mapping[str, Any]) -> str:
     name = method["method"]
     if not _rows(data, name):
         return f"{name}: nothing was measured"
-    if method["largest_rate"] is None and method["limited_by"] == "unsettled":
-        return f"{name}: no rate can be judged: {_WHY['unsettled']}"
+    if method["largest_rate"] is None and (why := method["limited_by"]) in UNJUDGED:
+        return f"{name}: no rate can be judged: {_WHY[why]}"
     own = _served(method)
     if method["largest_rate"] is not None and method["largest_rate_interval"][0] is None:
         return f"{name} may serve {own}"
@@ -237,6 +238,8 @@ def _scaled(seconds: float | None, factor: float) -> float | None:
 
 
 def _queue(row: Row) -> str:
+    if is_starved(row):
+        return "not judged"
     if row["grows"] is not True and (sheds(row) or fails(row)):
         return "sheds" if sheds(row) else "fails"
     return {True: "grows", False: "steady"}.get(row["grows"], "open")
@@ -474,8 +477,9 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
         "between tokens; means with 95 % intervals by blocks of neighbouring requests",
         "counted are requests that arrived in the window: without the first and last tenth, and "
         "not before the first tenth of the requests has ended",
-        "the queue grows where surely more requests arrive than are completed; it is steady where "
-        "late in the window no more were in the system than early; else that is open",
+        "the queue grows where the slope of the backlog over the second half is surely above 0; it "
+        "is steady where the slope is surely below 2 % of the rate; else that is open, and without "
+        "intervals",
     ]
     if (limits := _limits(data["objective"])) and data["rates"]:
         share = data["rates"][0].get("objective_share")

@@ -58,7 +58,7 @@ def test_a_load_is_simulated_shown_and_compared(tmp_path):
     run = tmp_path / "run"
     done = simulate("--slo", "ttft=1s", "--out", run)
     assert done.code == 0, done.stderr
-    said = "Simulated, with steps of NVIDIA H200 (h200.json): full serves"
+    said = "Simulated, with steps of NVIDIA H200 (h200.json): full may serve"
     assert said in " ".join(done.stdout.split())
     assert "nothing was served" in done.stdout
     assert re.search(r"prefix caching\s+on", done.stdout)
@@ -91,6 +91,15 @@ def test_a_load_is_simulated_shown_and_compared(tmp_path):
     tuned = simulate("--methods", "full", "--engine", options)
     said = "max num seqs 1, max num batched tokens 1024, block size 16, prefix caching off"
     assert said in " ".join(tuned.stdout.split())
+
+
+def test_a_simulated_rate_has_enough_requests_to_be_sure():
+    few = ("--lengths", "in=64,out=2", "--rates", "4", "--methods", "full", "--json", "-")
+    done = simulate(*few, short=())
+    assert done.code == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["inputs"]["requests"] == result["data"]["rates"][0]["answered"] == 20_000
+    assert result["data"]["methods"][0]["largest_rate_interval"] == [4.0, None]
 
 
 def test_replicas_share_the_requests(tmp_path):

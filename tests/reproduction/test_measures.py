@@ -288,13 +288,14 @@ def test_a_largest_rate_that_nothing_bounds_decides_nothing():
     one = Measure("more", cell="load", data="methods[method=fdc].ratio")
 
     def measured(rates, **changes):
-        result = {**result_of(load_stream(rates=rates)), **changes}
+        many = load_stream(rates=rates, requests=4000, lengths="in=2k,out=50", objective={})
+        result = {**result_of(many), **changes}
         return measure_all([one], {"load": result}, {})["more"]
 
-    found = measured((1.0, 2.0, 6.0, 12.0))
-    assert (found.value, found.interval, found.doubt) == (3.0, (1.0, 6.0), None)
-    found = measured((1.0, 2.0, 6.0))
-    assert (found.interval, found.value) == (None, 3.0)
+    found = measured((8.0, 20.0, 48.0))
+    assert (found.value, found.interval, found.doubt) == (2.5, (1.0, 6.0), None)
+    found = measured((8.0, 20.0))
+    assert (found.interval, found.value) == (None, 2.5)
     assert found.doubt == "load: fdc: no measured rate surely lies above its largest"
     assert judge_line(Line("more", "above", (1.0,)), found).holds is None
-    assert "interrupted" in (measured((1.0, 2.0, 6.0, 12.0), complete=False).doubt or "")
+    assert "interrupted" in (measured((8.0, 20.0, 48.0), complete=False).doubt or "")

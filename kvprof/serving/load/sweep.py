@@ -25,7 +25,7 @@ from kvprof.records.load import (
     rate_row,
 )
 from kvprof.records.load_names import load_case
-from kvprof.records.load_served import ATTAINED, is_overloaded, is_unsettled, is_within
+from kvprof.records.load_served import ATTAINED, is_overloaded, is_starved, is_unsettled, is_within
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving
 from kvprof.serving.load.marks import Marks
@@ -37,9 +37,6 @@ __all__ = ["SweepOptions", "cases_of", "longest_gap", "next_rate", "run_sweep", 
 _MOST_RATES = 12  # of auto
 _LEAST_RATES = 4  # downwards, where the first is too much already
 _DIGITS = 2
-#: A client that sends later than this share of the median time to first token is told.
-_LATE = 0.1
-_LATE_SECONDS = 0.005
 _BUSY = 0.7  # of a processor: the client takes tokens one after another
 _GIVEN_UP = " was given up: "
 
@@ -102,7 +99,7 @@ def next_rate(
     measured = [row["rate"] for row in known]
     share = options.objective.get("share", ATTAINED)
     within = [row["rate"] for row in known if is_within(row, share)]
-    grown = [row["rate"] for row in known if is_overloaded(row)]
+    grown = [row["rate"] for row in known if is_overloaded(row) or is_starved(row)]
     if options.rates:
         for rate in options.rates:
             if grown and rate > min(grown):
@@ -387,14 +384,11 @@ class _Sweep:
         return row
 
     def _tell_client(self, row: Mapping[str, Any]) -> None:
-        lateness, first = row["lateness_seconds"], row["ttft_seconds"]["p50"]
-        how, late = "one in a hundred by more than", lateness["p99"]
-        if late is None:
-            how, late = "at most by", lateness["most"]
-        if late is not None and first is not None and late > max(_LATE_SECONDS, _LATE * first):
+        if is_starved(row):
             self._warn(
-                f"{row['case']}: the client sent requests late, {how} {late * 1e3:.0f} ms: "
-                "times count from when they should have been sent"
+                f"{row['case']}: the client is too slow: it sent one request in twenty later than "
+                f"by {row['lateness_seconds']['p95'] * 1e3:.3g} ms, which is more than 5 % of the "
+                "time between two; the rate is not judged"
             )
         busy = row["client_busy_share"]
         if busy is not None and busy > _BUSY:

@@ -23,6 +23,7 @@ _TICK = 0.2  # seconds between two looks at whether to stop
 _WANT_KEY = (401, 403)  # statuses
 _SAMPLES = 200  # of a rate, but no more often than every tick
 _MOMENT = 0.005
+_TIMER = 0.002  # seconds before a request is due from which on a finer timer is taken
 _AHEAD = 16  # requests whose prompts are ready before they are due
 _GRACE = 1.0  # seconds for connections to notice that their server has gone
 _OTHER_FILES = 256
@@ -303,7 +304,10 @@ class _Running:
             left = request.arrival - self._now()
             if left <= 0:
                 return None
-            await asyncio.sleep(min(left, _TICK))
+            if left > _TIMER:
+                await asyncio.sleep(min(left - _TIMER, _TICK))
+            else:  # a loop's own timer is late by up to a millisecond
+                await asyncio.to_thread(time.sleep, left)
 
     def _why_stop(self, stop: Callable[[], bool]) -> str | None:
         if stop():

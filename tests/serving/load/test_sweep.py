@@ -247,6 +247,32 @@ def test_a_server_that_sheds_ends_the_sweep_as_a_queue_does():
     assert (own["largest_rate"], own["limited_by"]) == (1.0, "shed")
 
 
+@pytest.mark.parametrize(("late", "judged"), [(0.04, True), (0.06, False)])
+def test_a_rate_at_which_the_client_is_late_is_not_judged(late, judged):
+    """By more than 5 % of the time between requests, of one in ten: whatever the queue does."""
+
+    class Starving(Simulated):
+        def run(self, requests, watch, stop):
+            self.rates.append(round(len(requests) / requests[-1].arrival, 1))
+            for one in served(requests, *METHODS["full"]):
+                by = late / self.rates[-1] if one.request.number % 10 == 0 else 0.0
+                watch.outcome(replace(one, sent=one.request.arrival + by), 0)
+            return Ran()
+
+    for rate in (1.0, 8.0):
+        target = Starving("full")
+        _, _, events = sweep([target], SweepOptions(LENGTHS, rates=(rate, 2 * rate)))
+        result = result_of(events)
+        (own,) = result["data"]["methods"]
+        assert target.rates == ([1.0, 2.0] if judged and rate == 1 else [rate])
+        if judged:
+            assert own["limited_by"] == (None if rate == 1 else "queue")
+        else:
+            assert (own["largest_rate"], own["limited_by"]) == (None, "client")
+            assert own["largest_rate_interval"] == [None, None]
+        assert any("too slow" in said for said in result["warnings"]) is not judged
+
+
 def test_a_load_of_which_nothing_is_answered_is_given_up():
     class Refusing(Simulated):
         def run(self, requests, watch, stop):
