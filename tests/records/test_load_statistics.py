@@ -36,34 +36,6 @@ def test_what_few_requests_do_not_tell_is_none():
     assert summarised(list(range(100)))["p99"] is not None
 
 
-def test_intervals_widen_for_neighbours_that_are_alike():
-    generator = np.random.default_rng(1)
-    independent = list(generator.normal(10, 1, 400))
-    alike = list(np.repeat(generator.normal(10, 1, 20), 20))
-    widths = [np.ptp(summarised(values)["mean_interval"]) for values in (independent, alike)]
-    assert widths[1] > 3 * widths[0]
-    assert widths[1] == pytest.approx(2 * 1.96 / np.sqrt(20), rel=0.5)
-
-
-def test_the_interval_of_a_mean_holds_the_truth_about_as_often_as_it_says():
-    generator = np.random.default_rng(2)
-    held = 0
-    for _ in range(60):
-        low, high = summarised(list(generator.exponential(1.0, 200)))["mean_interval"]
-        held += low <= 1.0 <= high
-    assert held >= 50
-
-
-@pytest.mark.parametrize(("name", "share", "count"), [("p50", 0.5, 60), ("p95", 0.95, 400)])
-def test_the_interval_of_a_percentile_holds_the_truth_about_as_often(name, share, count):
-    generator = np.random.default_rng(3)
-    truth, held = -np.log(1 - share), 0
-    for _ in range(60):
-        low, high = summarised(list(generator.exponential(1.0, count)))[f"{name}_interval"]
-        held += low <= truth <= high
-    assert held >= 54
-
-
 def test_a_percentile_whose_interval_would_end_beyond_all_requests_has_none():
     found = summarised(list(np.random.default_rng(4).exponential(1.0, 160)))
     assert found["p99"] is not None

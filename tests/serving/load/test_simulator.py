@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from kvprof.errors import UsageError
 from kvprof.serving.load.replica import EngineSettings
 from kvprof.serving.load.requests import Request
 from kvprof.serving.load.simulator import TOO_LONG, SimulationStoppedError, simulate
@@ -245,29 +244,8 @@ def test_the_shortest_queue_waits_less_than_taking_turns():
     assert waits["shortest-queue"] < 0.9 * waits["round-robin"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"pages": 0}, "pages: 0 is less than 1"),
-        ({"max_num_batched_tokens": 10}, "a step of 10 tokens cannot serve 1024 sequences"),
-        ({"route": "random"}, "no route 'random': there are shortest-queue, round-robin"),
-    ],
-)
-def test_settings_that_no_engine_takes_are_refused(wrong, said):
-    with pytest.raises(UsageError, match=said):
-        EngineSettings(**{"pages": 10, **wrong})
-
-
 def test_a_simulation_ends_when_it_is_asked_to():
     requests = [Request(number, float(number), 10, 10) for number in range(10_000)]
     asked = iter((False, False, True))
     with pytest.raises(SimulationStoppedError):
         simulate(requests, EngineSettings(100), CONSTANT, lambda: next(asked))
-
-
-def test_what_cannot_be_simulated_is_said():
-    engine = EngineSettings(10)
-    with pytest.raises(ValueError, match="request 0 writes no token"):
-        simulate([Request(0, 0.0, 5, 0)], engine, CONSTANT)
-    with pytest.raises(ValueError, match="in the order of arrival"):
-        simulate([Request(0, 1.0, 5, 1), Request(1, 0.5, 5, 1)], engine, CONSTANT)
