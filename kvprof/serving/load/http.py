@@ -90,16 +90,12 @@ class Answer:
         self._protocol = protocol
         self._reader = reader
 
-    async def _next(self) -> object:
-        while (event := self._protocol.next_event()) is h11.NEED_DATA:
-            self._protocol.receive_data(await self._reader.read(_PIECE))
-        return event
-
     async def begin(self) -> None:
         """Read the head; answers of 1xx before it say nothing."""
         try:
-            while not isinstance(event := await self._next(), h11.Response):
-                pass
+            while not isinstance(event := self._protocol.next_event(), h11.Response):
+                if event is h11.NEED_DATA:
+                    self._protocol.receive_data(await self._reader.read(_PIECE))
         except h11.RemoteProtocolError as wrong:
             began, ended = self._protocol.trailing_data
             cut = ended and b"HTTP/".startswith(began[:5])
@@ -111,18 +107,22 @@ class Answer:
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the body as it comes; HttpError where it breaks off."""
         try:
-            while isinstance(event := await self._next(), h11.Data):
-                yield event.data
+            while not isinstance(event := self._protocol.next_event(), h11.EndOfMessage):
+                if isinstance(event, h11.Data):
+                    yield event.data
+                else:
+                    self._protocol.receive_data(await self._reader.read(_PIECE))
         except (h11.RemoteProtocolError, OSError) as wrong:
             raise HttpError(_LOST) from wrong
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the body's lines as they come, without their ends; HttpError as `pieces`."""
+        """Yield the body's lines as they come, but for empty ones; HttpError as `pieces`."""
         rest = b""
         async for piece in self.pieces():
             *whole, rest = (rest + piece).split(b"\n")
             for line in whole:
-                yield line.rstrip(b"\r")
+                if line := line.rstrip(b"\r"):
+                    yield line
             if len(rest) > _MOST_LINE:
                 raise HttpError(_LOST)
         if rest:
@@ -153,8 +153,8 @@ async def exchange(
     try:
         protocol = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_HEAD)
         head = address.request(method, path, {**(headers or {}), "Content-Length": str(len(body))})
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-            writer.write(protocol.send(event) or b"")
+        events = (head, h11.Data(data=body), h11.EndOfMessage())
+        writer.write(b"".join(protocol.send(event) or b"" for event in events))  # one packet
         with suppress(ConnectionError):  # who reads no more may still have said why
             await writer.drain()
         answer = Answer(protocol, reader)
