@@ -133,8 +133,8 @@ def test_a_load_is_measured_shown_compared_and_exported(
     run = tmp_path / "run"
     done = load(server, "--slo", "ttft=2s,tbt=1s", "--out", run, "--csv", tmp_path / "a.csv")
     assert done.code == 0, done.stderr
-    # So few requests do not tell whether the queue grows: nothing is claimed.
-    assert re.search(r"served (may serve|serves) (80|160) requests a second", done.stdout)
+    # So few requests do not tell whether the queue grows, and this client may be late.
+    assert re.search(r"served(: no rate can be judged| may serve (80|160) )", done.stdout)
     result = read_result(run / "result.json")
     assert (result["kind"], result["complete"]) == ("load", True)
     assert [row["case"] for row in result["data"]["rates"]] == ["served @ 80/s", "served @ 160/s"]

@@ -151,24 +151,9 @@ def simulate(
     times: StepTimes,
     stop: Callable[[], bool] = lambda: False,
 ) -> Simulated:
-    """Return what becomes of requests.
+    """Return what becomes of requests, which come in the order of arrival.
 
-    Parameters
-    ----------
-    requests : sequence of Request
-        In the order of arrival.
-    settings : EngineSettings
-    times : StepTimes
-        Of one replica's steps.
-    stop : callable
-        Whether to end, asked from time to time.
-
-    Raises
-    ------
-    ValueError
-        When requests do not arrive in order, or one writes no token.
-    SimulationStoppedError
-        When `stop` says so.
+    SimulationStoppedError when `stop`, which is asked from time to time, says so.
     """
     if any(b.arrival < a.arrival for a, b in pairwise(requests)):
         raise ValueError("requests have to be in the order of arrival")

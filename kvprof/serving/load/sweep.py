@@ -99,7 +99,7 @@ def next_rate(
     measured = [row["rate"] for row in known]
     share = options.objective.get("share", ATTAINED)
     within = [row["rate"] for row in known if is_within(row, share)]
-    grown = [row["rate"] for row in known if is_overloaded(row) or is_starved(row)]
+    grown = [row["rate"] for row in known if is_overloaded(row)]
     if options.rates:
         for rate in options.rates:
             if grown and rate > min(grown):
@@ -188,27 +188,10 @@ def run_sweep(
     earlier: Sequence[Event] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[bool, list[KvprofError]]:
-    """Measure every method at every rate; each event is on disk as it happens.
+    """Measure every method at every rate, the baseline first; say if all was, and what went wrong.
 
-    Parameters
-    ----------
-    targets : sequence of LoadTarget
-        The baseline first: its first rate is everyone's where rates are to be found.
-    options : SweepOptions
-    journal : Journal
-        Open, with its run started.
-    stop : callable
-        Whether to end; the rate under way is given up.
-    earlier : sequence of Event
-        Of an interrupted run of the same options: rates that it completed are not measured again,
-        and what it had of others is kept until they are.
-    progress : callable
-        Told in a line what is under way.
-
-    Returns
-    -------
-    (bool, list of KvprofError)
-        Whether everything was measured, and what went wrong.
+    Each event is on disk as it happens. Rates that an `earlier` run of the same options completed
+    are not measured again, and what it had of others is kept until they are.
     """
     return _Sweep(options, journal, stop, progress).run(targets, earlier)
 

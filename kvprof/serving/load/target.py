@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +24,8 @@ _TICK = 0.2  # seconds between two looks at whether to stop
 _WANT_KEY = (401, 403)  # statuses
 _SAMPLES = 200  # of a rate, but no more often than every tick
 _MOMENT = 0.005
-_TIMER = 0.002  # seconds before a request is due from which on a finer timer is taken
+_SWITCH = 0.0005  # seconds that a thread may hold another
+_TIMER = 0.0012  # seconds before a request is due from which on no timer is trusted
 _AHEAD = 16  # requests whose prompts are ready before they are due
 _GRACE = 1.0  # seconds for connections to notice that their server has gone
 _OTHER_FILES = 256
@@ -215,9 +217,13 @@ class ServedTarget:
 
     def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
         """Send requests at their times, each on a connection of its own."""
-        return asyncio.run(
-            _Running(self._opened_client(), self._server, self._router).run(requests, watch, stop)
-        )
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH)  # else threads that write prompts hold tokens for 5 ms
+        try:
+            running = _Running(self._opened_client(), self._server, self._router)
+            return asyncio.run(running.run(requests, watch, stop))
+        finally:
+            sys.setswitchinterval(interval)
 
     def close(self) -> None:
         """Stop the server, where it was started here."""
@@ -302,12 +308,12 @@ class _Running:
             if (reason := self._why_stop(stop)) is not None:
                 return reason
             left = request.arrival - self._now()
-            if left <= 0:
-                return None
             if left > _TIMER:
                 await asyncio.sleep(min(left - _TIMER, _TICK))
-            else:  # a loop's own timer is late by up to a millisecond
-                await asyncio.to_thread(time.sleep, left)
+                continue
+            while self._now() < request.arrival:  # a timer is late by up to a millisecond
+                await asyncio.sleep(0)
+            return None
 
     def _why_stop(self, stop: Callable[[], bool]) -> str | None:
         if stop():
