@@ -320,7 +320,7 @@ class _Tokens:
 
     async def read(self, answer: Answer) -> None:
         """Read until the stream ends."""
-        ended = strange = False
+        ended, strange, events = False, False, 0
         async for line in answer.lines():
             if not line.startswith(b"data:"):
                 cut = b"data:".startswith(line.strip())  # an empty line, or one that was cut off
@@ -339,9 +339,9 @@ class _Tokens:
             if piece.error:
                 self.failure = "server error"
                 return
-            ended = self._take(piece, now) or ended
+            ended, events = self._take(piece, now) or ended, events + 1
             # A piece may be empty; so many more than tokens asked for are a stream without end.
-            if max(self._total(), len(self._pieces) // 2 - _SPARE) > self._most:
+            if max(self._total(), events // 2 - _SPARE) > self._most:
                 self.failure = "more tokens than asked for"
                 return
         if not ended:

@@ -231,8 +231,9 @@ def test_a_server_that_claims_more_tokens_than_asked_for_is_not_believed(reason)
     assert len(one.tokens) <= ONE.output
 
 
-def test_pieces_without_end_are_given_up_though_nobody_counts_them():
-    (one, _) = answered(piece() * 10_000)
+@pytest.mark.parametrize("endless", [piece(), b"data: {}\n\n"])
+def test_pieces_without_end_are_given_up_though_nobody_counts_them(endless):
+    (one, _) = answered(endless * 10_000)
     assert one.failure == "more tokens than asked for"
     assert len(one.tokens) < 100
 
