@@ -474,7 +474,7 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
     notes = [
         "latency per token: from a request's arrival to its last token, over the tokens written "
         "(normalised latency); TTFT: from its arrival to its first token; TBT: its mean time "
-        "between tokens; means with 95 % intervals by blocks of neighbouring requests",
+        "between tokens; means with 95 % intervals by batches of neighbouring requests",
         "counted are requests that arrived in the window: without the first and last tenth, and "
         "not before the first tenth of the requests has ended",
         "the queue grows where the slope of the backlog over the second half is surely above 0; it "
