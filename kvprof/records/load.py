@@ -170,26 +170,14 @@ class LoadFold:
 
 @dataclass(frozen=True)
 class Counted:
-    """The requests of a rate, and those of them that count; of a rate under way, as far as it is.
-
-    Attributes
-    ----------
-    window : Window
-        The time that counts, see `window_of`.
-    requests, done : list of LoadRequest
-        All that ended, by number, and those that had all of their tokens.
-    shed : list of LoadRequest
-        Those that the server did not take (`SHED`).
-    counted, served : list of LoadRequest
-        The same of those that arrived in the window.
-    """
+    """The requests of a rate, as far as it is, and those of them that count."""
 
     window: Window
-    requests: list[LoadRequest]
-    done: list[LoadRequest]
-    shed: list[LoadRequest]
-    counted: list[LoadRequest]
-    served: list[LoadRequest]
+    requests: list[LoadRequest]  # all that ended, by number
+    done: list[LoadRequest]  # those that had all of their tokens
+    shed: list[LoadRequest]  # those that the server did not take
+    counted: list[LoadRequest]  # those that arrived in the window
+    served: list[LoadRequest]  # of these, those that had all of their tokens
 
     @property
     def growth(self) -> dict[str, Any]:
@@ -197,6 +185,17 @@ class Counted:
         arrivals = [one.arrival for one in self.requests if one.failure in _WAITED]
         ends = [one.last or 0.0 for one in self.done]
         return growth(arrivals, ends, self.window.settled)
+
+    @property
+    def lateness(self) -> dict[str, float | None]:
+        """How much later than its arrival a request was sent, in seconds."""
+        late = [one.sent - one.arrival for one in self.requests]
+        return {
+            "p50": quantile(late, 0.5) if late else None,
+            "p95": quantile(late, 0.95) if late else None,
+            "p99": quantile(late, 0.99) if len(late) >= _HUNDRED else None,
+            "most": max(late, default=None),
+        }
 
     @property
     def latencies(self) -> list[float]:
@@ -250,7 +249,6 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
     steady = backlog["grows"] is False  # else what is asked of so few, or of ever more, has no mean
     sampled = [one for one in case.samples if begin <= one.at <= end]
     finished = case.finished
-    late = sorted(one.sent - one.arrival for one in requests)
     return {
         "case": case.started.case,
         "method": case.started.method,
@@ -300,12 +298,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
         "running": _level([one.running for one in sampled]),
         "waiting": _level([one.waiting for one in sampled]),
         "in_flight": _level([one.sent for one in sampled]),
-        "lateness_seconds": {
-            "p50": quantile(late, 0.5) if late else None,
-            "p95": quantile(late, 0.95) if late else None,
-            "p99": quantile(late, 0.99) if len(late) >= _HUNDRED else None,
-            "most": late[-1] if late else None,
-        },
+        "lateness_seconds": asked.lateness,
         "parts": None if finished is None else _parts(finished.engine, requests),
         "client_busy_share": None if finished is None else finished.client_busy_share,
         "servers": _by_server(requests),

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvprof.records.cases import mean
 from kvprof.records.load import LoadCase, attains, counted_of
-from kvprof.records.load_served import fails, sheds
+from kvprof.records.load_served import fails, is_starved, sheds
 from kvprof.views.numbers import number
 
 __all__ = ["SAMPLED", "RateBrief", "binned", "brief_from_row", "brief_of", "by_rate", "rate_words"]
@@ -29,7 +29,7 @@ class RateBrief:
     attained : float or None
         Share of requests within the objective; None without one.
     grows : bool or None
-        Whether the queue does; None where too few requests tell.
+        Whether the queue does; None where too few requests tell, or the client was too slow.
     sheds, fails : bool
         Whether the server turns requests away, and whether they fail: more than may be lost.
     ended, failed, shed : int
@@ -67,6 +67,8 @@ def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:
     failed = len(requests) - len(done) - shed
     limits = {name: limit for name, limit in objective.items() if name != "share"}
     grows = asked.growth["grows"] if finished is not None else None
+    if is_starved({"lateness_seconds": asked.lateness, "rate": started.rate}):
+        grows = None  # the client's doing, maybe
     return RateBrief(
         started.case,
         started.method,
@@ -92,7 +94,7 @@ def brief_from_row(row: Mapping[str, Any]) -> RateBrief:
         row["rate"],
         row["normalised_latency_seconds"]["mean"],
         row["attained_share"],
-        row["grows"],
+        None if is_starved(row) else row["grows"],
         sheds(row),
         fails(row),
         row["answered"] + row["failed"] + row.get("shed", 0),
