@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtr, stdtrit
 
 __all__ = [
     "LEAST_SAMPLES",
@@ -65,6 +64,8 @@ def ends(values: ArrayLike, members: int) -> Interval:
     The percentiles are those of Hesterberg's expanded interval (2015), because resamples of so many
     members vary less than samples do.
     """
+    from scipy.special import ndtr, stdtrit
+
     wider = math.sqrt(members / (members - 1)) * stdtrit(members - 1, _UPPER)
     low, high = np.quantile(np.asarray(values), [ndtr(-wider), ndtr(wider)])
     return float(low), float(high)
@@ -213,6 +214,8 @@ def _half(values: ArrayLike, batches: int = _BATCHES) -> float | None:
     Batch means and Student's t, widened as a first-order autoregression of them asks for: batches
     that follow their neighbours are too short to be independent.
     """
+    from scipy.special import stdtrit
+
     own = np.asarray(values, dtype=np.float64)
     if len(own) < batches:
         return None

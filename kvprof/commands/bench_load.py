@@ -35,7 +35,9 @@ from kvprof.records.files import read_result
 from kvprof.records.journal import Journal, find_events, read_events
 from kvprof.records.load_names import LoadMethod, load_case, load_methods
 from kvprof.records.result import to_plain
+from kvprof.serving.load.arrivals import parse_arrivals
 from kvprof.serving.load.server import served_by_engine
+from kvprof.serving.load.target import ROUTERS
 from kvprof.sizes import parse_bytes, parse_count, parse_share
 from kvprof.version import __version__
 
@@ -322,8 +324,6 @@ def check_offered(
     UsageError
         For what no load can have.
     """
-    from kvprof.serving.load.arrivals import parse_arrivals
-
     if requests is not None and seconds is not None:
         raise UsageError("--requests and --seconds both say how many arrive; leave one out")
     if seconds is not None and not 0 < seconds < math.inf:
@@ -444,7 +444,6 @@ def _positive(option: str, value: int) -> int:
 
 
 def _router(text: str | None) -> str:
-    from kvprof.serving.load.target import ROUTERS
 
     if text is not None and text not in ROUTERS:
         raise UsageError(f"--router {text[:40]}: there are {' and '.join(ROUTERS)}")

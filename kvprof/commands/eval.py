@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvprof.analysis.stats import RESAMPLES, SEED
 from kvprof.commands.options import (
     DATA,
     AllocationOption,
@@ -218,8 +219,6 @@ def _inputs(
     harness: "HarnessSettings | None",
 ) -> dict[str, Any]:
     """Return every resolved input, so that a reader can repeat the run."""
-    from kvprof.analysis.stats import RESAMPLES, SEED
-
     evaluator = sample.evaluator
     return {
         "model": loaded.spec,

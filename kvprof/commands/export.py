@@ -20,6 +20,8 @@ from kvprof.records.files import (
 )
 from kvprof.records.perfetto import trace_of
 from kvprof.records.schema import kinds, result_schema
+from kvprof.views.export import to_html, to_markdown
+from kvprof.views.figure import figure_bytes
 from kvprof.views.kinds import csv_of, figure_of
 
 _STDOUT = Path("-")
@@ -131,20 +133,17 @@ def _csv(run: str) -> str:
 
 def _markdown(run: str) -> str:
     result = load_run(run)
-    from kvprof.views.export import to_markdown
 
     return to_markdown(result)
 
 
 def _html(run: str) -> str:
     result = load_run(run)
-    from kvprof.views.export import to_html
 
     return to_html(result)
 
 
 def _svg(run: str) -> bytes:
-    from kvprof.views.figure import figure_bytes
 
     result = load_run(run)
     make = figure_of(result)

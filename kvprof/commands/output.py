@@ -26,6 +26,7 @@ from kvprof.records.journal import EVENTS_NAME, Journal, find_events, remove_oth
 from kvprof.records.result import build_result
 from kvprof.requirements import extra_command
 from kvprof.views import kinds
+from kvprof.views.figure import figure_bytes
 
 __all__ = [
     "CsvOption",
@@ -414,7 +415,6 @@ class Outputs:
         put("--json", self.json, text)
         put("--csv", self.csv, lambda: str(_offered(kinds.csv_of(result), "--csv")()))
         if self.svg is not None or self.png is not None:
-            from kvprof.views.figure import figure_bytes
 
             def draw(form: str) -> bytes:
                 return figure_bytes(_offered(kinds.figure_of(result), f"--{form}")(), form)

@@ -23,6 +23,9 @@ from kvprof.reproduction.check import InvalidRecipeError, load_recipe
 from kvprof.reproduction.find import find_recipes, template
 from kvprof.reproduction.ledger import ledger_data, merge_entries
 from kvprof.reproduction.recipe import Recipe, read_text
+from kvprof.views.export import page_html, page_markdown
+from kvprof.views.ledger import ledger, table
+from kvprof.views.recipe import lines, listing
 
 
 class _Recipes(Examples, TyperGroup):
@@ -73,8 +76,6 @@ def list_recipes(
     kvprof recipe list
     kvprof recipe list "palu-*" --long
     """
-    from kvprof.views.recipe import lines, listing
-
     found = []
     for path in find_recipes(names or ["*"]):
         try:
@@ -283,9 +284,6 @@ def report(
     kvprof recipe report ledger-run
     kvprof recipe report ledger-run --html ledger.html
     """
-    from kvprof.views.export import page_html, page_markdown
-    from kvprof.views.ledger import ledger, table
-
     for path in filter(None, (markdown, html)):
         ensure_writable(path, force)
     title = "Reproduction ledger"

@@ -207,12 +207,12 @@ def test_types_of_cache_that_the_engine_names_are_methods_of_a_load_alone(
     """What the page on loads names as baselines must pass what every method's name passes."""
     taken = []
     monkeypatch.setattr(bench, "bench_load", lambda *_, **given: taken.append(given["methods"]))
-    names = "full,fp8,turboquant_4bit_nc,fp8_e5m2,fdc"
+    names = "full,fp8,turboquant_4bit_nc,fp8_ds_mla,fdc"
     assert kvprof("bench", "--load", "--methods", names).code == 0
     assert taken == [tuple(names.split(","))]
     done = kvprof("bench", "--methods", names)
     assert done.code == ExitCode.USAGE
-    assert "'turboquant_4bit_nc' is unknown" in done.error
+    assert "'fp8_ds_mla' is unknown" in done.error
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")

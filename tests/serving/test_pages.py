@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.accounting import bytes_at
-from kvprof.methods.family import plan_at
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.quantisers import kivi, quantised
 from kvprof.methods.registry import plan_family
@@ -209,7 +208,7 @@ def test_weights_that_pass_their_loaders_by_are_refused(name):
 @pytest.mark.parametrize("name", SERVED)
 def test_methods_that_the_help_offers_are_not_refused(name: str) -> None:
     base, bits = name.removesuffix("-4bit").removesuffix("-8bit"), name[-4:]
-    plan = plan_at(plan_family(base, inputs("Llama"), **FINE), 0.0)
+    plan = plan_family(base, inputs("Llama"), **FINE).build(0.0)
     if bits in ("4bit", "8bit"):
         plan = quantised(plan, "per-token", int(bits[0]))
     assert refusal(plan) is None
