@@ -25,7 +25,9 @@ _ROWS = resources.files("kvprof") / "assets" / "splits" / "evaluation" / "tasks.
 _ALIKE = re.compile(r"(?:keys|chains)=(\d+)")
 
 
-def embedded_items(loaded: OpenedModel, task: str, most: int) -> tuple[list[TaskItem], int]:
+def embedded_items(
+    loaded: OpenedModel, task: str, most: int, longest: int
+) -> tuple[list[TaskItem], int]:
     """Return questions of one task that fit a model, evenly over lengths and depths.
 
     Parameters
@@ -34,6 +36,8 @@ def embedded_items(loaded: OpenedModel, task: str, most: int) -> tuple[list[Task
     task : str
         One of `EMBEDDED`.
     most : int
+    longest : int
+        Length of a question, of those that there are.
 
     Returns
     -------
@@ -43,7 +47,8 @@ def embedded_items(loaded: OpenedModel, task: str, most: int) -> tuple[list[Task
     """
     items: list[TaskItem] = []
     left_out = 0
-    for row in _spread([row for row in _rows() if row["task"] == task]):
+    rows = [row for row in _rows() if row["task"] == task and row["length"] <= longest]
+    for row in _spread(rows):
         if len(items) == most:
             break
         item = _item(loaded, row)

@@ -258,12 +258,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "arithmetic": tuple(f"arithmetic_{count}" for count in OPERATIONS),
 }
 
-# Questions of each task, by kind of device. On a CPU each costs the reference model about a second;
-# five have every depth once.
-_CPU_ITEMS = 5
+# Questions of each task, by kind of device. Four are enough for right answers to be no guesses.
+_CPU_ITEMS = 4
 _GPU_ITEMS = 24
 
 # Lengths of generated questions, by kind of device; those that the context holds are taken.
+# Embedded ones are no longer than the longest.
 _CPU_LENGTHS = (1024,)
 _GPU_LENGTHS = (1024, 2048, 4096, 8192)
 
@@ -362,7 +362,8 @@ def select_tasks(
     left_out = 0
     for name in names:
         if name in EMBEDDED:
-            own, over = embedded_items(loaded, name, per_task)
+            longest = max(_usual_lengths(loaded))
+            own, over = embedded_items(loaded, name, per_task, longest)
             left_out += over
         elif TASKS[name].draw is None:
             own, over = _open_items(loaded, name, per_task)
@@ -374,6 +375,10 @@ def select_tasks(
     return TaskSelection(items, left_out, tuple(lengths), tuple(notes))
 
 
+def _usual_lengths(loaded: OpenedModel) -> tuple[int, ...]:
+    return _CPU_LENGTHS if loaded.device.type == "cpu" else _GPU_LENGTHS
+
+
 def _lengths(loaded: OpenedModel, asked: Sequence[int] | None) -> tuple[int, ...]:
     longest = loaded.context_length
     for length in asked or ():
@@ -381,7 +386,7 @@ def _lengths(loaded: OpenedModel, asked: Sequence[int] | None) -> tuple[int, ...
             raise UsageError(
                 f"--task-lengths {length:,} is over the context of {loaded.spec}, {longest:,}"
             )
-    usual = _CPU_LENGTHS if loaded.device.type == "cpu" else _GPU_LENGTHS
+    usual = _usual_lengths(loaded)
     found = tuple(dict.fromkeys(asked or (length for length in usual if length <= longest)))
     if not found:
         raise UsageError(

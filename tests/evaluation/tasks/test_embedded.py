@@ -13,9 +13,9 @@ from tests.models.tiny import tiny
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Return a model whose tokenizer writes a letter as a token, with room for 4k of them."""
+    """Return a model whose tokenizer writes a letter as a token, with room for 2k of them."""
     folder = tmp_path_factory.mktemp("long")
-    tiny("Llama", max_position_embeddings=4096).save_pretrained(folder)
+    tiny("Llama", max_position_embeddings=2048).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return load_model(str(folder))
 
@@ -25,7 +25,7 @@ def test_few_questions_cover_lengths_and_depths() -> None:
     items = select_tasks(loaded, EMBEDDED, 8).items
     assert Counter(item.task for item in items) == dict.fromkeys(EMBEDDED, 8)
     needles = [item for item in items if item.task == "needle"]
-    assert Counter(item.length for item in needles) == dict.fromkeys((256, 512, 1024, 1536), 2)
+    assert Counter(item.length for item in needles) == {256: 3, 512: 3, 1024: 2}  # of a CPU
     assert {item.depth for item in needles} == {0.0, 0.25, 0.5, 0.75, 1.0}
     assert max(Counter(item.depth for item in needles).values()) == 2
     assert {item.depth for item in items if item.task == "frequent_words"} == {None}
@@ -49,9 +49,9 @@ def test_a_smaller_choice_is_the_start_of_a_larger_one(loaded: LoadedModel) -> N
 
 def test_questions_longer_than_the_context_are_counted(loaded: LoadedModel) -> None:
     chosen = select_tasks(loaded, ["needle", "copy"], 1000)
-    assert len(chosen.items) + chosen.left_out == 140
+    assert len(chosen.items) + chosen.left_out == 105
     assert chosen.left_out > 0
-    assert max(len(item.prompt) + len(item.answer) for item in chosen.items) <= 4096
+    assert max(len(item.prompt) + len(item.answer) for item in chosen.items) <= 2048
 
 
 def test_names() -> None:
