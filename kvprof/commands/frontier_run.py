@@ -198,7 +198,10 @@ def _halves(evaluator: Evaluator, metrics: Collection[str]) -> list[Evaluator]:
     searched = [
         item
         for task in dict.fromkeys(x.task for x in asked)
-        for item in [x for x in asked if x.task == task][::2]
+        # Lengths take turns, and both halves have all of them.
+        for item in sorted(
+            (x for x in asked if x.task == task), key=lambda x: (x.length, x.depth or 0)
+        )[::2]
     ]
     rest = [item for item in items if item not in searched]
     loaded, settings = evaluator.loaded, evaluator.settings

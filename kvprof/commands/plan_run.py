@@ -19,7 +19,7 @@ from kvprof.commands.steps import (
 )
 from kvprof.dtypes import DTYPE_BYTES, long_name
 from kvprof.errors import KvprofError, UsageError
-from kvprof.evaluation.centre_pairs import fewest_pairs
+from kvprof.evaluation.centre_pairs import CHOSEN_ON, fewest_pairs
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan
@@ -96,10 +96,15 @@ def rounded_plan(
                 narrow = calibrator.family(method, **{**options, "centre": pairs})
                 return plan_of(loaded, narrow, rate, removal, context)
 
-            plan = fewest_pairs(
-                loaded, plan, again, calibrator.text, progress=console.track, should_stop=stop
-            )
-            options = {**options, "centre": plan.made["centre"]}
+            try:
+                text = calibrator.text(*CHOSEN_ON[loaded.device.type])
+            except UsageError as lacking:  # no tokenizer, and random tokens to calibrate on
+                plan.made["notes"] = [*plan.made.get("notes", ()), f"all pairs: {lacking}"]
+            else:
+                plan = fewest_pairs(
+                    loaded, plan, again, text, progress=console.track, should_stop=stop
+                )
+                options = {**options, "centre": plan.made["centre"]}
         with console.status(f"planning {method}"):
             fine = _fine(calibrator, family, plan, options)
     return RoundedPlan(plan, fine, family.knob if fine is not None else None)

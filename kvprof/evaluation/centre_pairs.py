@@ -2,36 +2,38 @@
 
 from collections.abc import Callable
 
+import numpy as np
+import torch
+
 from kvprof.errors import Interrupted
-from kvprof.evaluation.data import text_samples
+from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
+from kvprof.moments.tokens import CalibrationTokens
 from kvprof.progress import Progress
-from kvprof.sources.grammar import Source
 
-__all__ = ["fewest_pairs"]
+__all__ = ["CHOSEN_ON", "fewest_pairs"]
 
 # Kernels will pay for each pair.
 _TRIED = (0, 4, 8, 16)
 _TOLERANCE = 0.002
-# Sequences and tokens of each, by kind of device.
-_CPU_SHAPE, _GPU_SHAPE = (8, 256), (32, 1024)
+#: Tokens to choose on, and of a sequence, on a CPU and on a GPU.
+CHOSEN_ON = {"cpu": (2048, 256), "cuda": (32768, 1024)}
 
 
 def fewest_pairs(
     loaded: LoadedModel,
     plan: Plan,
     again: Callable[[int], Plan],
-    text: Source,
+    text: CalibrationTokens,
     *,
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> Plan:
     """Return a plan with as few pairs as keep its accuracy, and what each number kept.
 
-    The fewest from which on every number that is tried keeps within 0.002 of what all pairs keep,
-    on text that plans are calibrated on.
+    The fewest that keep within 0.002 of what all pairs keep, on text that plans are calibrated on.
 
     Parameters
     ----------
@@ -40,8 +42,8 @@ def fewest_pairs(
         Centred in all pairs.
     again : callable
         From a number of pairs to the plan with as many, the same otherwise.
-    text : Source
-        Calibration text.
+    text : CalibrationTokens
+        Of which those of its longest sequences are taken.
     progress : Progress
     should_stop : callable
         Asked after each batch.
@@ -55,13 +57,11 @@ def fewest_pairs(
     ------
     Interrupted
         When `should_stop` said so.
-    UsageError
-        When the text is shorter than one sequence.
     """
-    sequences, length = _CPU_SHAPE if loaded.device.type == "cpu" else _GPU_SHAPE
-    length = min(length, loaded.context_length)
-    samples = text_samples(loaded, [text], seq_len=length, sequences=sequences, calibrating=True)
-    evaluator = Evaluator(loaded, samples, [], EvaluationSettings())
+    length = max(map(len, text.sequences))
+    rows = [row for row in text.sequences if len(row) == length]
+    sample = TextSample(text.source.name, torch.from_numpy(np.stack(rows)))
+    evaluator = Evaluator(loaded, [sample], [], EvaluationSettings())
     every = max(len(layer.rotary_pairs or ()) for layer in loaded.layout.layers)
     counts = [count for count in _TRIED if count < every]
     plans = {every: plan, **{count: again(count) for count in counts}}
@@ -74,14 +74,13 @@ def fewest_pairs(
             if not found["complete"]:
                 raise Interrupted("interrupted while choosing pairs")
             kept[count] = found["relative_accuracy"]
-    chosen = every
-    for count in reversed(counts):
-        if kept[count] < kept[every] - _TOLERANCE:
-            break
-        chosen = count
+    # Where nothing is right nothing is kept, and all do.
+    if None in kept.values():
+        return plan
+    chosen = min(count for count in kept if kept[count] >= kept[every] - _TOLERANCE)
     trials = {
-        "text": text.name,
-        "tokens": samples[0].ids.numel(),
+        "text": sample.name,
+        "tokens": sample.ids.numel(),
         "pairs": every,
         "kept": {str(count): kept[count] for count in sorted(kept)},
     }

@@ -319,6 +319,7 @@ class Evaluator:
             "samples": [sample.digest for sample in self.samples],
             "items": [asdict(item) for item in self.items],
             "settings": settings,
+            "kernels": choice(None),  # they read a prompt's own tokens uncompressed
         }
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 

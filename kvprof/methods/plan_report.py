@@ -153,6 +153,14 @@ def compare_plans(one: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
     if found:
         return found
     for index, (a, b) in enumerate(zip(one.layers, other.layers, strict=True)):
+        means = {"key_mean": (a.key_mean, b.key_mean)}
+        if a.centre is not None and b.centre is not None:
+            means["centre.keys"] = a.centre.keys, b.centre.keys
+            means["centre.values"] = a.centre.values, b.centre.values
+        for name, (x, y) in means.items():
+            if x is not None and y is not None and not x.equal(y):
+                path = f"layers.{index}.{name}.difference"
+                found[path] = (0.0, float((x - y).abs().max()))
         for name in ("keys", "values"):
             groups = zip(getattr(a, name).groups, getattr(b, name).groups, strict=True)
             for number, pair in enumerate(groups):
@@ -277,7 +285,9 @@ def _value_sentences(plan: Plan) -> list[str]:
 def _centre_sentences(plan: Plan) -> list[str]:
     centres = [layer.centre for layer in plan.layers if layer.centre is not None]
     if not centres:
-        return []
+        free = sum(layer.key_mean is not None for layer in plan.layers)
+        text = "layers project keys without their constant mean, which leaves the softmax"
+        return [f"{free} of {len(plan.layers)} {text}."] if free else []
     found = []
     counts = sorted({int(n) + 1 >> 1 for x in centres for n in (x.keys != 0).sum(-1)})
     if counts[-1]:

@@ -422,18 +422,16 @@ class Calibrator:
 
     # Fisher information and sensitivities.
 
-    @property
-    def text(self) -> Source:
-        """The user's text, or the embedded calibration split where that is none."""
+    def text(self, most: int, longest: int) -> CalibrationTokens:
+        """Read at most so many tokens of text, in sequences that several kinds of text fit in.
+
+        Of the user's text, or of the embedded calibration split where that is none.
+        """
         source = self._options.source
         if source is None or source.kind in (SourceKind.RANDOM, SourceKind.MOMENTS):
-            return parse_source("calibration")
-        return source
-
-    def _text(self, most: int, longest: int) -> CalibrationTokens:
-        """Read at most so many tokens of text, in sequences that several kinds of text fit in."""
+            source = parse_source("calibration")
         length = min(self._options.seq_len, longest)
-        return read_tokens(self._loaded, self.text, tokens=None, most=most, seq_len=length)
+        return read_tokens(self._loaded, source, tokens=None, most=most, seq_len=length)
 
     def _shared_out(self, base: str, inputs: MethodInputs, own: Mapping[str, Any]) -> PlanFamily:
         """Return the method's plans with its own allocation: what could have ranks at all."""
@@ -449,7 +447,7 @@ class Calibrator:
         wanted = self._options.tokens or asked or DEFAULT_TOKENS
         key = form, wanted
         if key not in self._fisher:
-            text = self._text(wanted, GRADIENT_LENGTH)
+            text = self.text(wanted, GRADIENT_LENGTH)
             title = f"gradients of {text.source.name} text"
             with self._progress(title, text.count) as bar:
                 weights = fisher_information(
@@ -477,7 +475,7 @@ class Calibrator:
         wanted = self._options.tokens or DEFAULT_TOKENS
         key = sink, window, wanted
         if key not in self._loss:
-            text = self._text(wanted, GRADIENT_LENGTH)
+            text = self.text(wanted, GRADIENT_LENGTH)
             with self._progress(f"gradients of {text.source.name} text", text.count) as bar:
                 moments = loss_moments(
                     self._loaded,
@@ -502,7 +500,7 @@ class Calibrator:
         key = (bases.hexdigest(), id(inputs.moments))
         if key not in self._sensitivities:
             most = min(PROBED_TOKENS, self._options.tokens or PROBED_TOKENS)
-            text = self._text(most, PROBED_LENGTH)
+            text = self.text(most, PROBED_LENGTH)
             title = f"probing {len(family.targets)} targets of {base} on {text.source.name} text"
             with self._progress(title, len(family.targets)) as bar:
                 found = measure_sensitivities(
