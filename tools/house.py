@@ -22,13 +22,13 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 104_587,
+    "package_lines": 104_590,
     "package_files": 415,
     "docstring_share": 0.211,
     "raises": 1088,
     "functions_with_12_parameters": 74,
-    "modules_with_one_importer": 95,
-    "test_lines": 59_069,
+    "modules_with_one_importer": 96,
+    "test_lines": 59_072,
     "test_functions": 2747,
     "tests_of_wording": 803,
     "document_words": 36_075,

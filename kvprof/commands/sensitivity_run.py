@@ -13,8 +13,8 @@ from kvprof.evaluation.sensitivity import Sensitivity, answers, layers_that_stay
 from kvprof.interrupt import Stop
 from kvprof.methods.budget import Handout, Offer, offer_of, parts_of_layers
 from kvprof.methods.family import MethodInputs
-from kvprof.methods.kq import kq
 from kvprof.methods.plan_files import save_plan
+from kvprof.methods.registry import plan_family
 from kvprof.methods.settings import FULL, Part, Setting, settings_of
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
@@ -92,7 +92,7 @@ def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
     samples = _samples(loaded, request)
     measuring = Sensitivity(loaded, samples, request.batch_size)
     given = _given(loaded, request, stop)
-    family = kq(given, grid=1, minimum=1) if request.ranks else None
+    family = plan_family("kq", given, grid=1, minimum=1) if request.ranks else None
     settings = settings_of(
         given, request.quantiser, request.bits, request.ranks, request.exact_first, family
     )

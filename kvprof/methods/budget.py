@@ -278,15 +278,17 @@ def _layer(
             groups[side].append(own)
     keys = replace(layer.keys, groups=tuple(groups["keys"]))
     values = replace(layer.values, groups=tuple(groups["values"]))
+    mean = None
     if cut is not None:
         like = cut.stored.plan.layers[index]
         if based["keys"]:
+            mean = None if any(sides.values()) else like.key_mean
             keys = replace(
                 like.keys, placement=Placement.POST_ROPE, groups=keys.groups, per_query_head=False
             )
         if based["values"]:
             values = replace(like.values, groups=values.groups)
-    return replace(layer, keys=keys, values=values)
+    return replace(layer, keys=keys, values=values, key_mean=mean)
 
 
 def offer_of(

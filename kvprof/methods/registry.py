@@ -502,11 +502,12 @@ def _with_key_means(family: PlanFamily, inputs: MethodInputs) -> PlanFamily:
         )
         return replace(plan, layers=layers)
 
-    at_rate, finish = family.at_rate, family.finish
+    at_rate, at_ranks, finish = family.at_rate, family.at_ranks, family.finish
     return replace(
         family,
         finish=without if finish is None else lambda plan: without(finish(plan)),
         at_rate=None if at_rate is None else lambda *asked: without(at_rate(*asked)),
+        at_ranks=None if at_ranks is None else lambda ranks: without(at_ranks(ranks)),
     )
 
 

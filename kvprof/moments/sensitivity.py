@@ -146,7 +146,7 @@ def _one_side(layer: LayerPlan, facts: LayerLayout, side: str, levels: int) -> L
     if side == "keys":
         return replace(layer, values=ValuePlan(identity_groups(heads, facts.v_head_dim, levels)))
     keys = identity_groups(heads, facts.qk_head_dim, levels)
-    return replace(layer, keys=KeyPlan(Placement.NONE, keys))
+    return replace(layer, keys=KeyPlan(Placement.NONE, keys), key_mean=None)
 
 
 @torch.inference_mode()

@@ -33,6 +33,9 @@ def test_it_is_taken_where_it_leaves_the_softmax_and_changes_nothing(name: str) 
     found = plan_at(family, 0.3) if family.at_rate is None else family.at_rate(0.3, 64)
     taken = [layer.key_mean is not None for layer in found.layers]
     assert taken == [name in ("kq", "fdc", "zack", "kq+h2o")] * 2
+    if family.at_ranks is not None:  # what sensitivities are measured of
+        probed = family.at_ranks([8] * len(family.targets))
+        assert [layer.key_mean is not None for layer in probed.layers] == taken
     seeded(1)
     ids = torch.randint(3, VOCABULARY, (2, _TOKENS))
     outputs = []
