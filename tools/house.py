@@ -28,7 +28,7 @@ CEILINGS: Measures = {
     "raises": 1088,
     "functions_with_12_parameters": 74,
     "modules_with_one_importer": 96,
-    "test_lines": 59_072,
+    "test_lines": 59_071,
     "test_functions": 2747,
     "tests_of_wording": 803,
     "document_words": 36_075,

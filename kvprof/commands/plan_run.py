@@ -19,7 +19,7 @@ from kvprof.commands.steps import (
 )
 from kvprof.dtypes import DTYPE_BYTES, long_name
 from kvprof.errors import KvprofError, UsageError
-from kvprof.evaluation.centre_pairs import CHOSEN_ON, fewest_pairs
+from kvprof.evaluation.centre_pairs import ON_CPU, ON_GPU, fewest_pairs
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan
@@ -97,7 +97,7 @@ def rounded_plan(
                 return plan_of(loaded, narrow, rate, removal, context)
 
             try:
-                text = calibrator.text(*CHOSEN_ON[loaded.device.type])
+                text = calibrator.text(*(ON_CPU if loaded.device.type == "cpu" else ON_GPU))
             except UsageError as lacking:  # no tokenizer, and random tokens to calibrate on
                 plan.made["notes"] = [*plan.made.get("notes", ()), f"all pairs: {lacking}"]
             else:

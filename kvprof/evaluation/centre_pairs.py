@@ -13,13 +13,13 @@ from kvprof.models.load import LoadedModel
 from kvprof.moments.tokens import CalibrationTokens
 from kvprof.progress import Progress
 
-__all__ = ["CHOSEN_ON", "fewest_pairs"]
+__all__ = ["ON_CPU", "ON_GPU", "fewest_pairs"]
 
 # Kernels will pay for each pair.
 _TRIED = (0, 4, 8, 16)
 _TOLERANCE = 0.002
-#: Tokens to choose on, and of a sequence, on a CPU and on a GPU.
-CHOSEN_ON = {"cpu": (2048, 256), "cuda": (32768, 1024)}
+#: Tokens to choose on, and of a sequence, on a CPU and elsewhere.
+ON_CPU, ON_GPU = (2048, 256), (32768, 1024)
 
 
 def fewest_pairs(
