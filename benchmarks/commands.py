@@ -34,17 +34,22 @@ _LONG = "128,1k,4k,16k,32k,64k,100k"
 _OPEN = "sink=4,window=32"
 _WF = "allocation=output,centre=true,sink=4,window=32"
 _LOW_RANK = "fdc,zack,palu,tale,kq"
-_BITS = "per-token,kivi,kvquant,kq-wf:allocation=output"
+_BITS = "per-token,kivi,kvquant,turboquant,kq-4bit,kq-wf:allocation=output"
+_HADAMARD = "hadamard-int3:bits=k3v2"
 _PROSE_AND_CODE = "--text prose --text code --sequences 64 --seq-len 1k --tasks none"
 _NEEDLES = (
     "--text prose --sequences 32 --seq-len 2k --tasks niah-single-1,vt --task-items 64 "
-    "--task-lengths 4k,8k,16k"
+    "--task-lengths "
 )
 
 
-def _needles(method: str) -> tuple[str, str]:
+def _needles(method: str, lengths: str = "4k,8k,16k") -> tuple[str, str]:
     """Return the commands that make a plan by its bytes at 32K, and ask it for needles."""
-    return f"plan MODEL {method} --context 32k --save PLAN", f"eval MODEL --plan PLAN {_NEEDLES}"
+    return _of_plan(method, _NEEDLES + lengths)
+
+
+def _of_plan(method: str, sample: str) -> tuple[str, str]:
+    return f"plan MODEL {method} --context 32k --save PLAN", f"eval MODEL --plan PLAN {sample}"
 
 
 def _plain(options: str) -> str:
@@ -57,6 +62,14 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
     "needles-5.8x": _needles(f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}"),
     "needles-7x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8572"),
     "needles-8x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8751"),
+    "kept-7x-by-loss": _of_plan(
+        f"--method kq-wf {_plain(_WF.replace('output', 'loss'))} --rate 0.8572", _PROSE_AND_CODE
+    ),
+    # For models with a context of 8K, as SmolLM2's is.
+    "needles-5x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.801", "2k,4k"),
+    "needles-5x-hadamard": _needles(
+        f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}", "2k,4k"
+    ),
     "frontier": (
         f"frontier MODEL --method {_LOW_RANK},{_BITS},hadamard-int4:{_OPEN} --points 4 "
         f"{_PROSE_AND_CODE}"
@@ -69,6 +82,10 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
     "frontier-papers": (
         "frontier MODEL --method fdc:paper,zack:paper,palu:paper,tale:paper --points 4 "
         f"{_PROSE_AND_CODE}"
+    ),
+    "sinks-and-window": (
+        f"frontier MODEL --method {_HADAMARD},sink=4,window=32,{_HADAMARD},sink=0,window=32,"
+        f"{_HADAMARD},sink=4,window=0,{_HADAMARD},sink=0,window=0 {_PROSE_AND_CODE}"
     ),
     "spectrum": "spectrum MODEL --tokens 16k",
     "stability": "stability MODEL",
