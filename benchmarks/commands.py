@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recording import add_out, keep_result, speedups
+from recording import add_out, compact, keep_result, speedups
 
 from kvprof.models import load
 from kvprof.records.files import read_result
@@ -87,7 +87,7 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         f"frontier MODEL --method {_HADAMARD},sink=4,window=32,{_HADAMARD},sink=0,window=32,"
         f"{_HADAMARD},sink=4,window=0,{_HADAMARD},sink=0,window=0 {_PROSE_AND_CODE}"
     ),
-    "spectrum": "spectrum MODEL --tokens 16k",
+    "spectrum": "spectrum MODEL --tokens 16k --pairs qk,vo",
     "stability": "stability MODEL",
     "bench-100k": "bench --seq 100k --batch 1,8 --methods full,fp8,fdc,kq,palu,tale,fdc-4bit",
     "frontier-smollm2": (
@@ -168,6 +168,10 @@ def shortened(result: dict[str, Any]) -> dict[str, Any]:
             {**own, "points": [{**point, "worst_tokens": []} for point in own["points"]]}
             for own in data["methods"]
         ]
+    if result["kind"] == "spectrum":
+        data["pairs"] = compact(data["pairs"], digits=3)
+    if result["kind"] == "stability":  # without the single heads and seeds
+        data["curves"] = compact([own for own in data["curves"] if own["layer"] is None], digits=3)
     if result["kind"] == "jct":
         data |= {"parts": [], "steps": [], "layers": [], "memory": []}
     return {**result, "data": data}

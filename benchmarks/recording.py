@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.environment import collect_environment
-from kvprof.records.files import read_result, write_result, write_text_atomic
+from kvprof.records.files import read_result, write_text_atomic
 from kvprof.records.result import build_result
 
 Data = dict[str, Any]
@@ -86,7 +86,9 @@ def keep_result(
     environment = result["environment"]
     gpu = gpu_word(environment)
     path = folder / f"{benchmark.replace(' ', '-').replace('_', '-')}-{gpu}.json"
-    write_result(path, {**result, "data": compact(result["data"])}, force=True)
+    # On one line: git has no use for more, and a quarter of the bytes would be indentation.
+    kept = json.dumps({**result, "data": compact(result["data"])}, separators=(",", ":"))
+    write_text_atomic(path, f"{kept}\n", force=True)
     row = {
         "file": path.name,
         "benchmark": benchmark,
@@ -121,17 +123,17 @@ def gpu_word(environment: Mapping[str, Any]) -> str:
     return next((word for word in words if any(map(str.isdigit, word))), words[-1])
 
 
-def compact(value: Any, key: str = "") -> Any:
-    """Return data in six digits, with the median in place of samples that are many."""
+def compact(value: Any, key: str = "", digits: int = _DIGITS) -> Any:
+    """Return data in so many digits, with the median in place of samples that are many."""
     if isinstance(value, Mapping):
-        return {name: compact(own, name) for name, own in value.items()}
+        return {name: compact(own, name, digits) for name, own in value.items()}
     if isinstance(value, float) and not value.is_integer():
-        return float(f"{value:.{_DIGITS}g}")
+        return float(f"{value:.{digits}g}")
     if not isinstance(value, (list, tuple)):
         return value
     if key in _SAMPLES and len(value) > _MOST_SAMPLES:
-        return compact([statistics.median(value)])
-    return [compact(own) for own in value]
+        return compact([statistics.median(value)], digits=digits)
+    return [compact(own, digits=digits) for own in value]
 
 
 def speedups(part: Mapping[str, Any]) -> dict[str, float]:

@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 59_071,
     "test_functions": 2747,
     "tests_of_wording": 803,
-    "document_words": 36_075,
+    "document_words": 37_030,
     "readme_lines": 150,
     "tracked_megabytes_outside_the_package": 6.0,
     # With --trace alone.

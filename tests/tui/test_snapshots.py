@@ -68,9 +68,7 @@ def load_under_way():
 SCREENS = {
     "overview-80": (under_way, (80, 24), "dark", ()),
     "overview-120": (under_way, (120, 40), "dark", ()),
-    "overview-200-light": (finished, (200, 50), "light", ()),
     "overview-120-mono": (finished, (120, 50), "mono", ("b", "s")),
-    "layers-80-light": (finished, (80, 24), "light", ("2",)),
     "layers-120": (finished, (120, 40), "dark", ("2", "m", "m", "s", "slash", "0", "minus", "9")),
     "cache-120": (finished, (120, 44), "dark", ("3",)),
     "log-80": (finished, (80, 24), "dark", ("4",)),
