@@ -22,18 +22,18 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 104_590,
+    "package_lines": 104_645,
     "package_files": 415,
     "docstring_share": 0.211,
-    "raises": 1088,
+    "raises": 1093,
     "functions_with_12_parameters": 74,
     "modules_with_one_importer": 96,
-    "test_lines": 59_071,
-    "test_functions": 2747,
+    "test_lines": 59_290,
+    "test_functions": 2760,
     "tests_of_wording": 803,
     "document_words": 37_030,
     "readme_lines": 150,
-    "tracked_megabytes_outside_the_package": 6.0,
+    "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
     "files_executed_spectrum": 138,
     "files_executed_eval": 142,

@@ -63,6 +63,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         )
     if file is None and prompt != "-":
         assert prompt is not None
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise UsageError(f"--prompt {prompt[:40]!r} holds bytes that are not UTF-8")
         return prompt
     try:
         content = sys.stdin.buffer.read() if file is None else file.read_bytes()

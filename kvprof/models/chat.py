@@ -110,6 +110,7 @@ def _serve(tokenizer: Any, pipe: Connection, other: Connection) -> None:
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
+            text.encode()  # a template may hold half a character
             answer = (
                 (text, None) if len(text) <= _MOST else (None, f"it wrote {len(text):,} letters")
             )

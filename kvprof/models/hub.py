@@ -38,7 +38,12 @@ def check_reachable(spec: str, revision: str | None, file: str | None = None) ->
         return
     if not HUB_ID.fullmatch(spec):
         return
-    cached = huggingface_hub.try_to_load_from_cache(spec, file or "config.json", revision=revision)
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(
+            spec, file or "config.json", revision=revision
+        )
+    except huggingface_hub.errors.HFValidationError:
+        return
     if not isinstance(cached, str) and not hub_answers():
         raise LackingError(unreachable(spec))
 

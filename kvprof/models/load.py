@@ -235,25 +235,13 @@ def blaming(what: str) -> Iterator[None]:
     """Let whatever fails in the body be a line that names a stranger's file.
 
     Around code of transformers that builds or runs what such a file describes: there is no list of
-    what it raises.
-
-    Parameters
-    ----------
-    what : str
-        Names the file, and says what it fails at.
-
-    Raises
-    ------
-    FailedError
-        In place of anything but kvprof's own errors, of memory and of files.
+    what it raises. kvprof's own errors, and those of memory and of files, stay.
     """
     try:
         yield
     except (KvprofError, MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if "DefaultCPUAllocator" in str(error):
-            raise
         raise FailedError(f"{what}: {type(error).__name__}: {_first_sentence(error)}") from error
 
 
@@ -352,6 +340,20 @@ class OpenedModel:
             found = read_tokenizer(self.spec, self.folder, self.gguf, trust_remote_code=trusted)
             self._tokenizers.append(found)
         return self._tokenizers[0]
+
+    def token_ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text."""
+        ids = self.tokenizer()(text, add_special_tokens=add_special_tokens, verbose=False)
+        return self.embedded(list(ids["input_ids"]))
+
+    def embedded(self, ids: list[int]) -> list[int]:
+        """Return ids of the tokenizer that are rows of the embedding; others are refused."""
+        if beyond := [i for i in ids if not 0 <= i < self.vocab_size]:
+            raise UsageError(
+                f"{self.spec}: its tokenizer makes token {beyond[0]} of a text, "
+                f"{self.tokenizer().decode(beyond[:1])!r}; its embedding has {self.vocab_size:,}"
+            )
+        return ids
 
 
 def _has_tokenizer(folder: Path | None, gguf: GgufFile | None) -> bool:

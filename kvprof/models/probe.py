@@ -205,6 +205,8 @@ def _holds(flat: Tensor, heads_last: Tensor) -> bool:
 
 def _value_projection(value: Tensor, events: list[_Event]) -> tuple[_Event, bool] | None:
     """Find the projection whose output holds V: at its end, or at the end of each head's share."""
+    # Of weights that are zero all do: then the last of the narrowest is it.
+    found: list[tuple[_Event, bool]] = []
     _, heads, _, width = value.shape
     wanted = value.transpose(1, 2)  # [B, T, heads, width]
     for event in events:
@@ -213,12 +215,12 @@ def _value_projection(value: Tensor, events: list[_Event]) -> tuple[_Event, bool
         if not _is_projection(module) or features < heads * width:
             continue
         if _holds(result[..., -heads * width :], wanted):
-            return event, False
-        if features % heads == 0:
+            found.append((event, False))
+        elif features % heads == 0:
             share = result.reshape(*result.shape[:-1], heads, features // heads)
             if _holds(share[..., -width:], wanted):
-                return event, True
-    return None
+                found.append((event, True))
+    return min(reversed(found), key=lambda one: one[0][2].shape[-1], default=None)
 
 
 def _holds_key(call: AttentionCall, events: list[_Event]) -> bool:

@@ -106,20 +106,17 @@ def model_tokens(loaded: OpenedModel) -> ModelTokens:
     """Return what a token source has to know of a model; the tokenizer is loaded when needed."""
 
     def tokenize() -> Callable[[str], list[int]]:
-        tokenizer = loaded.tokenizer()
-        return lambda text: list(
-            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        )
+        loaded.tokenizer()
+        return loaded.token_ids
 
     def prefix() -> tuple[int, ...]:
-        tokenizer = loaded.tokenizer()
         # What the tokenizer itself puts in front of the empty text: BOS, or nothing.
-        ids = tokenizer("", add_special_tokens=True)["input_ids"]
-        return tuple(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else ()
+        ids = loaded.token_ids("", add_special_tokens=True)
+        return tuple(ids[:1]) if ids and ids[0] == loaded.tokenizer().bos_token_id else ()
 
     def separator() -> tuple[int, ...]:
         eos = loaded.tokenizer().eos_token_id
-        return () if eos is None else (eos,)
+        return () if eos is None else tuple(loaded.embedded([eos]))
 
     writers: list[ChatWriter] = []
 

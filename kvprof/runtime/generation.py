@@ -95,7 +95,7 @@ def prompt_ids(loaded: OpenedModel, prompt: str, *, chat: bool) -> tuple[str, li
             writer.close()
     _refuse_what_cannot_fit(loaded, tokenizer, prompt)
     # A template writes its own special tokens.
-    ids = list(tokenizer(prompt, add_special_tokens=not chat, verbose=False)["input_ids"])
+    ids = loaded.token_ids(prompt, add_special_tokens=not chat)
     if not ids:
         raise UsageError(f"the prompt {prompt!r} is empty, and {loaded.spec} puts no token first")
     return prompt, ids

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.commands.running import kvprof
-from tests.models.folder import save_tiny
+from tests.models.folder import byte_tokenizer, save_tiny
+from tests.models.tiny import VOCABULARY
 
 WHY = {"FalconH1": "recurrent state", "Gemma3n": "keys and values of another layer"}
 
@@ -97,3 +100,45 @@ def test_another_model_at_the_same_path_takes_nothing_from_the_cache(
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_act": "relu"}))
     assert found() == first
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("spectrum", "--source", "TEXT", "--tokens", 64, "--seq-len", 32),
+        ("stability", "--source", "TEXT", "--against", "prose", "--seq-len", 32),
+        ("sensitivity", "--text", "TEXT", "--seq-len", 32),
+        ("plan", "--method", "fdc", "--removal", 0.3, "--calibrate", "TEXT"),
+        ("eval", "--method", "fp8", "--text", "TEXT", "--seq-len", 32, "--tasks", "none"),
+        ("frontier", "--methods", "fp8", "--text", "TEXT", "--seq-len", 32, "--no-cache"),
+        ("generate", "--method", "full", "--prompt", "a <image>"),
+        ("generate", "--method", "full", "--prompt", "a", "--chat"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_token_beyond_the_embedding_is_named(tmp_path: Path, words: tuple[Any, ...]) -> None:
+    folder = save_tiny(tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = "{{ messages[0].content }} <image>"
+    tokenizer.save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("A picture <image> and words about it. " * 20)
+    done = kvprof(words[0], folder, *(text if word == "TEXT" else word for word in words[1:]))
+    assert done.code == 2
+    assert "'<image>'" in done.error
+    assert str(VOCABULARY) in done.error
+
+
+def test_a_model_of_zeros_runs_compressed(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    file = folder / "model.safetensors"
+    save_file({name: 0 * one for name, one in load_file(file).items()}, file, {"format": "pt"})
+    finest = ("--grid", 1, "--minimum", 1, "--calibrate", "random:256", "--rate", 0.3)
+    few = ("--prompt", "a", "--max-new-tokens", 4)
+    for method in ("kq", "fdc", "palu"):
+        done = kvprof("generate", folder, "--method", method, *few, *finest)
+        assert done.code == 0, done.stderr
+    done = kvprof("plan", folder, "--method", "kq", "--allocation", "fisher", *finest)
+    assert done.code == 2
+    assert "fisher" in done.error
