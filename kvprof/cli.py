@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvprof import console, interrupt
 from kvprof.child import child_environment
-from kvprof.errors import ExitCode, KvprofError, UsageError, options_named, usage_message
+from kvprof.errors import ExitCode, KvprofError, UsageError, no_memory, options_named, usage_message
 from kvprof.leash import follow_parent
 from kvprof.version import __version__
 
@@ -146,6 +146,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; whatever it raises ends here, as a line and an exit code."""
         with _errors_in_a_line(debug=ctx.params["debug"]), interrupt.raising():
+            follow_parent()
             return super().invoke(ctx)
 
 
@@ -197,9 +198,9 @@ def _errors_in_a_line(*, debug: bool) -> Iterator[None]:
                 # Now, so that a full disk or a closed pipe behind stdout is noticed and told.
                 if sys.stdout is not None:
                     sys.stdout.flush()
-        except (typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort, SystemExit):
             raise
-        except (Exception, KeyboardInterrupt) as problem:
+        except BaseException as problem:  # what panics in Rust is no Exception
             raise typer.Exit(_explain(problem, debug=debug)) from problem
 
 
@@ -211,19 +212,19 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
     if isinstance(problem, BrokenPipeError):  # whoever read our output has left
         return ExitCode.FAILED
     if debug:
-        traceback.print_exception(problem)
+        console.note("".join(traceback.format_exception(problem)))
+    if no_memory(problem):
+        console.error(
+            f"out of memory: {str(problem) or 'an allocation failed'} "
+            "(fewer or shorter sequences per batch, or another --device, need less)"
+        )
+        return ExitCode.LACKING
     if isinstance(problem, KvprofError):
         console.error(str(problem))
         return problem.exit_code
     if isinstance(problem, _CommandLineError):
         console.error(_usage_line(problem))
         return ExitCode.USAGE
-    if _is_out_of_memory(problem):
-        console.error(
-            f"out of memory: {problem or 'an allocation failed'} "
-            "(fewer or shorter sequences per batch, or another --device, need less)"
-        )
-        return ExitCode.LACKING
     if isinstance(problem, OSError) and problem.errno in _FULL:
         console.error(f"{os.strerror(problem.errno)}: {problem.filename or 'writing the output'}")
         return ExitCode.FAILED
@@ -265,22 +266,11 @@ def _is_interrupt(problem: BaseException) -> bool:
     return isinstance(seen, KeyboardInterrupt)
 
 
-def _is_out_of_memory(problem: BaseException) -> bool:
-    """Recognise MemoryError and torch's errors, without importing torch for it."""
-    if isinstance(problem, MemoryError):
-        return True
-    names = {base.__name__ for base in type(problem).__mro__}
-    # torch's CPU allocator raises a plain RuntimeError.
-    return "OutOfMemoryError" in names or (
-        isinstance(problem, RuntimeError) and "DefaultCPUAllocator" in str(problem)
-    )
-
-
 def main() -> None:
     """Run the command line."""
-    follow_parent()
     # Processes that libraries start take no code from the working folder.
     os.environ.update(child_environment())
+    os.environ.pop("MPLBACKEND", None)  # figures are files
     try:
         app(prog_name="kvprof")
     except SystemExit as end:

@@ -20,6 +20,7 @@ __all__ = [
     "LackingError",
     "UsageError",
     "as_parameters",
+    "no_memory",
     "options_named",
     "usage_message",
 ]
@@ -27,6 +28,11 @@ __all__ = [
 # A command that is cited, ``kvprof plan --save`` or ``pip install --no-deps``, stays as typed.
 _CITED = re.compile(
     r"(?:(?:kvprof|pip) [a-z]+[^,;:()'\"]*)|(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
+)
+_NO_MEMORY = re.compile(
+    "MemoryError|DefaultCPUAllocator|bad_alloc|failed to map segment|an(no|')t allocate memory|"
+    "not enough memory|"
+    "can't start new thread|thread.*Resource temporarily unavailable"
 )
 _at_command_line = False
 
@@ -67,6 +73,14 @@ def usage_message(problem: Any) -> str:
     if callable(errors) and (details := errors()):
         message += f", not {details[0]['input']!r}"
     return message
+
+
+def no_memory(problem: BaseException | None) -> bool:
+    """Recognise that memory, addresses or a thread was not to be had, also as another's cause."""
+    if problem is None or isinstance(problem, LackingError):  # which has said so itself
+        return False
+    said = f"{type(problem).__mro__} {'' if isinstance(problem, KvprofError) else problem}"
+    return bool(_NO_MEMORY.search(said)) or no_memory(problem.__cause__ or problem.__context__)
 
 
 class ExitCode(IntEnum):

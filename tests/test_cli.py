@@ -103,6 +103,11 @@ def raising(problem: BaseException) -> Callable[[], None]:
     return run
 
 
+def caused(problem: BaseException, cause: BaseException) -> BaseException:
+    problem.__cause__ = cause
+    return problem
+
+
 # --- what is loaded -------------------------------------------------------------------------
 
 
@@ -271,9 +276,17 @@ class OutOfMemoryError(RuntimeError):
         MemoryError(),
         OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("std::bad_alloc"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        type("PanicException", (BaseException,), {})("unable to mmap: Cannot allocate memory (12)"),
+        caused(FailedError("x cannot be loaded"), MemoryError()),
     ],
 )
-def test_no_memory_is_something_that_the_machine_lacks(problem: Exception, command: Any) -> None:
+def test_no_memory_is_something_that_the_machine_lacks(
+    problem: BaseException, command: Any
+) -> None:
     command(raising(problem))
     done = kvprof(COMMANDS[0].name)
     assert done.code == ExitCode.LACKING
@@ -387,3 +400,34 @@ def test_bench_refuses_a_wrong_name_before_torch_is_loaded() -> None:
     )
     assert done.stdout.split() == ["2", "False"]
     assert "method 'unifrom' is unknown; did you mean uniform?" in " ".join(done.stderr.split())
+
+
+def test_bytes_that_are_no_text_are_refused_by_their_options_name(tmp_path: Path) -> None:
+    done = kvprof("generate", "--method", "full", "--prompt", "a\udcff")
+    assert done.code == ExitCode.USAGE
+    assert "--prompt" in done.error
+    for words in (("--method", "a\udcff"), ("--method", "full", "--calibrate", "a\udcff")):
+        done = kvprof("generate", "--prompt", "a", *words)
+        assert done.code == ExitCode.USAGE
+    named = tmp_path / "a\udcff.ids"  # what a file is called is its own matter
+    named.write_text("1 2 3\n")
+    assert "UTF-8" not in kvprof("spectrum", "--source", named, "--tokens", 99).error
+
+
+@pytest.mark.parametrize("name", ["a" * 200, f"x/{'a' * 200}", f"{'a' * 200}/x", "a--b", "a.git"])
+def test_what_the_hub_takes_for_no_name_is_told(name: str) -> None:
+    done = kvprof("spectrum", name)
+    assert done.code == ExitCode.USAGE
+    assert name in done.error
+
+
+@pytest.mark.parametrize(("command", "megabytes"), [("spectrum", 300), ("eval", 1000)])
+def test_too_little_address_space_is_something_that_the_machine_lacks(
+    command: str, megabytes: int
+) -> None:
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({megabytes} << 20,) * 2)"
+    words = ["kvprof", command, *(["--method", "full"] if command == "eval" else [])]
+    code = f"{limit}; import sys; sys.argv = {words}; from kvprof.cli import main; main()"
+    done = python(code)
+    assert done.returncode == ExitCode.LACKING, done.stderr
+    assert "Traceback" not in done.stderr

@@ -23,7 +23,7 @@ from kvprof.benchmark.request import BenchRequest
 from kvprof.benchmark.rows import TOLERANCE, Found, SampleWarnings, Timed, add_row
 from kvprof.benchmark.shapes import Shape, load_shape
 from kvprof.benchmark.timing import DeviceLost, Sampler, interleaved, sampler
-from kvprof.errors import Interrupted, KvprofError, LackingError, UsageError
+from kvprof.errors import Interrupted, KvprofError, LackingError, UsageError, no_memory
 from kvprof.kernels.dispatch import compiling_ahead
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.progress import Progress, silent
@@ -168,7 +168,7 @@ def _spared(point: Point, name: str) -> Iterator[None]:
     except (MemoryError, RuntimeError, TritonError, CalledProcessError) as problem:
         if point.should_stop() and isinstance(problem, CalledProcessError):
             raise Interrupted from problem  # a compiler heard the same Ctrl-C
-        if _short_of_memory(problem):
+        if no_memory(problem):
             most = largest_context(workload, free_bytes(workload.device))
             point.found.warn(
                 f"{name}, {workload.name}: not enough memory; about {most:,} tokens would fit at "
@@ -195,12 +195,6 @@ def _words(problem: Exception) -> str:
     return (lines[0] if lines else type(problem).__name__)[:160]
 
 
-def _short_of_memory(problem: Exception) -> bool:
-    # On a CPU torch raises a bare RuntimeError.
-    named = isinstance(problem, torch.OutOfMemoryError | MemoryError)
-    return named or "not enough memory" in str(problem)
-
-
 def _baselines(point: Point) -> _Full | None:
     """Time every full-width kernel; the fastest of those that compute what they should is kept."""
     workload = point.workload
@@ -222,7 +216,7 @@ def _baselines(point: Point) -> _Full | None:
         except (MemoryError, RuntimeError, TritonError) as problem:
             if _lost(problem):
                 raise
-            short = _short_of_memory(problem)
+            short = no_memory(problem)
             entry["reason"] = "it needs more memory than is free" if short else _words(problem)
         else:
             entry["seconds"] = tried.seconds

@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import LackingError, UsageError, no_memory
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.decode import TaskBatch, mean_context, prefill_length, task_batches
 from kvprof.evaluation.scores import TokenScores
@@ -77,17 +77,13 @@ def explained_shortage(
     try:
         yield
     except RuntimeError as problem:  # torch.OutOfMemoryError is one
-        if not _is_shortage(problem):
+        if not no_memory(problem):
             raise
         raise LackingError(
             f"out of memory on {loaded.device}: {what} with {sequences} sequences of {tokens:,} "
             f"tokens takes {format_bytes(cache)} of cache and {format_bytes(logits)} of logits; "
             + _way_out(sequences, (cache + logits) / sequences, free)
         ) from problem
-
-
-def _is_shortage(problem: RuntimeError) -> bool:
-    return isinstance(problem, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(problem)
 
 
 def _way_out(sequences: int, each: float, free: int | None) -> str:
