@@ -11,6 +11,7 @@ from kvprof.commands.run_source import checked_report, load_run
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.records.compare import compare as compare_results
 from kvprof.records.files import what_was_read
+from kvprof.records.result import to_plain
 from kvprof.sizes import parse_share
 from kvprof.views.compare import report
 
@@ -56,7 +57,7 @@ def compare(
     names = _names(runs)
     read = " or ".join(names)
     with what_was_read(read):
-        data = compare_results(results, names, fail_over=limit)
+        data = to_plain(compare_results(results, names, fail_over=limit))
     worse = None
     if failed := data["failed"]:
         worse = ClaimNotMetError(

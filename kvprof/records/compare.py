@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvprof.analysis.stats import log_ratio_interval, median_ends, median_ratio_ends
 from kvprof.errors import UsageError
 from kvprof.records.figures import Figure, figures_of
@@ -131,8 +133,13 @@ def _row(
 def _change(
     base: Figure, other: Figure, noise: "Noise | None", fail_over: float | None
 ) -> dict[str, Any]:
-    interval = ratio_interval(base, other, noise)
-    share = other.value / base.value - 1 if base.value > 0 else None
+    # What no float holds, of a figure next to nothing, is told by no ratio.
+    try:
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            interval = ratio_interval(base, other, noise)
+            share = float(np.divide(other.value, base.value)) - 1 if base.value > 0 else None
+    except (ArithmeticError, ValueError):
+        interval = share = None
     verdict = _verdict(base, other)
     certain = None if interval is None else not interval[0] <= 0 <= interval[1]
     gated = fail_over is not None and base.headline and (interval is not None or base.exact)

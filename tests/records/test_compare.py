@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvprof.errors import UsageError
-from kvprof.records.compare import compare, environment_differences, ratio_interval
+from kvprof.records.compare import _change, compare, environment_differences, ratio_interval
 from kvprof.records.figures import Figure, figures_of
 from kvprof.records.fold import result_of
-from kvprof.records.result import build_result
+from kvprof.records.result import build_result, to_plain
 from kvprof.records.schema import validate_result
 from kvprof.views.compare import report
 from kvprof.views.page import render_text
@@ -329,3 +329,16 @@ def test_rows_that_nothing_tells_apart_are_matched_in_order() -> None:
 
     data = compare([result(1.0, 2.0), result(1.0, 3.0)], ["a", "b"])
     assert [row["values"] for row in data["rows"]] == [[1.0, 1.0], [2.0, 3.0]]
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-308, 1.7e308])
+def test_what_no_float_holds_is_no_ratio(value: float) -> None:
+    for pair in ((value, 0.5), (0.5, value), (value, 1e300)):
+        results = [benchmark_result() for _ in pair]
+        for result, seconds in zip(results, pair, strict=True):
+            result["data"]["rows"][0]["total_s"] = seconds
+        data = compare(results, ["a", "b"], fail_over=0.1)
+        assert to_plain(data) == data
+        assert answer_of(data, 0.1)
+        change = _change(*(figure(one, samples=[one] * 20) for one in pair), None, None)
+        assert to_plain(change) == change
