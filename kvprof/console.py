@@ -43,8 +43,8 @@ _LONGEST_WORD = 256  # letters: a path, not a name or a number of thousands
 class PrintableConsole(Console):
     """A console that shows what others wrote and never obeys it.
 
-    No text holds markup, and whatever is drawn passes `printable`; only Rich's own codes reach the
-    terminal. What `out` gives to a file or a pipe is data, which arrives byte for byte.
+    No text holds markup, and whatever is written passes `printable`, also to a file or a pipe,
+    behind which a terminal may be; only Rich's own codes reach it.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -60,11 +60,11 @@ class PrintableConsole(Console):
             yield segment if clean is text else Segment(clean, style)
 
     def out(self, *objects: Any, sep: str = " ", end: str = "\n", **style: Any) -> None:
-        """Write text as it is, without wrapping; a terminal gets it printable."""
+        """Write text without wrapping."""
         if self.is_terminal:
             super().out(*objects, sep=sep, end=end, **style)
         else:
-            self.file.write(sep.join(map(str, objects)) + end)
+            self.file.write(printable(sep.join(map(str, objects)) + end))
 
 
 def report_console() -> PrintableConsole:

@@ -4,6 +4,7 @@ import sys
 
 from kvprof.errors import KvprofError, options_named
 from kvprof.leash import follow_parent
+from kvprof.printable import printable
 from kvprof.serving.plugin import register
 
 __all__ = ["main"]
@@ -33,7 +34,7 @@ def main(words: list[str]) -> int:
         try:
             command.cmd(arguments)
         except KvprofError as refusal:
-            sys.stderr.write(f"kvprof: {refusal}\n")
+            sys.stderr.write(f"kvprof: {printable(str(refusal))}\n")
             return int(refusal.exit_code)
     return 0
 

@@ -5,8 +5,11 @@ it (pyplot, backends, rcParams) is touched.
 """
 
 import io
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,8 +49,11 @@ _ANNOTATED = (16, 16)  # largest map whose cells carry their figure
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure that draws without a display."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        found = None if "matplotlib" in sys.modules else find_spec("matplotlib")
+        # Its own matplotlibrc lies there, and is read before any other.
+        with chdir(Path(str(found.origin)).parent / "mpl-data") if found else nullcontext():
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
     except ImportError as missing:
         raise LackingError(
             f"figures need matplotlib, which is not installed: {extra_command('plot')}"

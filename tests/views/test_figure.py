@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,20 @@ def test_views_load_without_matplotlib_plotext_torch_or_textual():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("rc", [b"text.usetex: True\nfont.size: 40\nno.such: key\n", b"\xff\xfe"])
+def test_a_matplotlibrc_of_the_folder_counts_for_nothing(tmp_path: Path, rc: bytes) -> None:
+    (tmp_path / "matplotlibrc").write_bytes(rc)
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.views.test_figure import drawn
+from kvprof.views.figure import figure_bytes
+sys.stdout.buffer.write(figure_bytes(drawn(), "svg"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, check=True
+    )
+    assert done.stderr == b""
+    assert done.stdout == figure_bytes(drawn(), "svg")
