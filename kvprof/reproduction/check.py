@@ -83,7 +83,7 @@ def _schema_problems(data: Any) -> Iterator[str]:
             continue
         known = list(error.schema.get("properties", {}))
         for key in [key for key in error.instance if key not in known]:
-            near = get_close_matches(key, known, n=1)
+            near = get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             yield f"{at}: unknown key {key!r}: {hint}"
 

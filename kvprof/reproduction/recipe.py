@@ -28,17 +28,39 @@ __all__ = [
 ]
 
 
+# Far more than any recipe has: letters, values with what aliases stand for, and levels.
+_LETTERS, _VALUES, _LEVELS = 1 << 20, 10_000, 50
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML of a bounded size, each alias counting as all that it stands for."""
+
+    count = level = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Read a value; refuse one too many, one too deep, an alias of nothing or of itself."""
+        before, self.level = self.count, self.level + 1
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        alias = event.anchor if isinstance(event, yaml.AliasEvent) else None
+        self.count += 1 if alias is None else getattr(self.anchors.get(alias), "count", _VALUES)
+        if self.count > _VALUES or self.level > _LEVELS:
+            raise yaml.YAMLError(f"over {_VALUES:,} values, {_LEVELS} levels, or a wrong alias")
+        node: Any = super().compose_node(parent, index)
+        node.count, self.level = self.count - before, self.level - 1
+        return node
+
+
 def read_yaml(path: Path) -> Any:
     """Return what a recipe's file holds.
 
     Raises
     ------
     UsageError
-        As `read_text`, and when it is no YAML.
+        As `read_text`, and when it is no YAML, or more than a recipe can be.
     """
     try:
-        return yaml.safe_load(read_text(path))
-    except yaml.YAMLError as problem:
+        return yaml.load(read_text(path), _Loader)
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, ValueError) as problem:
         raise UsageError(f"{path}: no YAML: {' '.join(str(problem).split())}") from None
 
 
@@ -51,10 +73,14 @@ def read_text(path: Path) -> str:
         When it cannot be read.
     """
     try:
-        return path.read_text("utf-8")
+        with path.open(encoding="utf-8") as stream:
+            text = stream.read(_LETTERS + 1)
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else "not UTF-8"
         raise UsageError(f"cannot read {path}: {reason}") from None
+    if len(text) > _LETTERS:
+        raise UsageError(f"cannot read {path}: no recipe has over {_LETTERS:,} letters")
+    return text
 
 
 PROFILES = ("smoke", "small", "paper")

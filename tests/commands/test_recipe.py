@@ -11,6 +11,7 @@ import pytest
 
 from kvprof.commands.recipe_run import RunRequest, run_recipes
 from kvprof.errors import ClaimNotMetError, ExitCode, FailedError, LackingError
+from kvprof.printable import UNPRINTABLE
 from kvprof.records.files import read_result, write_result
 from kvprof.reproduction import find
 from tests.commands.running import kvprof
@@ -272,3 +273,42 @@ def test_a_ledger_that_cannot_be_written_is_shown_and_told(
     with pytest.raises(FailedError, match="No space left"):
         run(write(tmp_path), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
     assert "reproduced" in capsys.readouterr().out
+
+
+def test_a_strangers_recipe_is_shown_without_what_a_terminal_obeys(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.write_text(path.read_text() + "# \x9b31m\u202e \x85\n", "utf-8")
+    done = kvprof("recipe", "show", path)
+    assert path.read_text("utf-8") != done.stdout
+    assert not UNPRINTABLE.search(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "[" + ",".join(f"&a{n} x" for n in range(40_000)) + "]",
+        "\n" + "".join(f"  k{n}: &a{n} x\n" for n in range(40_000)),
+        "\n  - &a x\n" + "  - *a\n" * 40_000,
+        "\na0: &a0 x\n"
+        + "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
+        "\na0: &a0 {x: 1}\n"
+        + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 30)),
+        "[" * 3000 + "]" * 3000,
+        "&a [*a]",
+        "&a {b: *a}",
+        "x" * 2_000_000,
+        "2024-99-99",
+        "9" * 5000,
+        "!!timestamp x",
+        "!!bool x",
+    ],
+    ids=lambda text: text.strip()[:12],
+)
+def test_a_recipe_of_more_than_any_recipe_has_is_refused_at_once(tmp_path: Path, more: str) -> None:
+    path = write(tmp_path)
+    path.write_text(f"{path.read_text()}\nextra: {more}\n", "utf-8")
+    begun = time.monotonic()
+    done = kvprof("recipe", "show", path)
+    assert time.monotonic() - begun < 20
+    assert done.code == ExitCode.USAGE
+    assert str(path) in done.error
