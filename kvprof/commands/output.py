@@ -44,7 +44,7 @@ __all__ = [
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a file where ``--out`` names a folder.
+    """Refuse a file, or a link to nothing, where ``--out`` names a folder.
 
     Parameters
     ----------
@@ -55,8 +55,10 @@ def check_folder(out: Path) -> None:
     ------
     UsageError
     """
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file; name a folder")
+    for one in (out, *out.parents):
+        if os.path.lexists(one) and not one.is_dir():
+            what = "link to nothing" if one.is_symlink() else "file"
+            raise UsageError(f"--out {one} is a {what}; name a folder")
 
 
 def refuse_sources(files: Iterable[tuple[str, Path | None]], read: Iterable[Any]) -> None:
@@ -388,7 +390,7 @@ class Outputs:
                 try:
                     write_bytes_atomic(path, data, self.force)
                 except UsageError:
-                    if not path.is_file():
+                    if not path.is_file() and not path.is_symlink():
                         raise
                     # It was not there when the run began.
                     other = write_beside(path, data)

@@ -55,7 +55,7 @@ def ensure_writable(path: Path, force: bool = False) -> None:
     Raises
     ------
     UsageError
-        When the file exists and `force` is not given, or the path is a folder.
+        When a file, or a link to none, is there without `force`, or the path is a folder.
     FailedError
         When nothing can be written there.
     """
@@ -64,7 +64,7 @@ def ensure_writable(path: Path, force: bool = False) -> None:
     with _naming(path):
         if not _is_new_or_file(path, force):
             return
-        target = _followed(path)
+        target = _followed(path, force)
         try:
             _make_folder(target.parent, made)
             with contextlib.suppress(FileNotFoundError):
@@ -101,7 +101,7 @@ def write_bytes_atomic(path: Path, content: bytes, force: bool = False) -> None:
         if not _is_new_or_file(path, force):
             _write_through(path, content)
             return
-        target = _followed(path)
+        target = _followed(path, force)
         for attempt in reversed(range(_ATTEMPTS)):
             try:
                 _make_folder(target.parent, [])
@@ -112,14 +112,17 @@ def write_bytes_atomic(path: Path, content: bytes, force: bool = False) -> None:
                     raise
 
 
-def _followed(path: Path) -> Path:
+def _followed(path: Path, force: bool) -> Path:
     """Return where a path's links lead; a circle of them is an OSError on every Python."""
     try:
         path.stat()
     except OSError as problem:
         if problem.errno == errno.ELOOP:
             raise
-    return Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path))
+    if not force and any(one.is_symlink() and not one.exists() for one in (path, *path.parents)):
+        raise UsageError(f"{path} is a link to what is not there; --force writes {target}")
+    return target
 
 
 def _write_through(path: Path, content: bytes) -> None:

@@ -20,6 +20,7 @@ from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, Journal, find_events
 from kvprof.views import kinds
 from kvprof.views.jct import to_csv
+from tests.commands.running import kvprof
 from tests.records.sample import benchmark_result
 from tests.records.streams import stream, write
 
@@ -350,3 +351,22 @@ def test_events_of_another_run_are_refused_and_with_force_removed(tmp_path: Path
     assert find_events(tmp_path) is not None  # they are its own
     forced.finish(benchmark_result())
     assert find_events(tmp_path) is None
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--svg", "--png", "--save"])
+def test_a_link_to_nothing_is_no_place_for_a_result(tmp_path: Path, option: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    done = kvprof("spectrum", option, link)
+    assert done.code == 2
+    assert str(link) in done.error
+
+
+def test_out_says_that_it_leads_nowhere(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    for words in ((link,), (link, "--force"), (link / "run", "--force")):
+        done = kvprof("eval", "--method", "full", "--out", *words)
+        assert done.code == 2
+        assert str(link) in done.error
+        assert "exists" not in done.error

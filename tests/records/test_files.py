@@ -325,3 +325,15 @@ def test_a_schema_that_is_no_name_is_one_short_line(tmp_path: Path, name: str) -
     with pytest.raises(FailedError, match="no result of kvprof") as told:
         read_result(path)
     assert len(str(told.value)) < len(str(path)) + 200
+
+
+@pytest.mark.parametrize("name", ["link", "link/result.json"])
+def test_a_link_to_nothing_is_followed_by_force_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for write in (ensure_writable, lambda path: write_text_atomic(path, "x")):
+        with pytest.raises(UsageError) as told:
+            write(tmp_path / name)
+        assert str(tmp_path / name) in str(told.value)
+    assert not (tmp_path / "elsewhere").exists()
+    write_text_atomic(tmp_path / name, "x", force=True)
+    assert (tmp_path / name).read_text() == "x"
