@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -60,7 +60,7 @@ __all__ = [
     "method_option",
     "method_options",
     "one_method",
-    "parse_rates",
+    "parse_removals",
     "read_counts",
     "resolve_device",
     "share_option",
@@ -174,13 +174,15 @@ class Command(Examples, TyperCommand):
                     formatter.write_dl(records)
 
 
-def share_option(name: str, help: str, group: str | None = None) -> Any:
+def share_option(
+    name: str, help: str, group: str | None = None, parse: Callable[..., float] = parse_share
+) -> Any:
     """Return an option that takes a share: ``30%``, ``0.3`` or ``.3``."""
     return typer.Option(
         name,
         help=help,
         metavar="SHARE",
-        parser=partial(parse_share, what=name),
+        parser=partial(parse, what=name),
         rich_help_panel=group,
     )
 
@@ -282,40 +284,24 @@ def resolve_device(name: str) -> str:
 
 
 def check_rate(rate: float | None, what: str = "--rate") -> None:
-    """Refuse a rate that no cache can have.
-
-    Parameters
-    ----------
-    rate : float or None
-    what : str
-        Named in the error.
-
-    Raises
-    ------
-    UsageError
-        Naming the percentage that was meant, where it can be one.
-    """
+    """Refuse a rate that no cache can have; name the percentage that may have been meant."""
     if rate is None or 0 <= rate < 1:
         return
     meant = f"write {rate:g}% or {rate / 100:g}" if 1 < rate < 100 else "1 would store nothing"
     raise UsageError(f"{what} {rate:g} is not between 0 and 1 ({meant})")
 
 
-def parse_rates(text: str, *, what: str) -> list[float]:
-    """Read a comma-separated list of shares between 0 and 1, ascending and without repeats.
+def parse_removal(text: str, *, what: str) -> float:
+    """Read a removal rate: from 0, which removes nothing, to 1, which leaves the smallest ranks."""
+    rate = parse_share(text, what=what)
+    if not 0 <= rate <= 1:
+        raise UsageError(f"{what}: {text.strip()[:40]} is not between 0 and 1")
+    return rate
 
-    Raises
-    ------
-    UsageError
-        When one is no number, or not between 0 and 1.
-    """
-    rates = set()
-    for entry in text.split(","):
-        rate = parse_share(entry, what=what)
-        if not 0 <= rate < 1:
-            raise UsageError(f"{what}: {entry.strip()[:40]} is not between 0 and 1 (1 excluded)")
-        rates.add(rate)
-    return sorted(rates)
+
+def parse_removals(text: str, *, what: str) -> list[float]:
+    """Read removal rates that commas separate, ascending and without repeats."""
+    return sorted({parse_removal(entry, what=what) for entry in text.split(",")})
 
 
 # --- Options that say which method, how much of it, and what it is calibrated on.
@@ -344,7 +330,9 @@ RateOption = Annotated[
 ]
 RemovalOption = Annotated[
     float | None,
-    share_option("--removal", "Instead of --rate: the removal rate of FDC eq. 1.", METHOD),
+    share_option(
+        "--removal", "Instead of --rate: the removal rate of FDC eq. 1.", METHOD, parse_removal
+    ),
 ]
 PlanFileOption = Annotated[
     Path | None,

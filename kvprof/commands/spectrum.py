@@ -15,7 +15,7 @@ from kvprof.commands.options import (
     RevisionOption,
     SeedOption,
     TrustOption,
-    parse_rates,
+    parse_removals,
 )
 from kvprof.commands.output import (
     CsvOption,
@@ -124,7 +124,7 @@ def spectrum(
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
     outputs.check({"--save": save}, read=[model, source, text, token_ids, saved])
-    rates = parse_rates(removal, what="--removal")
+    rates = parse_removals(removal, what="--removal")
     weight = None if vo_weight == "raw" else parse_count(vo_weight, what="--vo-weight")
     chosen = _source(source, text, token_ids, saved)
     if chosen.kind is SourceKind.MOMENTS:

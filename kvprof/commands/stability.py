@@ -13,7 +13,7 @@ from kvprof.commands.options import (
     ModelArgument,
     RevisionOption,
     TrustOption,
-    parse_rates,
+    parse_removals,
     read_counts,
 )
 from kvprof.commands.output import (
@@ -112,7 +112,7 @@ def stability(
         )
     datasets = _targets(against or ["prose", "code", "tasks"])
     given_ranks = read_counts(ranks, what="--ranks") if ranks else None
-    rates = [] if removal == "none" else parse_rates(removal, what="--removal")
+    rates = [] if removal == "none" else parse_removals(removal, what="--removal")
     lengths = (
         parse_count(seq_len, what="--seq-len") if seq_len else None,
         parse_count(against_seq_len, what="--against-seq-len") if against_seq_len else None,

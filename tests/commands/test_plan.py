@@ -491,3 +491,21 @@ def test_a_rate_of_0_is_a_method_s_least_compression() -> None:
     for method in ("xkv", "h2o", "keyformer"):
         assert planned(method)["dim_rate"] == 0
         assert planned(method)["rate"] < 0
+
+
+def test_removal_is_read_alike_where_it_is_one_and_where_it_is_a_list(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "spectrum.json"
+    plan = ("plan", tiny_folder, "--method", "fdc", "--calibrate", "random:256", "--removal")
+    spectrum = ("spectrum", tiny_folder, "--tokens", 256, "--json", path, "--removal")
+    for value in ("1.5", "-0.1", "101%", "y", "nan"):
+        for command in (plan, spectrum):
+            done = kvprof(*command, value)
+            assert done.code == 2
+            assert "--removal" in done.error
+            assert value in done.error
+    assert kvprof(*plan, "1").code == kvprof(*spectrum, "1").code == 0
+    (found,) = json.loads(path.read_text())["data"]["removal"]
+    assert found["removal_rate"] == 1
+    assert {rank for layer in found["ranks_qk"] for rank in layer} == {1}

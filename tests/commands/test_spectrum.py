@@ -140,6 +140,7 @@ def test_figures_are_drawn(tiny_folder: Path, tmp_path: Path) -> None:
         (["--pairs", "qk,xy"], 2, "'xy'"),
         (["--pairs", ""], 2, "pair"),
         (["--removal", "1.5"], 2, "1.5"),
+        (["--removal", "0.1,-0.1"], 2, "-0.1"),
         (["--skip-first", "200", "--seq-len", "64"], 2, "--skip-first"),
         (["--source", "nothing"], 2, "'nothing'"),
         (["--text", "missing.txt"], 2, "missing.txt"),
