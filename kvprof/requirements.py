@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -190,7 +191,8 @@ def install_command(*requirements: str) -> str:
 
     The packages are named themselves, never as an extra of kvprof: that works however kvprof was
     installed, and cannot fetch another package of kvprof's name from an index. Where kvprof was
-    installed from a clone, the clone's constraints go with it.
+    installed from a clone, the clone's constraints go with it, but for what they do not pin: that
+    may ask for other versions, as vLLM does of torch.
 
     Parameters
     ----------
@@ -199,8 +201,11 @@ def install_command(*requirements: str) -> str:
     """
     words = [_nearest(sys.executable), "-m", "pip", "install"]
     clone = _clone()
-    if clone is not None and (clone / "constraints.txt").is_file():
-        words += ["-c", _nearest(str(clone / "constraints.txt"))]
+    pins = None if clone is None else clone / "constraints.txt"
+    if pins is not None and pins.is_file():
+        pinned = {line.partition("==")[0] for line in pins.read_text("utf-8").splitlines()} | {"."}
+        if not pinned.isdisjoint(re.split(r"[^\w.-]", one)[0] for one in requirements):
+            words += ["-c", _nearest(str(pins))]
     return shlex.join([*words, *requirements])
 
 

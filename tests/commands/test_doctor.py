@@ -157,7 +157,7 @@ def test_advice_names_the_clone_that_pip_was_given(
 ) -> None:
     clone = tmp_path / "a clone"
     clone.mkdir()
-    (clone / "constraints.txt").write_text("")
+    (clone / "constraints.txt").write_text("ray==2.60.0\ntorch==2.13.0\n")
     monkeypatch.setattr(requirements, "__file__", str(tmp_path / "site-packages/kvprof/x.py"))
     origin = SimpleNamespace(read_text=lambda _: json.dumps({"url": clone.as_uri()}))
     monkeypatch.setattr(requirements.metadata, "distribution", lambda _: origin)
@@ -170,6 +170,8 @@ def test_advice_names_the_clone_that_pip_was_given(
         str(clone / "constraints.txt"),
         "ray[client]>=2",
     ]
+    # What is not pinned asks for versions of its own.
+    assert shlex.split(requirements.install_command("vllm>=0.26"))[4:] == ["vllm>=0.26"]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
