@@ -27,7 +27,7 @@ from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.runtime.folding import OutputSwitch, folded_modules
 from kvprof.runtime.graphs import capturable, replaying
-from kvprof.runtime.masks import masks, whole_mask
+from kvprof.runtime.masks import masks, packed_apart, whole_mask
 from kvprof.runtime.pointwise import few_launches
 from kvprof.runtime.session import Compression
 
@@ -335,6 +335,7 @@ def _running(session: Compression) -> Iterator[None]:
         stack.callback(lambda: [active.pop(module_id) for module_id in attentions])
         if session.takes_angles:
             stack.enter_context(watched_rotations(decoder, session.watching))
+        stack.enter_context(packed_apart(lambda: session.packed))
         hook = decoder.register_forward_pre_hook(session.begin, with_kwargs=True)
         stack.callback(hook.remove)
         stack.callback(decoder.register_forward_hook(session.end).remove)

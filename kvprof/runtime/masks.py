@@ -1,17 +1,29 @@
 """Who may see whom: masks in full, and where each row's real tokens begin."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import sdpa_mask
+from transformers import masking_utils
+from transformers.masking_utils import find_packed_sequence_indices, sdpa_mask
 
 from kvprof.errors import UsageError
 from kvprof.runtime.tensors import is_capturing
 
-__all__ = ["MaskFacts", "Masks", "mask_facts", "masks", "visible_keys", "whole_mask"]
+__all__ = [
+    "MaskFacts",
+    "Masks",
+    "is_packed",
+    "mask_facts",
+    "masks",
+    "packed_apart",
+    "visible_keys",
+    "whole_mask",
+]
 
 
 class Masks(threading.local):
@@ -33,6 +45,39 @@ def whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     kwargs["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
+
+
+def is_packed(position_ids: Any) -> bool:
+    """Say whether transformers would keep texts apart that begin anew within a row."""
+    if not isinstance(position_ids, Tensor):
+        return False
+    if position_ids.dim() == 3:  # with M-RoPE the first of four, if there are so many
+        if len(position_ids) != 4:
+            return False
+        position_ids = position_ids[0]
+    return find_packed_sequence_indices(torch.atleast_2d(position_ids)) is not None
+
+
+@contextmanager
+def packed_apart(lent: Callable[[], object]) -> Iterator[None]:
+    """Let masks be made as if the cache that `lent` returns were not there.
+
+    With a cache transformers does not look for texts that are packed into one row.
+    """
+    original = masking_utils._preprocess_mask_arguments
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        cache = lent()
+        if cache is not None:
+            args = tuple(None if value is cache else value for value in args)
+            kwargs = {name: None if v is cache else v for name, v in kwargs.items()}
+        return original(*args, **kwargs)
+
+    masking_utils._preprocess_mask_arguments = without
+    try:
+        yield
+    finally:
+        masking_utils._preprocess_mask_arguments = original
 
 
 def visible_keys(mask: Tensor | None, stored: int, tokens: int) -> Tensor | None:

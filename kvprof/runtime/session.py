@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.utils import ModelOutput
 
 from kvprof.errors import FailedError, UsageError
@@ -25,7 +26,7 @@ from kvprof.runtime.folding import OutputSwitch
 from kvprof.runtime.graphs import DecodingGraphs
 from kvprof.runtime.keeping import OwnTokens
 from kvprof.runtime.layer import LayerRuntime
-from kvprof.runtime.masks import mask_facts, visible_keys
+from kvprof.runtime.masks import is_packed, mask_facts, visible_keys
 from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import index_of
 
@@ -101,6 +102,7 @@ class Compression:
         self._fired: set[int] = set()
         self.graphs: DecodingGraphs | None = None
         self._lent = False  # a cache for this pass alone, which the caller must not get to see
+        self.packed: CompressedCache | None = None  # such a cache, of texts packed into rows
 
     @property
     def kernel_reasons(self) -> list[str | None]:
@@ -213,6 +215,12 @@ class Compression:
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         if not isinstance(inputs, Tensor):
             raise UsageError("a compressed model needs input_ids or inputs_embeds")
+        bounds = [n for n in FlashAttentionKwargs.__annotations__ if given.get(n) is not None]
+        if bounds:
+            raise UsageError(
+                f"{bounds[0]} packs texts for flash attention, which no compressed cache runs on; "
+                "leave it out, and give position_ids that begin anew with each text"
+            )
         cache = given.get("past_key_values")
         self._lent = False
         if cache is None:
@@ -237,6 +245,10 @@ class Compression:
         past = cache.get_seq_length()
         batch, tokens = inputs.shape[:2]
         mask = mask_facts(given.get("attention_mask"), batch, tokens, past)
+        unmasked = self._lent and given.get("attention_mask") is None
+        self.packed = cache if unmasked and is_packed(given.get("position_ids")) else None
+        if self.packed is not None:
+            mask = replace(mask, holes=True, plain=False)
         self._starts = mask.starts
         if self._shape != (shape := (past, tokens, {*mask.starts})):
             self._shape = shape

@@ -12,7 +12,7 @@ from kvprof.methods.plan import Placement
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Eviction, Levels, Quantiser, SideQuantiser
 from kvprof.runtime.compressed import compressed
-from tests.models.tiny import ARCHITECTURES, token_ids
+from tests.models.tiny import ARCHITECTURES, CHUNKED, token_ids
 from tests.runtime.plans import loaded, make_plan, ragged
 
 FOLDING: dict[str, Any] = {"ranks": ragged, "fold_keys": True}
@@ -197,3 +197,38 @@ def test_half_precision_beams_and_padding_run(options: dict[str, Any], dtype: to
         ]
     assert torch.equal(runs[0].sequences, runs[1].sequences)
     assert runs[0].sequences_scores.isfinite().all()
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *CHUNKED])
+def test_texts_packed_into_a_row_do_not_see_each_other(arch: str) -> None:
+    model = loaded(arch)
+    ids = token_ids(2, 17)
+    positions = torch.tensor([[*range(9), *range(8)], [*range(3), *range(12), *range(2)]])
+    packed = {"position_ids": positions, "use_cache": False}
+    wanted, plain = model.model(ids, **packed).logits, model.model(ids).logits
+    with compressed(model, make_plan(model)):
+        found = model.model(ids, **packed).logits
+        # a mask of the caller's, or a cache to be returned, and transformers does not part them
+        masked = model.model(ids, **packed, attention_mask=torch.ones_like(ids)).logits
+        cached = model.model(ids, position_ids=positions).logits
+        again = model.model(ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(again, plain, rtol=1e-3, atol=1e-3)
+    for other, same in ((masked, {**packed, "attention_mask": torch.ones_like(ids)}),
+                        (cached, {"position_ids": positions})):  # fmt: skip
+        torch.testing.assert_close(other, model.model(ids, **same).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_packed_texts_leave_the_kernels() -> None:
+    model = loaded("Llama")
+    packed = {"position_ids": torch.arange(16)[None] % 8, "use_cache": False}
+    with compressed(model, make_plan(model), "on"), pytest.raises(UsageError, match="kernels"):
+        model.model(token_ids(1, 16), **packed)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"])
+def test_texts_packed_for_flash_attention_are_refused(name: str) -> None:
+    model = loaded("Llama")
+    ids = token_ids(1, 8)
+    with compressed(model, make_plan(model)), pytest.raises(UsageError, match=name):
+        model.model(ids, use_cache=False, **{name: torch.tensor([0, 4, 8])})
