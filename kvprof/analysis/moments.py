@@ -158,7 +158,8 @@ class LayerMoments:
         if self.c_o is None:
             raise UsageError(
                 "vo: what this model's heads put out does not go straight into an output "
-                "projection (gated attention), so W_O has no slice per head; take v instead"
+                "projection (it is gated or normalised), so W_O has no slice per head; take the "
+                "pair v, the method svd-kv, or --option values=svd-v with kq, fdc and zack"
             )
         return self.c_o
 
@@ -204,6 +205,14 @@ class Moments:
     complete: bool = True
     across: AcrossMoments | None = None
     centred: bool = False
+
+    def output_weight(self, layer: int) -> Tensor:
+        """Return what weighs errors of V alone: W_O, or the identity where some layer has none."""
+        found = self.layers[layer]
+        if all(one.c_o is not None for one in self.layers):
+            return found.output_gram()
+        value = found.gram("v")
+        return torch.eye(value.shape[-1], dtype=value.dtype, device=value.device).expand_as(value)
 
     def add(
         self,

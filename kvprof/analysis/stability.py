@@ -336,7 +336,7 @@ def pair_factors(moments: Moments, pair: str) -> PairFactors:
             right.append(layer.gram("k") * per_token)
         else:
             left.append(layer.gram("v") * per_token)
-            right.append(layer.output_gram())
+            right.append(moments.output_weight(index))
     return PairFactors(gram, left, right)
 
 

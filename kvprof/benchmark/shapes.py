@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.gguf import GgufFile, is_gguf
 from kvprof.models.layout import LayerLayout, ModelLayout
-from kvprof.models.load import blaming, read_config
+from kvprof.models.load import blaming, model_class, read_config
 from kvprof.models.locate import check_config_sizes, locate, read_json
 from kvprof.models.noise import quiet
 from kvprof.models.probe import inspect_layout
@@ -346,7 +345,8 @@ def _layout(given: str, config: Any, width: int) -> ModelLayout:
         try:
             with quiet(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(_cut(config, hidden, width)).eval()
+                cut = _cut(config, hidden, width)
+                model = model_class(cut).from_config(cut).eval()
                 layout = inspect_layout(model)
         except UsageError:
             raise

@@ -225,8 +225,8 @@ def _key_basis(moments: Moments, facts: LayerLayout, gram: Tensor) -> SideBases:
 
 
 def _value_basis(moments: Moments, facts: LayerLayout, gram: Tensor) -> SideBases:
-    value, output = _value_output(moments, facts)
-    return _orthogonal(gram.cpu(), value, output)
+    value = moments.layers[facts.index].gram("v").cpu() / moments.tokens
+    return _orthogonal(gram.cpu(), value, moments.output_weight(facts.index).cpu())
 
 
 def _query_key(moments: Moments, facts: LayerLayout) -> tuple[Tensor, Tensor]:

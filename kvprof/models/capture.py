@@ -85,7 +85,8 @@ def capture(
     if pre_rope and any(layer.rotary_offset is None for layer in layout.layers):
         raise UsageError(
             f"{layout.architecture}: Q and K before RoPE cannot be had (it rotates in a way of its "
-            "own); leave out the pairs q_pre and k_pre, and methods that store K before RoPE (palu)"
+            "own); leave out the pairs q_pre and k_pre, and methods that store K before RoPE "
+            "(palu, kvtc, xkv)"
         )
     indices = {id(loaded.model.get_submodule(x.attention)): x.index for x in layout.layers}
     seen: set[int] = set()

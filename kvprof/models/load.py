@@ -14,7 +14,9 @@ import torch
 from accelerate import init_empty_weights
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     GgufConfig,
     PreTrainedModel,
@@ -39,6 +41,7 @@ __all__ = [
     "OpenedModel",
     "blaming",
     "load_model",
+    "model_class",
     "read_config",
     "read_tokenizer",
     "read_weights",
@@ -99,14 +102,24 @@ def read_config(
         check_config_sizes(spec, config.to_dict(), gguf.size, where)
         with blaming(f"{spec}: {where} cannot be used"):
             hold_against_file(spec, gguf, config)
-    known = AutoModelForCausalLM._model_mapping
-    if type(config) not in known and "AutoModelForCausalLM" not in (
-        getattr(config, "auto_map", None) or {}
-    ):
+    if model_class(config) is AutoModel:
         raise UsageError(
             f"{spec} is not supported: {type(config).__name__} belongs to no causal language model"
         )
     return config
+
+
+def model_class(config: Any) -> Any:
+    """Return what builds a config's model: its decoder with a head, and what it sees or hears with.
+
+    ``AutoModel`` where transformers knows no head for it.
+    """
+    with_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    alone = with_code or type(config) in AutoModelForCausalLM._model_mapping
+    around = config.get_text_config(decoder=True) is not config
+    if (around or not alone) and type(config) in AutoModelForMultimodalLM._model_mapping:
+        return AutoModel if config.is_encoder_decoder else AutoModelForMultimodalLM
+    return AutoModelForCausalLM if alone else AutoModel
 
 
 def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTrainedModel:
@@ -121,7 +134,7 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
         numbers = _check_numbers(spec, checkpoint.gguf, options["config"])
     try:
         with _read_as_gguf() if checkpoint.gguf is not None else nullcontext():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = model_class(options["config"]).from_pretrained(
                 checkpoint.folder,
                 **source,
                 local_files_only=True,
@@ -311,9 +324,9 @@ class OpenedModel:
         """
         ids: set[Any] = set()
         for config in self._stating:
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                value = getattr(config, name, None)
-                ids.update(value if isinstance(value, list | tuple) else [value])
+            for name, value in config.to_dict().items():
+                if name.endswith(("token_id", "token_index")):  # of images too
+                    ids.update(value if isinstance(value, list | tuple) else [value])
         if self.gguf is not None:
             ids |= self.gguf.special_ids
             ids.update(range(len(self.gguf.token_types) or self.vocab_size, self.vocab_size))
@@ -508,9 +521,10 @@ def load_model(
         )
         before(opened)
         needed = int(checkpoint.size / checkpoint.stored_itemsize) * kind.itemsize
-        device_map = device_map_for(
-            device, target, needed, config, trust_remote_code=trust_remote_code
+        build = partial(
+            model_class(config).from_config, config, trust_remote_code=trust_remote_code
         )
+        device_map = device_map_for(device, target, needed, config, build)
         spread = device_map is not None and device_map != {"": target}
         scratch = TemporaryDirectory(prefix="kvprof-offload-") if spread else None
         model = read_weights(

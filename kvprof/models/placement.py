@@ -1,15 +1,17 @@
 """Where a model's weights go, and in which dtype."""
 
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from kvprof.dtypes import read_dtype
 from kvprof.errors import LackingError, UsageError
+from kvprof.models.interface import text_decoder
 from kvprof.sizes import format_bytes
 
 __all__ = ["device_map_for", "main_device", "parse_dtype"]
@@ -64,7 +66,7 @@ def main_device(name: str) -> torch.device:
 
 
 def device_map_for(
-    name: str, device: torch.device, needed: int, config: Any, *, trust_remote_code: bool
+    name: str, device: torch.device, needed: int, config: Any, build: Callable[[], PreTrainedModel]
 ) -> str | dict[str, Any] | None:
     """Decide how weights are spread, in the form that transformers' ``device_map`` takes.
 
@@ -80,7 +82,8 @@ def device_map_for(
     needed : int
         Bytes of the weights in the dtype they are loaded in.
     config : PretrainedConfig
-    trust_remote_code : bool
+    build : callable
+        Makes the config's model.
 
     Returns
     -------
@@ -95,7 +98,7 @@ def device_map_for(
     if name == "balanced":
         return "balanced"
     if name == "offload":
-        return _layers_apart(config, device, trust_remote_code)
+        return _layers_apart(config, device, build)
     free = _free(device)
     if free is not None and needed > _SHARE * free:
         if name == "auto":
@@ -114,12 +117,17 @@ def _free(device: torch.device) -> int | None:
     return int(psutil.virtual_memory().available) if device.type == "cpu" else None
 
 
-def _layers_apart(config: Any, device: torch.device, trust_remote_code: bool) -> dict[str, Any]:
+def _layers_apart(
+    config: Any, device: torch.device, build: Callable[[], PreTrainedModel]
+) -> dict[str, Any]:
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = build()
     count = config.get_text_config(decoder=True).num_hidden_layers
+    texts = {id(module) for module in text_decoder(model).modules()}
     lists = (
-        n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) == count and id(m) in texts
     )
     layers = next(lists, None)
     if layers is None:

@@ -88,6 +88,11 @@ class _Observer:
             raise UsageError(
                 f"{type(call.module).__name__} attends to later tokens too: the model is no decoder"
             )
+        if call.key.shape[2] != call.query.shape[2]:
+            raise UsageError(
+                f"{type(call.module).__name__} is not supported: it attends to "
+                f"{call.key.shape[2]} keys of {call.query.shape[2]} tokens, and not to one of each"
+            )
         self._call = call
         self._before = len(self._events)
 

@@ -336,6 +336,9 @@ def _running(session: Compression) -> Iterator[None]:
         if session.takes_angles:
             stack.enter_context(watched_rotations(decoder, session.watching))
         stack.enter_context(packed_apart(lambda: session.packed))
+        if model.config is not decoder.config:
+            hook = model.register_forward_pre_hook(session.bring, with_kwargs=True)
+            stack.callback(hook.remove)
         hook = decoder.register_forward_pre_hook(session.begin, with_kwargs=True)
         stack.callback(hook.remove)
         stack.callback(decoder.register_forward_hook(session.end).remove)

@@ -206,6 +206,18 @@ class Compression:
 
     # Forward passes.
 
+    @property
+    def _text(self) -> Any:
+        return self.loaded.model.config.get_text_config(decoder=True)
+
+    @_uncompiled
+    def bring(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Before what is around the decoder: some such models would make a cache of their own."""
+        wanted = kwargs.get("use_cache", self._text.use_cache)
+        if wanted is not False and kwargs.get("past_key_values") is None:
+            kwargs = {**kwargs, "past_key_values": self.new_cache()}
+        return args, kwargs
+
     @_uncompiled
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the decoder's forward: see to the cache and to where real tokens begin."""
@@ -229,8 +241,7 @@ class Compression:
             cache = self.new_cache()
             kwargs = {**kwargs, "past_key_values": cache}
             wanted = given.get("use_cache")
-            text_config = self.loaded.model.config.get_text_config(decoder=True)
-            self._lent = not (text_config.use_cache if wanted is None else wanted)
+            self._lent = not (self._text.use_cache if wanted is None else wanted)
         self._check_cache(cache)
         if self.prompt is not None and cache.get_seq_length():
             raise UsageError("passes over whole sequences keep nothing, so none can follow another")
