@@ -142,6 +142,6 @@ def _crossed(layer: LayerMoments) -> tuple[Tensor, Tensor, RotaryPairs]:
     if layer.cross is None or layer.table is None or layer.pairs is None:
         raise UsageError(
             "centre: the moments hold nothing of keys against positions; calibrate anew (kvprof "
-            "spectrum --save writes such a file), or give --option centre=false"
+            "spectrum --save writes such a file), or give the option centre=false"
         )
     return layer.cross, layer.table, layer.pairs

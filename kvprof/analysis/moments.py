@@ -159,7 +159,7 @@ class LayerMoments:
             raise UsageError(
                 "vo: what this model's heads put out does not go straight into an output "
                 "projection (it is gated or normalised), so W_O has no slice per head; take the "
-                "pair v, the method svd-kv, or --option values=svd-v with kq, fdc and zack"
+                "pair v, the method svd-kv, or the option values=svd-v of kq, fdc and zack"
             )
         return self.c_o
 

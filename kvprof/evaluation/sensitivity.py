@@ -48,7 +48,7 @@ class Sensitivity:
         if any(facts.shared for facts in loaded.layout.layers):
             raise UsageError(
                 f"{loaded.layout.architecture} has layers that read another layer's keys and "
-                "values, which cannot be stored otherwise for one layer alone; eval takes it"
+                "values, which cannot be stored otherwise for one layer alone"
             )
         self.loaded, self.samples = loaded, samples
         self._evaluator = Evaluator(loaded, samples, [], EvaluationSettings(batch_size=batch_size))

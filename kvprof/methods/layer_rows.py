@@ -36,6 +36,8 @@ def unrotated_layers(facts: Sequence[LayerLayout], coded: Collection[int]) -> tu
     for own in facts:
         layer = identity_layer(own)
         if own.index in coded and has_rope(own):
+            if own.rotary_offset is None:
+                raise UsageError(f"layer {own.index}: K before RoPE cannot be had on this model")
             layer = replace(layer, keys=replace(layer.keys, placement=Placement.PRE_ROPE))
         layers.append(layer)
     return tuple(layers)

@@ -259,7 +259,8 @@ def blaming(what: str) -> Iterator[None]:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length",
+            "max_target_positions")  # fmt: skip
 
 
 # --- What is known of a decoder before its weights are read, and one that is loaded and examined.

@@ -93,8 +93,10 @@ def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
         return plan_family(method, inputs, **options)
     base, own = base_method(method, options)
     allocation = allocation_of(base, own)
-    # Pairs of the loss need no W_O, which stands in for it below.
-    layers = _stand_ins(loaded.layout, needs, allocation == "loss")
+    layers = _stand_ins(loaded.layout, needs)
+    if allocation == "loss":  # whose pairs need no W_O, which stands in for it below
+        for layer in layers:
+            layer.c_o = layer.rest["v"]
     inputs = replace(inputs, moments=Moments(layers, loaded.fingerprint, tokens=1, sequences=1))
     if allocation in ALLOCATIONS and allocation != "uniform":  # of uniform, widths say it all
         targets = plan_family(base, inputs, **without_allocation(base, own)).targets
@@ -106,7 +108,7 @@ def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
     return plan_family(method, inputs, **options)
 
 
-def _stand_ins(layout: ModelLayout, needs: CalibrationNeeds, weighed: bool) -> list[LayerMoments]:
+def _stand_ins(layout: ModelLayout, needs: CalibrationNeeds) -> list[LayerMoments]:
     """Return moments for every layer; layers that are built alike have the same."""
     made: dict[Any, LayerMoments] = {}
     layers = []
@@ -117,14 +119,12 @@ def _stand_ins(layout: ModelLayout, needs: CalibrationNeeds, weighed: bool) -> l
         output, value = layer.output_projection, layer.value_projection
         kind = (*shapes.items(), layer.num_kv_heads, layer.mla, output is None, value is None)
         if kind not in made:
-            made[kind] = _stand_in(layer, shapes, weighed)
+            made[kind] = _stand_in(layer, shapes)
         layers.append(made[kind])
     return layers
 
 
-def _stand_in(
-    layer: LayerLayout, shapes: Mapping[str, tuple[int, int]], weighed: bool
-) -> LayerMoments:
+def _stand_in(layer: LayerLayout, shapes: Mapping[str, tuple[int, int]]) -> LayerMoments:
     """Return moments whose predicted errors fall along one curve, strictly convex, for every head.
 
     Then the next step of the grid is worth most where fewest have been taken.
@@ -144,7 +144,7 @@ def _stand_in(
     return LayerMoments(
         rest=rest,
         first={key: torch.zeros((), dtype=torch.float64) for key in rest},
-        c_o=values if weighed or layer.output_projection is not None else None,
+        c_o=values if layer.output_projection is not None else None,
         c_wv=values if not layer.mla and layer.value_projection is not None else None,
         magnitudes={key: magnitude_counts(ones) for key in ("k", "v")},
     )

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvprof.errors import KvprofError, UsageError
@@ -27,7 +27,7 @@ from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.runtime.folding import OutputSwitch, folded_modules
 from kvprof.runtime.graphs import capturable, replaying
-from kvprof.runtime.masks import masks, packed_apart, whole_mask
+from kvprof.runtime.masks import masks, whole_mask, without
 from kvprof.runtime.pointwise import few_launches
 from kvprof.runtime.session import Compression
 
@@ -201,9 +201,10 @@ def check_runs(loaded: LoadedModel, fingerprint: str | None = None) -> None:
     """
     refuse_latent_attention(loaded.layout)
     if (reason := refusal(loaded, fingerprint)) is not None:
+        # What fails for a reason of its own may fail there too.
+        takes = " (spectrum and stability take it)" if loaded.layout.unstorable else ""
         raise UsageError(
-            f"{loaded.layout.architecture} cannot run with a compressed cache: {reason} (spectrum "
-            "and stability take it)"
+            f"{loaded.layout.architecture} cannot run with a compressed cache: {reason}{takes}"
         )
 
 
@@ -335,7 +336,9 @@ def _running(session: Compression) -> Iterator[None]:
         stack.callback(lambda: [active.pop(module_id) for module_id in attentions])
         if session.takes_angles:
             stack.enter_context(watched_rotations(decoder, session.watching))
-        stack.enter_context(packed_apart(lambda: session.packed))
+        name = "_preprocess_mask_arguments"
+        stack.callback(setattr, masking_utils, name, getattr(masking_utils, name))
+        setattr(masking_utils, name, without(lambda: session.packed))
         if model.config is not decoder.config:
             hook = model.register_forward_pre_hook(session.bring, with_kwargs=True)
             stack.callback(hook.remove)

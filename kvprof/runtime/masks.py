@@ -1,8 +1,7 @@
 """Who may see whom: masks in full, and where each row's real tokens begin."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,7 @@ from transformers.masking_utils import find_packed_sequence_indices, sdpa_mask
 from kvprof.errors import UsageError
 from kvprof.runtime.tensors import is_capturing
 
-__all__ = [
-    "MaskFacts",
-    "Masks",
-    "is_packed",
-    "mask_facts",
-    "masks",
-    "packed_apart",
-    "visible_keys",
-    "whole_mask",
-]
+__all__ = ["MaskFacts", "Masks", "mask_facts", "masks", "visible_keys", "whole_mask", "without"]
 
 
 class Masks(threading.local):
@@ -47,37 +37,19 @@ def whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def is_packed(position_ids: Any) -> bool:
-    """Say whether transformers would keep texts apart that begin anew within a row."""
-    if not isinstance(position_ids, Tensor):
-        return False
-    if position_ids.dim() == 3:  # with M-RoPE the first of four, if there are so many
-        if len(position_ids) != 4:
-            return False
-        position_ids = position_ids[0]
-    return find_packed_sequence_indices(torch.atleast_2d(position_ids)) is not None
+def without(lent: Callable[[], object]) -> Callable[..., Any]:
+    """Return how transformers reads what a mask is made of, as if the cache lent were not there.
 
-
-@contextmanager
-def packed_apart(lent: Callable[[], object]) -> Iterator[None]:
-    """Let masks be made as if the cache that `lent` returns were not there.
-
-    With a cache transformers does not look for texts that are packed into one row.
+    With a cache it does not look for texts that are packed into one row.
     """
-    original = masking_utils._preprocess_mask_arguments
+    read = masking_utils._preprocess_mask_arguments
 
-    def without(*args: Any, **kwargs: Any) -> Any:
-        cache = lent()
-        if cache is not None:
-            args = tuple(None if value is cache else value for value in args)
-            kwargs = {name: None if v is cache else v for name, v in kwargs.items()}
-        return original(*args, **kwargs)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        hidden = lent()
+        kwargs = {name: None if value is hidden else value for name, value in kwargs.items()}
+        return read(*(None if value is hidden else value for value in args), **kwargs)
 
-    masking_utils._preprocess_mask_arguments = without
-    try:
-        yield
-    finally:
-        masking_utils._preprocess_mask_arguments = original
+    return reading
 
 
 def visible_keys(mask: Tensor | None, stored: int, tokens: int) -> Tensor | None:
@@ -112,7 +84,9 @@ class MaskFacts:
     plain: bool
 
 
-def mask_facts(mask: Any, batch: int, tokens: int, past: int) -> MaskFacts:
+def mask_facts(
+    mask: Any, batch: int, tokens: int, past: int, positions: Tensor | None = None
+) -> MaskFacts:
     """Read a pass's attention mask; a GPU is asked once.
 
     Parameters
@@ -121,6 +95,8 @@ def mask_facts(mask: Any, batch: int, tokens: int, past: int) -> MaskFacts:
         As the model was given it: None, or ``[batch, keys]``; others cannot be read.
     batch, tokens, past : int
         Of the pass, and tokens before it.
+    positions : Tensor, optional
+        By which transformers tells texts in a row apart, where there is no mask.
 
     Raises
     ------
@@ -128,7 +104,11 @@ def mask_facts(mask: Any, batch: int, tokens: int, past: int) -> MaskFacts:
         When a CUDA graph is being captured, which no mask can be read in.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return MaskFacts([0] * batch, False, mask is None)
+        packed = False
+        if mask is None and positions is not None:  # of M-RoPE the first, where there are several
+            rows = positions[0] if positions.dim() == 3 else torch.atleast_2d(positions)
+            packed = find_packed_sequence_indices(rows) is not None
+        return MaskFacts([0] * batch, packed, mask is None and not packed)
     if is_capturing(mask.device):
         raise UsageError(
             "a CUDA graph cannot hold a pass whose attention mask must be read; leave "

@@ -26,7 +26,7 @@ from kvprof.runtime.folding import OutputSwitch
 from kvprof.runtime.graphs import DecodingGraphs
 from kvprof.runtime.keeping import OwnTokens
 from kvprof.runtime.layer import LayerRuntime
-from kvprof.runtime.masks import is_packed, mask_facts, visible_keys
+from kvprof.runtime.masks import mask_facts, visible_keys
 from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import index_of
 
@@ -227,12 +227,8 @@ class Compression:
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         if not isinstance(inputs, Tensor):
             raise UsageError("a compressed model needs input_ids or inputs_embeds")
-        bounds = [n for n in FlashAttentionKwargs.__annotations__ if given.get(n) is not None]
-        if bounds:
-            raise UsageError(
-                f"{bounds[0]} packs texts for flash attention, which no compressed cache runs on; "
-                "leave it out, and give position_ids that begin anew with each text"
-            )
+        if bounds := [n for n in FlashAttentionKwargs.__annotations__ if given.get(n) is not None]:
+            raise UsageError(f"{bounds[0]} is for flash attention; position_ids part texts here")
         cache = given.get("past_key_values")
         self._lent = False
         if cache is None:
@@ -255,11 +251,9 @@ class Compression:
         self.watching.rotations.clear()
         past = cache.get_seq_length()
         batch, tokens = inputs.shape[:2]
-        mask = mask_facts(given.get("attention_mask"), batch, tokens, past)
-        unmasked = self._lent and given.get("attention_mask") is None
-        self.packed = cache if unmasked and is_packed(given.get("position_ids")) else None
-        if self.packed is not None:
-            mask = replace(mask, holes=True, plain=False)
+        hiding, positions = given.get("attention_mask"), given.get("position_ids")
+        mask = mask_facts(hiding, batch, tokens, past, positions if self._lent else None)
+        self.packed = cache if hiding is None and mask.holes else None
         self._starts = mask.starts
         if self._shape != (shape := (past, tokens, {*mask.starts})):
             self._shape = shape
