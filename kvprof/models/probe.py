@@ -77,6 +77,7 @@ class _Observer:
         self._call: AttentionCall | None = None
         self._learned = False
         self._own = _own_cache(model)
+        self._architecture = type(model).__name__
 
     def attention(self, call: AttentionCall) -> None:
         if self._call is not None or self._name(call.module) in {x.attention for x in self.layers}:
@@ -90,8 +91,8 @@ class _Observer:
             )
         if call.key.shape[2] != call.query.shape[2]:
             raise UsageError(
-                f"{type(call.module).__name__} is not supported: it attends to "
-                f"{call.key.shape[2]} keys of {call.query.shape[2]} tokens, and not to one of each"
+                f"{self._architecture} is not supported: it attends to {call.key.shape[2]} keys "
+                f"of {call.query.shape[2]} tokens, and not to one of each"
             )
         self._call = call
         self._before = len(self._events)

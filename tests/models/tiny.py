@@ -64,6 +64,19 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "FalconH1": ("falcon_h1", {"head_dim": 16, "mamba_n_heads": 4, "mamba_d_head": 24,
                                "mamba_d_ssm": 96, "mamba_d_state": 8, "mamba_n_groups": 1,
                                "mamba_chunk_size": 8}),
+    # what the heads put out is gated, or normalised, before the output projection
+    "Afmoe": ("afmoe", {"head_dim": 16, "sliding_window": 6, "num_experts": 4,
+                        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                        "num_dense_layers": 1, "layer_types": ["full_attention"] * 3}),
+    "BitNet": ("bitnet", {}),
+    # keys that are no token's own
+    "DeepseekV4": ("deepseek_v4", {**_MLA, "head_dim": 16, "num_key_value_heads": 1,
+                                   "index_n_heads": 2, "index_head_dim": 8, "o_groups": 2,
+                                   "o_lora_rank": 8, "n_group": None, "topk_group": None,
+                                   "layer_types": ["compressed_sparse_attention",
+                                                   "heavily_compressed_attention",
+                                                   "sliding_attention"],
+                                   "mlp_layer_types": ["moe"] * 3}),
     # not reachable through the attention interface, or not attention in every layer
     "Falcon": ("falcon", {"num_key_value_heads": None}),
     "Bloom": ("bloom", {"num_key_value_heads": None}),
@@ -81,9 +94,10 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 MLA = ["DeepseekV2", "DeepseekV3"]
 CHUNKED = ["Llama4"]
 UNCOMPRESSED = ["Gemma3n", "FalconH1"]
-UNSUPPORTED = ["Falcon", "Bloom", "GPTJ", "Mpt", "Lfm2", "Qwen3Next"]
+GATED = ["Afmoe", "BitNet"]
+UNSUPPORTED = ["Falcon", "Bloom", "GPTJ", "Mpt", "Lfm2", "Qwen3Next", "DeepseekV4"]
 ARCHITECTURES = [
-    arch for arch in _CONFIGS if arch not in (*MLA, *CHUNKED, *UNCOMPRESSED, *UNSUPPORTED)
+    arch for arch in _CONFIGS if arch not in (*MLA, *CHUNKED, *UNCOMPRESSED, *GATED, *UNSUPPORTED)
 ]
 
 
@@ -113,7 +127,7 @@ def tiny(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     Parameters
     ----------
     arch : str
-        One of `ARCHITECTURES`, `MLA`, `CHUNKED`, `UNCOMPRESSED` or `UNSUPPORTED`.
+        One of `ARCHITECTURES`, `MLA`, `CHUNKED`, `UNCOMPRESSED`, `GATED` or `UNSUPPORTED`.
     seed : int
         Of the random weights.
     **overrides
