@@ -1,13 +1,12 @@
 """A step of an engine over pages of quantised latents.
 
 A step's tokens are projected once, into a pool of pages of the step's own, and quantised from there
-into the engine's. Sequences that decode attend to their pages, their new token among them: what it
-is in the page, quantised, where the plan's rule would show it as it is for that one step. A chunk
-of a prompt attends to its own tokens as they are and to those before it as the pages give them
-back. Prompts of which nothing came before attend in the step's own pool, all of them together. Over
-pages no kernel has several queries of a sequence read what came before, so it is dequantised into
-planes first, sequence by sequence, and a chunk's own tokens are projected a second time, to lie
-behind it.
+into the engine's. Every query reads every token as its page gives it back, its own too, where the
+plan's rule would show that one as it is: so no border of a chunk, no prefix that is found again and
+no preemption changes an answer. Sequences that decode attend to their pages. Over these no kernel
+has several queries of a sequence attend, so what they read is dequantised first: tokens of prompts
+of which nothing came before back into the step's own pool, where all of them attend together, and
+all tokens of a sequence that goes on into planes, sequence by sequence.
 
 In the form that a graph holds (`kvprof.serving.fixed`) nothing is the host's: every token sees what
 came before as a row of a decoding step, so that a chunk's past is read once for each of its tokens.
@@ -121,9 +120,11 @@ class QuantisedSteps:
             return self._fixed(step, query, key, value, scale)
         cache, found = self.layer.attention.kv_cache, []
         own = step.once("own", lambda: _own(step, len(query), self.own.batch))
-        projected = self._projected(query, key, value, self.own, self._planes, slots=own.slots)
+        projected = self._projected(query, key, value, own.slots)
         # Before anything is read: a sequence may share pages that this very step fills.
         self._store(step, own.slots)
+        if own.first < own.stop:
+            self._restore(step.slots[: len(query)], own.slots, self.own, self._planes)
         if step.decodes:
             decode = replace(self.decode, rows=step.decodes)
             schedule, table = step.schedule(self.decode), step.table[: step.decodes]
@@ -135,7 +136,7 @@ class QuantisedSteps:
                 found.append(self._whole(step, own, projected, scale))
                 row = own.stop
             else:
-                found.append(self._chunk(step, row, query, key, value, scale))
+                found.append(self._chunk(step, row, projected, scale))
                 row += 1
         return filled_up(found, len(query))
 
@@ -145,8 +146,9 @@ class QuantisedSteps:
         """Attend from every token to what came before, and from those of prompts to their own."""
         layer, pages = self.layer, self.own.batch
         own = step.own(pages)
-        projected = self._projected(query, key, value, self.own, self._planes, slots=own.slots)
+        projected = self._projected(query, key, value, own.slots)
         self._store(step, own.slots)
+        self._restore(step.slots[: len(query)], own.slots, self.own, self._planes)
         rows, tokens = replace(self.rows, rows=step.rows), len(query)
         cut = step.cut_rows(rows, own.lengths)
         logs = step.sums(len(layer.value_widths) * layer.group)
@@ -171,25 +173,16 @@ class QuantisedSteps:
         found: Tensor = rows.run(projected[begin:end], self._planes, cut, scale, table=own.table)
         return found
 
-    def _projected(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: RaggedLayout,
-        planes: Tensor,
-        *,
-        start: Tensor | None = None,
-        slots: Tensor | None = None,
-    ) -> Tensor:
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
+        """Project a step's keys and values into its own pool; return its queries."""
         made: Tensor = project_step(
             query[None],
             key[None],
             value[None],
             self.layer.keys,
-            layout,
-            planes,
-            start,
+            self.own,
+            self._planes,
+            None,
             query_bases=self.layer.queries,
             slots=slots,
         )[0]
@@ -215,51 +208,43 @@ class QuantisedSteps:
         # A sequence's tokens follow one another, in the step as in its pages.
         move.run(cache, self._planes, origins, slots, pooled=True)
 
-    def _chunk(
-        self,
-        step: EngineStep,
-        row: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-    ) -> Tensor:
+    def _chunk(self, step: EngineStep, row: int, projected: Tensor, scale: float) -> Tensor:
         """Attend from several new tokens of a sequence."""
         first, stop, length = *step.host_starts[row : row + 2], step.host_lengths[row]
-        past, device = length - (stop - first), query.device
+        device, page = projected.device, self.layout.segments[0].capacity
         layout = self.layer.layout(1, -(-length // _PIECE) * _PIECE)
         planes = self.scratch.new_empty(layout.elements)
-        self._restore(step, row, past, layout, planes)
+
+        def made() -> tuple[Tensor, Tensor]:
+            tokens = torch.arange(length, device=device)
+            return step.table[row].long()[tokens // page] * page + tokens % page, tokens
+
+        self._restore(*step.once(("restored", page, row), made), layout, planes)
         numbers = step.once("chunks", lambda: _numbers(step))
-        start, lengths, starts = numbers[row - step.decodes]
-        states = query[first:stop], key[first:stop], value[first:stop]
-        projected = self._projected(*states, layout, planes, start=start)
+        lengths, starts = numbers[row - step.decodes]
         attending = _attending(layout, device, self.scratch.dtype)
         key_of, tokens = (attending.heights, row), stop - first
         cut = step.once(key_of, lambda: attending.cut(starts, lengths, tokens))
-        return attending.run(projected, planes, cut, scale)
+        return attending.run(projected[first:stop], planes, cut, scale)
 
     def _restore(
-        self, step: EngineStep, row: int, past: int, layout: RaggedLayout, planes: Tensor
+        self, slots: Tensor, targets: Tensor, layout: RaggedLayout, planes: Tensor
     ) -> None:
-        """Dequantise a sequence's first `past` tokens into planes."""
-        cache, page = self.layer.attention.kv_cache, self.layout.segments[0].capacity
-
-        def made() -> Tensor:
-            tokens = torch.arange(past, device=cache.device)
-            return step.table[row].long()[tokens // page] * page + tokens % page
-
-        slots = step.once(("restored", page, row, past), made)
+        """Dequantise tokens from their slots of the pool to slots of planes; -1 is padding."""
+        cache = self.layer.attention.kv_cache
         if uses_triton(cache.device):
-            token_restore(self.layout, 0, cache.device).run(planes, cache, slots)
+            restore = token_restore(self.layout, 0, cache.device)
+            restore.run(planes, cache, slots, targets, layout.batch)
             return
-        for begin, piece in enumerate(slots.split(_PIECE)):
-            self._read(piece, begin * _PIECE, layout, planes)
+        there = (slots >= 0) & (targets >= 0)
+        for piece, to in zip(slots[there].split(_PIECE), targets[there].split(_PIECE), strict=True):
+            self._read(piece, to, layout, planes)
 
-    def _read(self, slots: Tensor, begin: int, layout: RaggedLayout, planes: Tensor) -> None:
-        """Dequantise tokens by torch, one after another from `begin` on."""
-        cache, stop = self.layer.attention.kv_cache, begin + len(slots)
+    def _read(self, slots: Tensor, targets: Tensor, layout: RaggedLayout, planes: Tensor) -> None:
+        """Dequantise tokens by torch."""
+        cache = self.layer.attention.kv_cache
         addresses = addresses_of(self.layout, 0, slots[None], stride=row_stride(cache, self.pages))
+        rows, places = targets // layout.capacity, targets % layout.capacity
         for side, states in enumerate(read(cache, addresses)):
             widths = (layout.key_widths, layout.value_widths)[side]
             parts = torch.split(states.to(planes.dtype), list(widths), dim=-1)
@@ -267,7 +252,7 @@ class QuantisedSteps:
                 own = layout.planes(planes, head)[side]
                 cut = torch.split(latent, list(chunks(widths[head])), dim=-1)
                 for plane, piece in zip(own, cut, strict=True):
-                    plane[:, begin:stop] = piece
+                    plane[rows, places] = piece[0]
 
 
 def _own(step: EngineStep, tokens: int, pages: int) -> _Own:
@@ -323,8 +308,8 @@ def _padded(slots: Tensor, count: int) -> Tensor:
     return slots
 
 
-def _numbers(step: EngineStep) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return of each chunk its first token, its sequence's length, and where its rows begin.
+def _numbers(step: EngineStep) -> list[tuple[Tensor, Tensor]]:
+    """Return of each chunk its sequence's length, and where its rows begin.
 
     They are worked out on the device: of numbers that come from the host it would wait for each.
     Each begins at a multiple of 16 bytes, as `EngineStep.pages_of` says why.
@@ -332,11 +317,10 @@ def _numbers(step: EngineStep) -> list[tuple[Tensor, Tensor, Tensor]]:
     starts = step.starts[step.decodes : step.rows + 1]
     lengths = step.lengths[step.decodes : step.rows]
     new = starts[1:] - starts[:-1]
-    numbers = new.new_zeros(len(new), 3, 4)
-    numbers[:, 0, 0] = lengths - new
-    numbers[:, 1, 0] = lengths
-    numbers[:, 2, 1] = new
-    return [(own[0, :1], own[1, :1], own[2, :2]) for own in numbers.unbind()]
+    numbers = new.new_zeros(len(new), 2, 4)
+    numbers[:, 0, 0] = lengths
+    numbers[:, 1, 1] = new
+    return [(own[0, :1], own[1, :2]) for own in numbers.unbind()]
 
 
 @lru_cache(maxsize=1024)

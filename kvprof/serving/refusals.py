@@ -103,6 +103,8 @@ def refusal(plan: Plan) -> str | None:
         return "some tokens stay at full precision, and a page's tokens are all stored alike"
     if plan.quantiser is not None and (reason := _quantiser_refusal(plan.quantiser)) is not None:
         return reason
+    if not plan.by_age:
+        return "its prefill attends to uncompressed tokens, which chunks of a prompt do not keep"
     if plan.quantiser is not None and any(layer.left_out for layer in plan.layers):
         return "layers are left out, whose pages beside quantised ones have another size"
     groups = [group for x in plan.layers for group in (*x.keys.groups, *x.values.groups)]

@@ -542,8 +542,11 @@ def restore_tokens(
     columns,
     pitch,
     slots,
+    targets,
     count,
     room,
+    rows,
+    whole,
     capacity,
     pool,
     first,
@@ -560,7 +563,7 @@ def restore_tokens(
     Parameters
     ----------
     planes
-        Of one row, in the run's dtype; written.
+        In the run's dtype; written.
     octets, full, halfs
         The buffer as uint8, as the run's dtype and as float16.
     stretches, columns, pitch
@@ -568,8 +571,10 @@ def restore_tokens(
     slots
         ``[count]`` integers, which count on from row to row (or page to page) of the segment; of
         one that is not there nothing is written.
-    room
-        Tokens that the planes have room for.
+    targets
+        ``[count]`` integers, likewise of the planes.
+    room, rows, whole
+        Tokens of a row of the planes, their rows, and values of one.
     capacity, pool, first, blocks, stride
         As `move_tokens`.
     KEY_BITS, VALUE_BITS, SLOTS, WIDTH
@@ -579,8 +584,11 @@ def restore_tokens(
     """
     number = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots + number, mask=number < count, other=-1).to(tl.int64)
-    known = (slot >= 0) & (slot < tl.full([], capacity, tl.int64) * pool) & (number < room)
+    target = tl.load(targets + number, mask=number < count, other=-1).to(tl.int64)
+    known = (slot >= 0) & (slot < tl.full([], capacity, tl.int64) * pool)
+    known = known & (target >= 0) & (target < tl.full([], room, tl.int64) * rows)
     slot = tl.where(known, slot, 0)
+    target = tl.where(known, target, 0)
     stretch = stretches + tl.program_id(1) * _STRETCH
     each = tl.arange(0, WIDTH)
     there = each < tl.load(stretch + _COLUMNS)
@@ -596,7 +604,8 @@ def restore_tokens(
     to = tl.load(column + _SOURCE_FIRST * pitch, mask=there, other=0)
     to += tl.load(column + _SOURCE_HEAD * pitch, mask=there, other=0) * room
     apart = tl.load(column + _SOURCE_PLACE * pitch, mask=there, other=0).to(tl.int32)
-    to = planes + to[None, :] + number[:, None] * apart[None, :]
+    to = planes + to[None, :] + (target % room)[:, None] * apart[None, :]
+    to += (target // room * whole)[:, None]
     both = known[:, None] & there[None, :]
     for SIDE in tl.static_range(2):
         if tl.load(stretch + _SIDE) == SIDE:

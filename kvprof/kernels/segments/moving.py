@@ -253,6 +253,7 @@ def restore_operator(
     stretches: Tensor,
     columns: Tensor,
     slots: Tensor,
+    targets: Tensor,
     numbers: Sequence[int],
     fixed: Sequence[int],
 ) -> None:
@@ -260,7 +261,7 @@ def restore_operator(
 
     Parameters
     ----------
-    planes, buffer, stretches, columns, slots
+    planes, buffer, stretches, columns, slots, targets
         As the kernel takes them.
     numbers, fixed
         The kernel's arguments from `room` on, and its compile-time ones, in their order.
@@ -275,6 +276,7 @@ def restore_operator(
         columns,
         columns.shape[1],
         slots,
+        targets,
         len(slots),
         *numbers,
         KEY_BITS=key_bits,
@@ -311,18 +313,24 @@ class TokenRestore:
     columns: Tensor
     fixed: tuple[int, ...]
 
-    def run(self, planes: Tensor, buffer: Tensor, slots: Tensor) -> None:
-        """Write tokens into planes, one after another; nothing waits for the device.
+    def run(
+        self, planes: Tensor, buffer: Tensor, slots: Tensor, targets: Tensor, rows: int = 1
+    ) -> None:
+        """Write tokens into planes; nothing waits for the device, and a CUDA graph may hold it.
 
         Parameters
         ----------
         planes : Tensor
-            Flat, of one row of the heads' widths and as many tokens as there is room for; written.
+            Flat, of rows (or pages) of the heads' widths and as many tokens as there is room for;
+            written.
         buffer : Tensor
             The layer's.
-        slots : Tensor
-            ``[tokens]`` integers that count on from row to row (or page to page), ``row · C +
-            slot``; of one that is not there nothing is written, and what finds no room is left out.
+        slots, targets : Tensor
+            ``[tokens]`` integers each: where a token lies in the segment, and in the planes. Both
+            count on from row to row (or page to page), ``row · C + slot``; where either is not
+            there nothing is written.
+        rows : int
+            Of the planes.
 
         Raises
         ------
@@ -340,8 +348,10 @@ class TokenRestore:
             self.stretches,
             self.columns,
             slots,
+            targets,
             (
-                *(len(planes) // widths, own.layout.capacity, layout.batch),
+                *(len(planes) // rows // widths, rows, len(planes) // rows),
+                *(own.layout.capacity, layout.batch),
                 *(layout.offsets[self.segment][0], own.blocks, row_stride(buffer, layout.batch)),
             ),
             self.fixed,

@@ -89,6 +89,7 @@ def _restore(name: str, segment: Segment) -> Variant:
         "stretches": "*i64",
         "columns": "*i64",
         "slots": "*i64",
+        "targets": "*i64",
     }
     fixed = restore_constants(SegmentsLayout((segment,)), 0)
     return Variant(f"segments restore {name} bf16", restore_tokens, types, fixed, RESTORE_WARPS)

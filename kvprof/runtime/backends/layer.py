@@ -8,10 +8,12 @@ to, so one store serves both.
 """
 
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,12 +37,18 @@ from kvprof.runtime.clock import part
 from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import on, unflatten
 
+if TYPE_CHECKING:  # Triton is for Linux only
+    from kvprof.kernels.parts import Attended
+    from kvprof.kernels.prefill.rows import RowsStep
+
 __all__ = [
     "KernelLayer",
     "LayerSpec",
     "ages",
+    "attended",
     "by_latent",
     "cut",
+    "merged",
     "prefilled",
     "refused_width",
 ]
@@ -505,3 +513,50 @@ def prefilled(
         host_lengths=host_lengths if min(host_lengths) else None,
     )
     return output
+
+
+def attended(
+    query: Tensor,
+    buffer: Tensor,
+    layout: RaggedLayout,
+    lengths: Tensor,
+    scoring: dict[str, Any],
+    window: int = 0,
+) -> "Attended":
+    """Attend as `prefilled` does, to be merged with what is attended to beside.
+
+    Parameters
+    ----------
+    query, buffer, layout, lengths, scoring, window
+        As there.
+    """
+    from kvprof.kernels.parts import Attended  # Triton is for Linux only
+
+    batch, tokens, _ = query.shape
+    step = _rows_step(layout, query.device, query.dtype)
+    starts = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
+    logs = torch.empty(batch * tokens, layout.heads * layout.group, device=query.device)
+    cut = step.cut(starts, lengths, batch * tokens)
+    output = step.run(query.flatten(0, 1), buffer, cut, window=window, logs=logs, **scoring)
+    return Attended(output.unflatten(0, (batch, tokens)), logs.unflatten(0, (batch, tokens)))
+
+
+def merged(layout: RaggedLayout, found: "Attended", beside: "Attended") -> Tensor:
+    """Return what queries see of both; the first is overwritten."""
+    # Nothing of what is -inf, where there is anything.
+    shares = torch.sigmoid((beside.logs - found.logs) * math.log(2))
+    for head in range(layout.heads):
+        columns = slice(*layout.output_offsets[head : head + 2])
+        own, other = (
+            unflatten(x.output[..., columns], -1, (layout.group, -1)) for x in (found, beside)
+        )
+        share = shares[..., head * layout.group : (head + 1) * layout.group, None]
+        own.copy_(own.float().lerp(other.float(), share))
+    return found.output
+
+
+@lru_cache(maxsize=256)
+def _rows_step(layout: RaggedLayout, device: torch.device, dtype: torch.dtype) -> "RowsStep":
+    from kvprof.kernels.prefill.rows import rows_step  # Triton is for Linux only
+
+    return rows_step(layout, device, dtype)

@@ -525,10 +525,37 @@ class SegmentStore(KernelStore):
             move = token_move(self.layout, segment, planes, self.buffer.device)
             move.run(self.buffer, buffer, origins, targets, pooled=True)
 
+    def give_to(
+        self, planes: RaggedLayout, buffer: Tensor, first: list[int], new: list[int], once: Once
+    ) -> None:
+        """Write what is stored into planes, by token number.
+
+        Parameters
+        ----------
+        planes : RaggedLayout
+            Of as many rows, at the widths that all tokens have.
+        buffer : Tensor
+            Of theirs; written.
+        first, new : list of int
+            From which token of each row on (or from one before), and tokens of each row.
+        once
+            As `take_from` takes it.
+        """
+        from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
+        from kvprof.kernels.segments.moving import token_restore
+
+        if not uses_triton(buffer.device):
+            fill_rows(planes, buffer, *self.rows_until(max(new), new))
+            return
+        assert self.layout is not None
+        for segment, targets, slots in self.launches(planes, first, new, once):
+            restore = token_restore(self.layout, segment, buffer.device)
+            restore.run(buffer, self.buffer, slots, targets, planes.batch)
+
     def launches(
         self, planes: RaggedLayout, old: list[int], new: list[int], once: Once
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Return into which segments which slots of planes go, and to which of its slots.
+        """Return segments, which slots of planes belong there, and to which of its slots.
 
         Slots count on from row to row, those of a segment upwards.
 
@@ -540,7 +567,7 @@ class SegmentStore(KernelStore):
         layout, device = self.layout, self.buffer.device
         assert layout is not None
         found: list[tuple[int, Tensor, Tensor]] = once(
-            ("taken", self.stages, self.capacity, planes.capacity),
+            ("launches", self.stages, self.capacity, planes.capacity, *old, *new),
             lambda: self._launches(layout, planes, old, new, device),
         )
         return found
@@ -580,7 +607,7 @@ class SegmentStore(KernelStore):
         """Move tokens that have grown old since there were `old` of each row to where they last."""
         layout = self.layout
         assert layout is not None
-        oldest = min(self._lasting(total) for total in old)
+        oldest = min(self.lasting(total) for total in old)
         newest = max(old)
         # Nothing but the last segment gets tokens that were stored before, into slots of its own.
         for begin in range(oldest, newest, self._at_once):
@@ -596,7 +623,7 @@ class SegmentStore(KernelStore):
                     target = addresses_of(layout, len(before) - 1, after.where(moving, NOWHERE))
                     self.move(source, target, number, len(before) - 1)
 
-    def _lasting(self, total: int) -> int:
+    def lasting(self, total: int) -> int:
         """Return from which token of a row on tokens may still move."""
         return min(total, self.stages.levels.sink + self.stages.counts(total)[-1])
 

@@ -1,8 +1,11 @@
 """An attention layer whose tokens are quantised or lose rank as they age, on kvprof's kernels.
 
 A decoding step stores its own token at full precision, attends to all segments in one pass, and
-moves on what has grown old by it, so that a query sees what `kvprof.runtime.layer` shows it. A
-prompt attends to its own latents, or exactly where the plan is lazy (TALE §2.1), before any is cut.
+moves on what has grown old by it, so that a query sees what `kvprof.runtime.layer` shows it. So
+does a query of a pass over several tokens where the plan reads by age: it attends twice, to what it
+reads as it is, which is a sliding window, and, once the pass is stored, to all older tokens as they
+come back. Otherwise a pass attends to its own latents, or exactly where the plan is lazy (TALE
+§2.1), before any is cut or quantised.
 """
 
 from dataclasses import dataclass
@@ -24,7 +27,9 @@ from kvprof.runtime.backends.layer import (
     KernelLayer,
     LayerSpec,
     ages,
+    attended,
     by_latent,
+    merged,
     prefilled,
     refused_width,
 )
@@ -157,6 +162,8 @@ class SegmentKernelLayer(KernelLayer):
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
+        if passing.tokens > 1 and self.plan.by_age:
+            return self._read_by_age(store, state, passing, states, scoring)
         if passing.tokens > 1:
             return self._prefilled(store, state, passing, states, scoring)
         return self._stepped(store, state, passing, states, scoring)
@@ -299,6 +306,49 @@ class SegmentKernelLayer(KernelLayer):
 
     # A prompt.
 
+    def _read_by_age(
+        self,
+        store: SegmentStore,
+        state: KernelState,
+        passing: KernelPass,
+        states: tuple[Tensor, Tensor, Tensor],
+        scoring: dict[str, Any],
+    ) -> Tensor:
+        """Attend to the newest tokens as they are, store the pass's own, attend to older ones."""
+        old, new = state.seen(state.past), state.seen(state.past + passing.tokens)
+        layout = self._dense(len(old), max(1, *new))
+        buffer = states[0].new_zeros(layout.elements)
+        if max(old):
+            store.give_to(layout, buffer, [0] * len(old), old, passing.once)
+        queries = self._projected(layout, buffer, passing.start, passing, *states)
+        lengths, exact = passing.after, self.stages.window + 1  # a query's own token too
+        recent = attended(queries, buffer, layout, lengths, scoring, exact)
+        with part(self._moving):
+            self._take(store, layout, buffer, old, new, passing)
+            store.give_to(layout, buffer, [store.lasting(n) for n in old], new, passing.once)
+        # What a sink takes it has taken.
+        older = attended(queries, buffer, layout, lengths - exact, {**scoring, "sinks": None})
+        with part("merge"):
+            return merged(layout, recent, older)
+
+    def _take(
+        self,
+        store: SegmentStore,
+        layout: RaggedLayout,
+        buffer: Tensor,
+        old: list[int],
+        new: list[int],
+        passing: KernelPass,
+    ) -> None:
+        """Store the pass's own tokens."""
+        from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
+
+        if uses_triton(buffer.device):
+            store.take_from(layout, buffer, old, new, passing.once)
+        else:
+            first = min(old)
+            store.take(*rows_of(layout, buffer, first, max(new)), first, old, new)
+
     def _prefilled(
         self,
         store: SegmentStore,
@@ -308,8 +358,6 @@ class SegmentKernelLayer(KernelLayer):
         scoring: dict[str, Any],
     ) -> Tensor:
         """Attend to what is stored and to the pass's own tokens, then store these."""
-        from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
-
         old, new = state.seen(state.past), state.seen(state.past + passing.tokens)
         past, total = max(old), max(1, *new)
         layout = self._dense(len(old), total)
@@ -333,12 +381,7 @@ class SegmentKernelLayer(KernelLayer):
                 self._cut_old(store, layout, buffer, passing, old, new)
         output = prefilled(projected, space, heads, passing.after, new, scoring)
         with part(self._moving):
-            if uses_triton(buffer.device):
-                store.take_from(layout, buffer, old, new, passing.once)
-            else:
-                first = min(old)
-                rows = rows_of(layout, buffer, first, max(new))
-                store.take(*rows, first, old, new)
+            self._take(store, layout, buffer, old, new, passing)
         return output
 
     def _cut_old(
