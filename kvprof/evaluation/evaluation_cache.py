@@ -27,7 +27,7 @@ from kvprof.records.schema import validate_part
 __all__ = ["BASELINE", "EVALUATION_VERSION", "EvaluationCache", "cache_folder", "plan_digest"]
 
 #: Grows when the same plan and data would give other figures; older files are then measured again.
-EVALUATION_VERSION = 3
+EVALUATION_VERSION = 4
 
 #: Stands for a plan's digest where the uncompressed model was evaluated.
 BASELINE = "baseline"

@@ -52,7 +52,6 @@ __all__ = [
     "Found",
     "assembled",
     "hidden_in_one_pass",
-    "kernels_for",
     "needs_decoding",
     "without_intervals",
 ]
@@ -208,16 +207,6 @@ def needs_decoding(plan: Plan) -> bool:
     return fitted or plan.eviction is not None or plan.across is not None
 
 
-def kernels_for(plan: Plan) -> str | None:
-    """Return which kernels an evaluation of a plan takes, as `kvprof.compressed` has it.
-
-    They read the tokens of a pass uncompressed, so that what a plan that reads by age keeps of a
-    prompt shows on torch alone; who asks for them by ``KVPROF_KERNELS=on`` gets them.
-    """
-    rounded = plan.by_age and any(quantises(plan, layer) for layer in plan.layers)
-    return "off" if rounded and choice(None) == "auto" else None
-
-
 def without_intervals(evaluation: dict[str, Any]) -> dict[str, Any]:
     """Return the same with None for every interval: nothing was compared."""
     plain: dict[str, Any] = {}
@@ -319,7 +308,7 @@ class Evaluator:
             "samples": [sample.digest for sample in self.samples],
             "items": [asdict(item) for item in self.items],
             "settings": settings,
-            "kernels": choice(None),  # they read a prompt's own tokens uncompressed
+            "kernels": choice(None),  # they round elsewhere
         }
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -448,7 +437,7 @@ class Evaluator:
 
     def _running(self, plan: Plan, one_pass: bool) -> Any:
         prompt = self.workload.start if one_pass else None
-        return compressed(self.loaded, plan, kernels_for(plan), prompt=prompt)
+        return compressed(self.loaded, plan, prompt=prompt)
 
     def _text(
         self,

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.evaluation.evaluator import kernels_for
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.models.noise import quiet
@@ -127,9 +126,7 @@ def harness_rows(
             batch_size=settings.batch_size,
             max_length=loaded.context_length,
         )
-    context = (
-        contextlib.nullcontext() if plan is None else compressed(loaded, plan, kernels_for(plan))
-    )
+    context = contextlib.nullcontext() if plan is None else compressed(loaded, plan)
     try:
         with remembered_rows(), context, _silenced():
             found = lm_eval.simple_evaluate(

@@ -58,7 +58,7 @@ def make_plan(
     """Build a plan with random bases.
 
     `heads` is the size of a head group; `fold_values` says down and up; with `fold_keys` layers
-    fold their keys wherever that is sound. A pass reads its own tokens uncompressed, as kernels do.
+    fold their keys wherever that is sound.
     """
 
     def groups(layer: int, side: str, count: int, total: int, width: int) -> tuple[HeadGroup, ...]:
@@ -96,5 +96,4 @@ def make_plan(
         else:
             values = ValuePlan(identity(total, facts.v_head_dim))
         layers.append(LayerPlan(keys, values, facts.sliding_window))
-    options = {"prefill_uncompressed": True, **options}
     return Plan("test", model.fingerprint, tuple(layers), levels=levels, **options)

@@ -233,17 +233,19 @@ def test_tokens_come_back_into_planes_as_torch_reads_them(layout, seed, gaps, da
     pool = own.capacity * layout.batch
     slots = torch.randint(-1, pool + 1, (data.draw(st.integers(0, 24)),), generator=generator)
     slots = slots.to(DEVICE)
-    planes = RaggedLayout(own.key_widths, own.value_widths, 2, 1, data.draw(st.integers(1, 27)))
+    rows, room = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 27))
+    planes = RaggedLayout(own.key_widths, own.value_widths, 2, rows, room)
+    order = torch.randperm(rows * room + 24, generator=generator) - 1
+    targets = order[: len(slots)].to(DEVICE)
     blank = torch.randn(planes.elements, generator=generator).to(DEVICE, layout.dtype)
     spread_buffer = buffer
     if gaps and layout.batch > 1:
         spread_buffer = torch.cat([buffer.view(layout.batch, -1)] * 2, dim=-1)
         spread_buffer[:, layout.row :] = 0
     found, wanted = blank.clone(), blank.clone()
-    token_restore(layout, number, DEVICE).run(found, spread_buffer, slots)
-    at = torch.arange(len(slots), device=DEVICE)
-    there = (slots >= 0) & (slots < pool) & (at < planes.capacity)
-    rows, at = slots[there] // own.capacity, at[there]
+    token_restore(layout, number, DEVICE).run(found, spread_buffer, slots, targets, rows)
+    there = (slots >= 0) & (slots < pool) & (targets >= 0) & (targets < rows * room)
+    rows, at = slots[there] // own.capacity, targets[there]
     for row in range(layout.batch):
         mine = rows == row
         within = slots[there][mine] % own.capacity
@@ -258,7 +260,7 @@ def test_tokens_come_back_into_planes_as_torch_reads_them(layout, seed, gaps, da
             ):
                 split = torch.split(part.to(layout.dtype), list(chunks(widths[head])), dim=-1)
                 for plane, piece in zip(planes.planes(wanted, head)[side], split, strict=True):
-                    plane[0, at[mine]] = piece
+                    plane[at[mine] // room, at[mine] % room] = piece
     whole = {2: torch.int16, 4: torch.int32}[layout.dtype.itemsize]
     # What is no number has many forms.
     both = found.isnan() & wanted.isnan()
@@ -277,7 +279,8 @@ def test_a_million_tokens_come_back_by_one_launch(monkeypatch):
     monkeypatch.setattr(moving, "launching", watched)
     restore = token_restore(layout, 0, DEVICE)
     blank = torch.zeros(1, dtype=DTYPES[0], device=DEVICE)
-    restore.run(blank, layout.empty(DEVICE), torch.zeros(2**20, dtype=torch.int64, device=DEVICE))
+    slots = torch.zeros(2**20, dtype=torch.int64, device=DEVICE)
+    restore.run(blank, layout.empty(DEVICE), slots, slots)
     assert grids == [(2**20, 2)]
 
 
