@@ -1,5 +1,6 @@
 """Prompts that begin in a step go together: as one by one, and to the same bytes."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvprof.kernels.dispatch import interpreted
 from kvprof.serving import quantised
+from kvprof.serving.fixed import fixed_step
 from kvprof.serving.pages import Codes
 from tests.serving.batches import Batch, FilledModel
 
@@ -124,3 +126,38 @@ def test_what_came_before_a_chunk_is_the_same_in_one_piece_and_in_several(
         whole.append(made.run(made.step(batch), states))
     for mine, other in zip(*whole, strict=True):
         assert torch.equal(mine, other)
+
+
+@settings(max_examples=2 if interpreted() else 25)
+@given(st.integers(2, LONGEST), st.sampled_from([8, 4, "fp8"]), st.booleans(), st.data())
+def test_no_border_of_a_chunk_changes_an_answer(
+    tokens: int, bits: Any, fixed: bool, data: Any
+) -> None:
+    """In one step, in chunks beside one that decodes, and token by token, in graphs or not."""
+    made = FilledModel(
+        PAGE, COLUMNS, 2, codes=Codes(bits, bits, 16), most=LONGEST + 1, captured=(LONGEST + 1, 2)
+    )
+    prompt, other = made.states(tokens), made.states(1)
+    borders = data.draw(st.sets(st.integers(1, tokens - 1), max_size=4))
+
+    def ran(cuts: list[int], *, graphs: bool = False) -> list[Tensor]:
+        made.refill()
+        found: list[list[Tensor]] = [[] for _ in prompt]
+        for start, stop in pairwise(cuts):
+            batch = Batch((0, start), (1, stop - start), 1 + stop - start, 2)
+            states = [
+                [torch.cat([first, own[start:stop]]) for first, own in zip(*layer, strict=True)]
+                for layer in zip(other, prompt, strict=True)
+            ]
+            own = made.numbers(batch)
+            step = made.step(batch)
+            if graphs:
+                step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
+            for kept, output in zip(found, made.run(step, states), strict=True):
+                kept.append(output[1:])
+        return [torch.cat(kept) for kept in found]
+
+    whole = ran([0, tokens])
+    for cuts in ([0, *sorted(borders), tokens], list(range(tokens + 1))):
+        for mine, wanted in zip(ran(cuts, graphs=fixed), whole, strict=True):
+            torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-5)
