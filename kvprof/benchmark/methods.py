@@ -129,7 +129,7 @@ class Method:
             return "its prefill attends to exact K and V (lazily compressed): it is full width's"
         whose = self.base or "the ranks alone"
         return (
-            "a prefill attends to its own tokens before they are quantised: it is "
+            "a prefill attends to tokens that were read back at full precision: it is "
             f"{whose if self.widths is not None else 'full width'}'s"
         )
 

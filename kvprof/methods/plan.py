@@ -41,8 +41,8 @@ is compressed. ``lazy`` excludes every ``fold_down``; with ``fold_up`` both W_O 
 in a prompt too, and its own as in decoding: no border of a pass changes an answer. So does every
 plan that stores each token for itself and once; not those of KIVI (channels of many tokens), TALE,
 kvtc, the strawman and HQQ, nor one with ``prefill_uncompressed``: a pass reads its own tokens as
-the paragraph above says. The kernels, and an engine whose pages a plan has, read the tokens of a
-pass, or of a chunk of a prompt, uncompressed whatever the plan says, and those before it as stored.
+the paragraph above says. An engine whose pages a plan has shows a query its own token as stored
+too, in chunks of a prompt as in decoding.
 
 **Centre** (`kvprof.analysis.centring`). A layer with a ``centre`` takes ``R_j m`` from the key of
 every token and u from its value before anything else; scores get ``q_h @ (R_j m)`` back before

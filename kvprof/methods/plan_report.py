@@ -307,9 +307,7 @@ def _reading_sentences(plan: Plan) -> list[str]:
             "The tokens of a pass read one another before any is evicted, moved down or quantised "
             "(prefill uncompressed)."
         ]
-    kernels = "; kernels and engines read those of the same pass, or chunk, as they are"
-    rest = kernels if plan.quantiser is not None else ""
-    return [f"Queries read older tokens as stored by then, in a prompt too (by age){rest}."]
+    return ["Queries read older tokens as stored by then, in a prompt too (by age)."]
 
 
 def _token_sentences(plan: Plan) -> list[str]:

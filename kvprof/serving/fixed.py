@@ -7,9 +7,9 @@ Over latents as they are every sequence has a place among those that decode and 
 several new tokens, and has nothing to do in one of them. Over quantised latents every token has a
 row of its own in a decoding step: it sees there what its sequence had before the step, or, where it
 is the only new one, all of it. The others' new tokens attend to one another in the step's own pool
-of pages, as they are, and both are merged by their logarithms. Where keys are rebuilt, those with
-several new tokens attend over rebuilt pages, of which there are as many as one sequence may fill;
-the tokens of those that find no room there decode, each as a row of its own.
+of pages, as they were stored, and both are merged by their logarithms. Where keys are rebuilt,
+those with several new tokens attend over rebuilt pages, of which there are as many as one sequence
+may fill; the tokens of those that find no room there decode, each as a row of its own.
 """
 
 from dataclasses import dataclass

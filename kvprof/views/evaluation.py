@@ -47,8 +47,8 @@ _ANSWERS = (
     "where there are more of them (arXiv 2503.24000)."
 )
 _PROTOCOLS = {
-    "decode": "the first half of each sequence is prefilled in one pass, which as in use attends "
-    "to its own tokens before they are quantised or evicted and predicts the first token scored; "
+    "decode": "the first half of each sequence is prefilled in one pass, which reads as the plan "
+    "says, by age or its own tokens uncompressed, and predicts the first token scored; "
     "the rest is decoded step by step through the compressed cache and scored",
     "one_pass": "the second half of each sequence is scored in one pass in which every query reads "
     "what decoding would read (--decode steps)",

@@ -286,17 +286,20 @@ def test_the_form_that_graphs_hold_rebuilds_the_same_keys(model: Path, tmp_path:
     assert found["preemptions"] > 0
 
 
-def test_quantised_pages_serve_what_the_prompt_says(
+def test_no_chunk_prefix_or_preemption_changes_what_quantised_pages_serve(
     model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path
 ) -> None:
-    """At 4 bits a prompt is attended to as it is, so its first token is the unquantised plan's."""
     own = tmp_path / "tiny-4bit.plan"
     save_plan(quantised(load_plan(plan), "per-token", 4), own)
-    found = served_by_engine(model, own, block_size=64, enable_prefix_caching=False, **ENGINE)
-    (wave,) = found["waves"]
-    assert [tokens[0] for tokens in wave] == [tokens[0] for tokens in wanted]
+    how = {**ENGINE, "block_size": 64}
+    (wave,) = served_by_engine(model, own, enable_prefix_caching=False, **how)["waves"]
     assert all(len(tokens) == TOKENS for tokens in wave)
     assert wave != wanted
+    how = {**how, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 8}
+    found = served_by_engine(model, own, waves=2, **how)
+    assert found["waves"] == [wave, wave]
+    assert found["hits"] > 0
+    assert found["preemptions"] > 0
 
 
 def test_quantised_pages_serve_the_same_in_the_form_that_graphs_hold(

@@ -39,8 +39,9 @@ def segments_attention(
 ) -> AttentionCalls:
     """Return quantised storage, and attention over it in decode.
 
-    A prefill attends to its own tokens before they are quantised, as the runtime does: at full
-    width, or over the latents of a quantised low rank.
+    A prefill is one attention at full precision: at full width, or over the latents of a quantised
+    low rank. Where a plan reads by age the runtime also reads back what it has stored, and attends
+    to the newest tokens apart; neither is in these times.
     """
     plan, layer, shape = method.plan, method.layer, workload.shape
     sides = (*layer.keys.groups, *layer.values.groups)
