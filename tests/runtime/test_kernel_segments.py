@@ -63,6 +63,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "left_out": {"ranks": half, "quantiser": per_token((8,)), "left_out": True},
     "window": {"ranks": half, "quantiser": replace(per_token((8,), group=None), window=5),
                "levels": Levels(2)},
+    "uncompressed": {"ranks": half, "quantiser": per_token((8,)), "prefill_uncompressed": True},
     "values": {"ranks": half, "quantiser": replace(per_token((8,), group=16), keys=None)},
     "levels": {"ranks": aging, "levels": TWO, "quantiser": per_token((8, 8))},
     "tale": {"ranks": aging, "placement": Placement.NONE, "levels": TWO, "lazy": True,

@@ -142,6 +142,7 @@ def test_what_cannot_be_served_is_said() -> None:
         "sliding window": replace(plan, layers=(windowed, plan.layers[1])),
         "32 at a time": quantised(plan, lambda bits: replace(kivi(bits), window=0), 4),
         "full precision": quantised(plan, "kivi", 4),
+        "uncompressed tokens": replace(quantised(plan, "per-token", 4), prefill_uncompressed=True),
         "keys are rebuilt before RoPE": quantised(rebuilt_plan(), "per-token", 8),
         "share a latent": _with_keys(rebuilt_plan(), placement=Placement.POST_ROPE),
         "shared by 1 KV heads and by 2": replace(

@@ -64,7 +64,9 @@ def test_models_on_triton_say_what_they_say_on_torch(arch: str, dtype: torch.dty
     assert stored == nbytes
 
 
-@pytest.mark.parametrize("name", ["levels", "quantised levels", "quantised 8-bit"])
+@pytest.mark.parametrize(
+    "name", ["levels", "quantised levels", "quantised 8-bit", "quantised window"]
+)
 def test_levels_and_quantised_latents_on_triton_too(name: str) -> None:
     """Prompts, steps that move tokens on, a prompt in the middle."""
     model = model_of("Llama", DTYPES[1], layers=1)
