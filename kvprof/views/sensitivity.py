@@ -28,8 +28,9 @@ _NOTES = (
     "Divergence: mean KL divergence of the next token's distribution from the uncompressed "
     "model's, in nats per decoded token; 0 is no change. Each cell stores one part otherwise and "
     "all else as it is. Sums are as if cells added up; what is called measured was run as a whole.",
-    "One pass per cell shows what decoding would: prefill attends to its own exact tokens, later "
-    "tokens to what is stored and to themselves. At a rank all tokens are projected.",
+    "One pass per cell shows what decoding would: tokens attend to older ones as these are stored "
+    "by then, or as they are within a prompt where a format is published so, and to themselves. At "
+    "a rank all tokens are projected.",
     "Rates are of the measured parts' bytes, in the model's own dtype, with scales and windows.",
 )
 
