@@ -1,23 +1,20 @@
 """Attention shapes: those that ship as data, and those of a local ``config.json``. No weights."""
 
-import contextlib
-import copy
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.gguf import GgufFile, is_gguf
 from kvprof.models.layout import LayerLayout, ModelLayout
-from kvprof.models.load import blaming, model_class, read_config
+from kvprof.models.load import blaming, read_config
 from kvprof.models.locate import check_config_sizes, locate, read_json
 from kvprof.models.noise import quiet
-from kvprof.models.probe import inspect_layout
+from kvprof.models.probe import inspect_config
 
 __all__ = [
     "Rope",
@@ -232,18 +229,7 @@ def _from_data(name: str, entry: dict[str, Any]) -> Shape:
 
 # --- A shape from a local config: a small random model of its kind is built and looked at.
 #
-# Heads, widths, windows and sinks are what the probe of `kvprof.models` finds in the model's
-# own code; layers, hidden size, MLP and vocabulary are cut down before, because attention's
-# shape does not depend on them. No weights are read, and no code that a model brings along is
-# run.
-
-
-_HIDDEN = 64
-_SMALL = {
-    "vocab_size": 128, "intermediate_size": 64, "moe_intermediate_size": 16,
-    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 1, "ffn_dim": 64,
-}  # fmt: skip
-_SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
+# No weights are read, and no code that a model brings along is run.
 
 
 def shape_of_config(given: str) -> Shape:
@@ -341,13 +327,9 @@ def _folder(given: str) -> Path:
 def _layout(given: str, config: Any, width: int) -> ModelLayout:
     """Probe a small model; where a narrow hidden state does not fit the kind, keep the model's."""
     problem: Exception | None = None
-    for hidden in (_HIDDEN, None):
+    for narrow in (True, False):
         try:
-            with quiet(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                cut = _cut(config, hidden, width)
-                model = model_class(cut).from_config(cut).eval()
-                layout = inspect_layout(model)
+            layout = inspect_config(config, width, narrow=narrow)
         except UsageError:
             raise
         except Exception as error:  # of whatever kind: the config is a stranger's
@@ -359,29 +341,6 @@ def _layout(given: str, config: Any, width: int) -> ModelLayout:
         f"{given}: no model can be built from config.json"
         + (f": {' '.join(str(problem).split())}" if problem is not None else "")
     )
-
-
-def _cut(config: Any, hidden: int | None, width: int) -> Any:
-    small = copy.deepcopy(config)
-    kinds = getattr(config, "layer_types", None)
-    # As many layers as show every kind once; two where all are said to be alike.
-    layers = max(map(kinds.index, set(kinds))) + 1 if kinds else min(2, config.num_hidden_layers)
-    if getattr(config, "num_kv_shared_layers", 0):
-        layers = config.num_hidden_layers  # those that share are the last ones
-    elif kinds:
-        # Some kinds make it up of the number of layers.
-        with contextlib.suppress(AttributeError):
-            small.layer_types = kinds[:layers]
-    small.num_hidden_layers = layers
-    for name in _SPECIAL:
-        setattr(small, name, None)
-    for name, value in _SMALL.items():
-        if isinstance(getattr(small, name, None), int):
-            setattr(small, name, min(value, getattr(small, name)))
-    if hidden is not None:
-        small.hidden_size = hidden
-        small.head_dim = width
-    return small
 
 
 def _windows(

@@ -52,8 +52,10 @@ from kvprof.methods.named import check_names, listed
 if TYPE_CHECKING:
     from kvprof.commands.eval_run import PlanRequest
     from kvprof.commands.steps import Sample
+    from kvprof.evaluation.data import TextSample
     from kvprof.evaluation.harness import HarnessSettings
     from kvprof.models.load import LoadedModel
+    from kvprof.moments.uncalibrated import Laid
 
 
 def eval(
@@ -136,6 +138,7 @@ def eval(
     with loading():
         from kvprof.commands.eval_run import (
             PlanRequest,
+            check_rates,
             check_request,
             fitting_request,
             harness_settings,
@@ -143,6 +146,7 @@ def eval(
             run_evaluations,
         )
         from kvprof.commands.steps import load_sample
+        from kvprof.evaluation.decode import mean_context
         from kvprof.evaluation.evaluator import EvaluationSettings
 
     request = check_request(
@@ -158,9 +162,16 @@ def eval(
         )
     )
     chosen = harness_settings(harness, harness_limit, harness_include, batch_size)
+    unfit: list[str] = []
+
+    def laid(one: "Laid", samples: "list[TextSample]", _: object) -> None:
+        nonlocal request, unfit
+        request, unfit = fitting_request(one, request)
+        check_rates(one, request, mean_context(samples[0].ids.shape[1]))
+
     sample = load_sample(
-        model,
         {
+            "model": model,
             "device": device,
             "dtype": dtype,
             "revision": revision,
@@ -175,9 +186,9 @@ def eval(
         task_items=task_items,
         task_lengths=task_lengths,
         settings=EvaluationSettings(decode=decode, batch_size=batch_size),
+        laid=laid,
     )
     loaded = sample.evaluator.loaded
-    request, unfit = fitting_request(loaded, request)
     with graceful_interrupt() as stop:
         plans = make_plans(loaded, request, sample, stop)
         if stop():

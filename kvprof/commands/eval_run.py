@@ -30,12 +30,13 @@ from kvprof.methods.registry import calibration_needs, has_one_setting, typed_op
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.tokens import check_separate, chosen_on
-from kvprof.moments.uncalibrated import uncalibrated_family
+from kvprof.moments.uncalibrated import Laid, uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
 
 __all__ = [
     "EvalRun",
     "PlanRequest",
+    "check_rates",
     "check_request",
     "fitting_request",
     "harness_settings",
@@ -89,18 +90,7 @@ class PlanRequest:
 
 
 def check_request(request: PlanRequest) -> PlanRequest:
-    """Refuse what contradicts itself or would mean nothing, before the model is loaded.
-
-    Returns
-    -------
-    PlanRequest
-        The same with its options as what the methods declare them to be.
-
-    Raises
-    ------
-    UsageError
-        Naming the options.
-    """
+    """Refuse what contradicts itself or would mean nothing, before the model is loaded."""
     if request.plan_file is not None:
         return request
     first = request.methods[0]
@@ -123,42 +113,38 @@ def check_request(request: PlanRequest) -> PlanRequest:
     return replace(request, options={key: one for own in typed for key, one in own.items()})
 
 
-def fitting_request(loaded: LoadedModel, request: PlanRequest) -> tuple[PlanRequest, list[str]]:
-    """Leave out types of engines that do not take the model's heads, unless nothing else is asked.
-
-    Returns
-    -------
-    PlanRequest, list of str
-        What is left, and why the others are not measured.
-    """
+def fitting_request(laid: Laid, request: PlanRequest) -> tuple[PlanRequest, list[str]]:
+    """Leave out engines' types that do not take the model's heads, unless nothing else is asked."""
     unfit: dict[str, str] = {}
     for method in request.methods:
         try:
             if method in ENGINE_FORMATS:
-                uncalibrated_family(loaded, method)
+                uncalibrated_family(laid, method)
         except UsageError as problem:
             unfit[method] = f"not measured: {problem}"
     left = tuple(method for method in request.methods if method not in unfit)
     return (replace(request, methods=left), list(unfit.values())) if left else (request, [])
 
 
+def check_rates(laid: Laid, request: PlanRequest, context: int) -> None:
+    """Refuse a rate that a method does not reach, and calibration that is none."""
+    calibration_options(
+        request.calibrate,
+        request.calibrate_tokens,
+        seq_len=None,
+        own_seq_len=request.calibrate_seq_len,
+    )
+    rated = [method for method in request.methods if method not in ALWAYS]
+    for method in rated:
+        wanted = request.rate, request.removal, context
+        own = request.options_of(method)
+        check_reach(laid, method, own, *wanted, alone=len(rated) == 1)
+
+
 def harness_settings(
     tasks: str | None, limit: int | None, include: Path | None, batch_size: int | None
 ) -> HarnessSettings | None:
-    """Return what of lm-evaluation-harness is run; None where nothing was asked for.
-
-    Parameters
-    ----------
-    tasks, limit, include, batch_size
-        From the command line.
-
-    Raises
-    ------
-    UsageError
-        For options without tasks, and tasks that there are none of.
-    LackingError
-        When lm-eval is missing.
-    """
+    """Return what of lm-evaluation-harness is run; None where nothing was asked for."""
     if tasks is None:
         if limit is not None or include is not None:
             raise UsageError("--harness-limit and --harness-include need --harness TASKS")
@@ -172,29 +158,7 @@ def harness_settings(
 
 
 def make_plans(loaded: LoadedModel, request: PlanRequest, sample: Sample, stop: Stop) -> list[Plan]:
-    """Make every plan before anything is evaluated: what cannot be planned is found out first.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    request : PlanRequest
-    sample : Sample
-        Rates are counted at its mean context; calibration takes sequences of its length.
-    stop : Stop
-
-    Returns
-    -------
-    list of Plan
-        ``fp8`` first, then those asked for. The uncompressed model needs no plan.
-
-    Raises
-    ------
-    UsageError
-        For a rate out of reach, a plan for another model, or one that was calibrated on the text
-        it is evaluated on.
-    typer.Exit
-        With 130 when the calibration was interrupted.
-    """
+    """Make every plan before anything is evaluated: what cannot be planned is found out first."""
     saved = []
     if request.plan_file is not None:
         saved = [load_plan(request.plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)]
@@ -223,16 +187,6 @@ def _from_methods(
         loaded, given, progress=console.track, should_stop=stop, notice=console.warn
     )
     for method in methods:
-        if method not in ALWAYS:
-            check_reach(
-                loaded,
-                method,
-                request.options_of(method),
-                request.rate,
-                request.removal,
-                evaluator.context,
-                alone=alone,
-            )
         calibrator.expect(method, **request.options_of(method))
     plans = []
     with calibration_interrupts("nothing was evaluated"):
@@ -292,16 +246,6 @@ def run_evaluations(
     """Evaluate the uncompressed model, which all are compared with, then every plan, FP8 last.
 
     An error in the middle keeps what was measured before it; one in the baseline leaves nothing.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    sample : Sample
-    plans : list of Plan
-    harness : HarnessSettings or None
-        What of lm-evaluation-harness is run on each of them too.
-    stop : Stop
-        Asked after each batch.
     """
     evaluator = sample.evaluator
     data: dict[str, Any] = {

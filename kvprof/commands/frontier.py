@@ -1,5 +1,6 @@
 """``kvprof frontier``: how far each method goes before the model notices."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -128,7 +129,7 @@ def frontier(
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.commands.frontier_run import run_frontier
+        from kvprof.commands.frontier_run import check_frontier, run_frontier
         from kvprof.commands.steps import calibration_options, load_sample
         from kvprof.evaluation.evaluation_cache import cache_folder
         from kvprof.evaluation.evaluator import EvaluationSettings
@@ -143,9 +144,11 @@ def frontier(
             "nothing is calibrated; leave out --calibrate, --calibrate-tokens and "
             "--calibrate-seq-len"
         )
+    calibration_options(calibrate, calibrate_tokens, seq_len=None, own_seq_len=calibrate_seq_len)
+    options = FrontierOptions(targets, points)
     sample = load_sample(
-        model,
         {
+            "model": model,
             "device": device,
             "dtype": dtype,
             "revision": revision,
@@ -159,6 +162,7 @@ def frontier(
         task_items=task_items,
         task_lengths=task_lengths,
         settings=EvaluationSettings(decode=decode, batch_size=batch_size),
+        laid=partial(check_frontier, requests, options),
         halves=True,
     )
     loaded = sample.evaluator.loaded
@@ -175,7 +179,7 @@ def frontier(
             sample.sources,
             requests,
             calibration,
-            FrontierOptions(targets, points),
+            options,
             None if no_cache else cache_folder(cache),
             stop,
         )

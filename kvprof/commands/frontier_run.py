@@ -9,11 +9,13 @@ from typing import Any
 
 from kvprof import console
 from kvprof.errors import Interrupted, UsageError
+from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.evaluation_cache import EvaluationCache
 from kvprof.evaluation.evaluator import Evaluator
 from kvprof.evaluation.frontier import Frontier, FrontierOptions, Half, expected_steps
 from kvprof.evaluation.requests import MethodRequest
 from kvprof.evaluation.targets import check_metric
+from kvprof.evaluation.tasks.registry import TaskSelection
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import SERVED_BYTES, bytes_at, rate
 from kvprof.methods.family import PlanFamily
@@ -23,10 +25,11 @@ from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.tokens import check_separate, chosen_on
+from kvprof.moments.uncalibrated import Laid, uncalibrated_family
 from kvprof.runtime.backends.route import kernel_facts
 from kvprof.sources.grammar import Source
 
-__all__ = ["FrontierRun", "run_frontier"]
+__all__ = ["FrontierRun", "check_frontier", "run_frontier"]
 
 # Tokens at which bytes are told beside those of the evaluation: the default of ``kvprof bench``.
 _LONG_CONTEXT = 102_400
@@ -63,6 +66,27 @@ class FrontierRun:
     calibration: dict[str, dict[str, Any]]
 
 
+def check_frontier(
+    requests: Sequence[MethodRequest],
+    options: FrontierOptions,
+    laid: Laid,
+    samples: Sequence[TextSample],
+    selection: TaskSelection,
+) -> None:
+    """Refuse a search that would find nothing."""
+    if short := [one.name for one in samples if len(one.ids) < 2]:
+        raise UsageError(
+            f"--text {short[0]} gives one sequence; a frontier searches on one half of them and "
+            "reports on the other: take --sequences 2 or more, 64 for intervals"
+        )
+    tasks = list(dict.fromkeys(item.task for item in selection.items))
+    for target in options.targets:
+        check_metric(target.metric, tasks, what=options.metric_option)
+    asked = [request for request in requests if request.method not in ALWAYS]
+    if len(asked) == 1:
+        uncalibrated_family(laid, asked[0].method, **asked[0].options)
+
+
 def run_frontier(
     evaluator: Evaluator,
     sources: Sequence[Source],
@@ -72,35 +96,7 @@ def run_frontier(
     folder: Path | None,
     stop: Stop,
 ) -> FrontierRun | None:
-    """Search every method, with one progress bar over all of them.
-
-    Parameters
-    ----------
-    evaluator : Evaluator
-    sources : sequence of Source
-        Of the evaluation's text.
-    requests : list of MethodRequest
-    calibration : CalibrationOptions
-    options : FrontierOptions
-    folder : Path or None
-        Of the cache; None for none.
-    stop : Stop
-        Asked before and during every evaluation.
-
-    Returns
-    -------
-    FrontierRun or None
-        None when it was interrupted before anything could be compared.
-
-    Raises
-    ------
-    UsageError
-        When calibration data is evaluation data, the metric is not measured, or the only method
-        asked for does not fit the model.
-    """
-    tasks = list(dict.fromkeys(item.task for item in evaluator.items))
-    for target in options.targets:
-        check_metric(target.metric, tasks, what=options.metric_option)
+    """Search every method, with one progress bar over all of them."""
     warnings: list[str] = []
     calibration_of: dict[str, dict[str, Any]] = {}
 
@@ -182,17 +178,7 @@ def _halves(evaluator: Evaluator, metrics: Collection[str]) -> list[Evaluator]:
     """Return what evaluates on one half of a sample, and on the other: no token is in both.
 
     Questions are of the second half alone, unless a target is of them.
-
-    Raises
-    ------
-    UsageError
-        When a text has one sequence.
     """
-    if short := [one.name for one in evaluator.samples if len(one.ids) < 2]:
-        raise UsageError(
-            f"--text {short[0]} gives one sequence; a frontier searches on one half of them and "
-            "reports on the other: take --sequences 2 or more, 64 for intervals"
-        )
     items = evaluator.items
     asked = [x for x in items if "tasks" in metrics or x.task in metrics]
     searched = [

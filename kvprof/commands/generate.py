@@ -159,10 +159,8 @@ def generate(
     with loading():
         from kvprof.commands.generate_run import check_length, run_generation, warnings_of
         from kvprof.commands.steps import (
-            check_plan_file,
             load_to_compress,
             make_plan,
-            resolve_context,
         )
         from kvprof.models.load import OpenedModel
         from kvprof.runtime.generation import GenerationSettings, prompt_ids
@@ -170,13 +168,14 @@ def generate(
     read: list[tuple[str, list[int]]] = []
 
     def before(opened: OpenedModel) -> None:
-        check_plan_file(opened, plan_file)
         read.append(prompt_ids(opened, text, chat=chat))
         check_length(opened, len(read[0][1]), wanted)
 
-    loaded = load_to_compress(
+    loaded, context_tokens = load_to_compress(
         model,
         choice,
+        context,
+        compressed=True,
         before=before,
         device=device,
         dtype=dtype,
@@ -186,7 +185,6 @@ def generate(
     )
 
     text, ids = read[0]
-    context_tokens = resolve_context(context, loaded)
     settings = GenerationSettings(
         wanted,
         sample,

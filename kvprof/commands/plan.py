@@ -1,7 +1,7 @@
 """``kvprof plan``: what a method would store, fold and run, what fits, and what moving takes."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,6 +37,9 @@ from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, method_entries
 from kvprof.sizes import parse_bytes, parse_count, parse_share
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN
+
+if TYPE_CHECKING:
+    from kvprof.models.load import OpenedModel
 
 
 def plan(
@@ -190,9 +193,10 @@ def plan(
             fit_memory,
             planned_model,
             planned_shape,
+            read_requests,
             transfer_data,
         )
-        from kvprof.commands.steps import evaluation_context, load_for_command
+        from kvprof.commands.steps import check_plan_file, evaluation_context, load_for_command
 
     if not several:
         one_plan(
@@ -208,22 +212,28 @@ def plan(
             save=save,
         )
         return
+    requests = read_requests(named, rate, files, calibrate, calibrate_tokens, options)
+    at = None if context is None else parse_count(context, what="--context")
     if shape is not None:
         planned = planned_shape(shape, how)
     else:
-        planned = planned_model(load_for_command(model, **how))
+
+        def before(opened: "OpenedModel") -> None:
+            for file in files:
+                check_plan_file(opened, file)
+
+        planned = planned_model(load_for_command(model, **how, before=before))
     memory = None if sizes is None else fit_memory(planned, sizes)
     own = DEFAULT_SEQ_LEN if planned.context_length is None else planned.context_length
-    at = evaluation_context(own) if context is None else parse_count(context, what="--context")
+    at = evaluation_context(own) if at is None else at
     with graceful_interrupt() as stop:
         choices = choose_plans(
             planned,
-            methods=named,
+            requests,
             rate=rate,
             plan_files=files,
             calibrate=calibrate,
             calibrate_tokens=calibrate_tokens,
-            options=options,
             context=at,
             moving=transfer,
             stop=stop,

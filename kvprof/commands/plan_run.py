@@ -10,8 +10,8 @@ from kvprof import console
 from kvprof.commands.output import Outputs
 from kvprof.commands.steps import (
     calibration_interrupts,
-    check_options,
-    load_for_command,
+    check_plan_file,
+    load_to_compress,
     make_plan,
     method_calibrator,
     plan_of,
@@ -27,6 +27,7 @@ from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import comparison, plan_report
 from kvprof.models.load import LoadedModel
 from kvprof.moments.calibrator import Calibrator
+from kvprof.moments.uncalibrated import Laid
 from kvprof.runtime.backends.route import kernel_facts
 from kvprof.serving.refusals import check_method, check_servable
 from kvprof.views.plan import report
@@ -74,18 +75,7 @@ def rounded_plan(
 
     Parameters and errors are those of `kvprof.commands.steps.make_plan`.
     """
-    calibrator = method_calibrator(
-        loaded,
-        method,
-        options,
-        calibrate,
-        calibrate_tokens,
-        rate=rate,
-        removal=removal,
-        context=context,
-        seq_len=None,
-        stop=stop,
-    )
+    calibrator = method_calibrator(loaded, calibrate, calibrate_tokens, seq_len=None, stop=stop)
     with calibration_interrupts():
         family = calibrator.family(method, **options)
         with console.status(f"planning {method}"):
@@ -139,8 +129,6 @@ def one_plan(
     servable: bool = False,
 ) -> None:
     """Make or read a plan, save it, and end the command with what it stores."""
-    if file is None:
-        check_options(given["method"], given["options"])
     lost: list[str] = []
     loaded, rounded, other = None, None, None
     if file is not None and model is None:
@@ -155,9 +143,21 @@ def one_plan(
         if compare is not None:
             other = load_plan(compare, fingerprint=made.fingerprint)
     else:
-        loaded = load_for_command(model, **how)
-        inputs, at = model_inputs(loaded), resolve_context(context, loaded)
-        if compare is not None:  # before the work: no calibration is lost to a file that is damaged
+
+        def laid(one: Laid) -> None:
+            if servable and file is None:
+                check_method(one, given["method"], **given["options"])
+
+        loaded, at = load_to_compress(
+            model,
+            {**given, "plan_file": file},
+            context,
+            before=lambda opened: check_plan_file(opened, compare),
+            laid=laid,
+            **how,
+        )
+        inputs = model_inputs(loaded)
+        if compare is not None:
             other = load_plan(compare, fingerprint=loaded.fingerprint, layout=loaded.layout)
         with graceful_interrupt() as stop:
             if file is not None:
@@ -165,8 +165,6 @@ def one_plan(
                     loaded, **given, plan_file=file, context=at, seq_len=None, stop=stop
                 )
             else:
-                if servable:
-                    check_method(loaded, given["method"], **given["options"])
                 rounded = rounded_plan(loaded, **given, context=at, stop=stop)
                 made = rounded.plan
 

@@ -39,6 +39,7 @@ __all__ = [
     "fit_memory",
     "planned_model",
     "planned_shape",
+    "read_requests",
     "transfer_data",
 ]
 
@@ -149,26 +150,37 @@ class Chosen:
     context: int
 
 
-def choose_plans(
-    planned: PlannedModel,
-    *,
+def read_requests(
     methods: str | None,
     rate: float | None,
     plan_files: Sequence[Path],
     calibrate: str | None,
     calibrate_tokens: str | None,
     options: Mapping[str, Any],
+) -> list[MethodRequest]:
+    """Read what is planned, and refuse what needs no model to be refused."""
+    usual = "full" if plan_files or rate is None else COMPARED
+    requests = parse_methods(
+        methods or usual, dict(options), lambda written: method_options(None, None, None, written)
+    )
+    _refuse_unheeded(requests, rate, calibrating=bool(calibrate or calibrate_tokens))
+    calibration_options(calibrate, calibrate_tokens, seq_len=None)
+    return requests
+
+
+def choose_plans(
+    planned: PlannedModel,
+    requests: Sequence[MethodRequest],
+    *,
+    rate: float | None,
+    plan_files: Sequence[Path],
+    calibrate: str | None,
+    calibrate_tokens: str | None,
     context: int,
     moving: bool,
     stop: Stop,
 ) -> Choices:
     """Plan several methods, each at the rate given or at the only one that it has."""
-    usual = "full" if plan_files or rate is None else COMPARED
-    requests = parse_methods(
-        methods or usual, dict(options), lambda written: method_options(None, None, None, written)
-    )
-    calibrating = calibrate is not None or calibrate_tokens is not None
-    _refuse_unheeded(requests, rate, calibrating=calibrating)
     if planned.loaded is None and plan_files:
         raise UsageError(
             f"{plan_files[0]} is of a model with weights, and --shape {planned.spec} has none; "

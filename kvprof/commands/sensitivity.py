@@ -1,7 +1,8 @@
 """``kvprof sensitivity``: which parts of the cache bear fewer bits or dimensions, and which not."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,6 +34,10 @@ from kvprof.interrupt import graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.named import MEASURED_QUANTISERS
 from kvprof.sizes import parse_count
+
+if TYPE_CHECKING:
+    from kvprof.evaluation.data import TextSample
+    from kvprof.moments.uncalibrated import Laid
 
 _GROUP = "What is measured"
 _ADVICE = "What is recommended"
@@ -153,21 +158,18 @@ def sensitivity(
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.commands.sensitivity_run import Request, chosen_layers, study
+        from kvprof.commands.sensitivity_run import (
+            Request,
+            check_study,
+            chosen_layers,
+            read_samples,
+            study,
+        )
         from kvprof.commands.steps import load_for_command
 
-    loaded = load_for_command(
-        model,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        gguf=gguf,
-        trust_remote_code=trust_remote_code,
-        compressed=True,
-    )
     request = Request(
         by_head=by == "head",
-        layers=chosen_layers(layers, len(loaded.layout.layers)),
+        layers=(),
         bits=tuple(given_bits),
         quantiser=quantiser,
         ranks=tuple(given_ranks),
@@ -181,8 +183,26 @@ def sensitivity(
         save=save,
         force=force,
     )
+    samples: list[TextSample] = []
+
+    def laid(one: "Laid") -> None:
+        nonlocal request
+        request = replace(request, layers=chosen_layers(layers, len(one.layout.layers)))
+        check_study(one, request, samples)
+
+    loaded = load_for_command(
+        model,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        gguf=gguf,
+        trust_remote_code=trust_remote_code,
+        compressed=True,
+        before=lambda opened: samples.extend(read_samples(opened, request)),
+        laid=laid,
+    )
     with graceful_interrupt() as stop:
-        found = study(loaded, request, stop)
+        found = study(loaded, request, samples, stop)
         if not found.data["cells"]:
             end_without_result("interrupted before anything was measured; there is no result")
         outputs.end(

@@ -9,19 +9,21 @@ from kvprof import console
 from kvprof.commands.steps import calibration_interrupts, calibration_options
 from kvprof.errors import Interrupted, KvprofError, UsageError
 from kvprof.evaluation.data import TextSample, default_shape, text_samples
-from kvprof.evaluation.sensitivity import Sensitivity, answers, layers_that_stay
+from kvprof.evaluation.decode import mean_context
+from kvprof.evaluation.sensitivity import Sensitivity, answers, layers_that_stay, refuse_shared
 from kvprof.interrupt import Stop
 from kvprof.methods.budget import Handout, Offer, offer_of, parts_of_layers
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
 from kvprof.methods.settings import FULL, Part, Setting, settings_of
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.tokens import content_digest, content_sketch
+from kvprof.moments.uncalibrated import Laid, stand_in_family
 from kvprof.sources.grammar import parse_source
 
-__all__ = ["Request", "Study", "chosen_layers", "study"]
+__all__ = ["Request", "Study", "check_study", "chosen_layers", "read_samples", "study"]
 
 # Tokens of text, and of each sequence on a CPU: about a minute of a small model.
 _CPU_TOKENS, _GPU_TOKENS = 2048, 32768
@@ -87,9 +89,8 @@ def chosen_layers(text: str | None, number: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
+def study(loaded: LoadedModel, request: Request, samples: list[TextSample], stop: Stop) -> Study:
     """Measure; an interrupt keeps what was measured before it."""
-    samples = _samples(loaded, request)
     measuring = Sensitivity(loaded, samples, request.batch_size)
     given = _given(loaded, request, stop)
     family = plan_family("kq", given, grid=1, minimum=1) if request.ranks else None
@@ -98,9 +99,6 @@ def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
     )
     parts = parts_of_layers(loaded.layout, request.layers, by_head=request.by_head)
     inputs = _inputs(measuring, request, given)
-    offer = offer_of(given, inputs, settings, ())
-    if request.rate is not None:
-        offer.check_reach(request.rate, measuring.context)
     found = Study(inputs, {})
     with console.track(f"{len(parts) * len(settings)} cells", len(parts) * len(settings)) as bar:
         noise = measuring.measure({})
@@ -138,8 +136,8 @@ def study(loaded: LoadedModel, request: Request, stop: Stop) -> Study:
     return found
 
 
-def _samples(loaded: LoadedModel, request: Request) -> list[TextSample]:
-    """Read what is measured on, when the options have been held against it and the model."""
+def read_samples(loaded: OpenedModel, request: Request) -> list[TextSample]:
+    """Read what is measured on, when the options have been held against it."""
     usual, length = _GPU_TOKENS, default_shape(loaded)[1]
     if loaded.device.type == "cpu":
         usual, length = _CPU_TOKENS, min(_CPU_LENGTH, length)
@@ -150,15 +148,30 @@ def _samples(loaded: LoadedModel, request: Request) -> list[TextSample]:
             "give a shorter --seq-len"
         )
     wanted = max(1, (request.tokens or usual) // length)
-    widths = [width for x in loaded.layout.layers for width in (x.qk_head_dim, x.v_head_dim)]
-    for rank in request.ranks:
-        if rank >= min(widths):
-            raise UsageError(
-                f"--ranks: {rank} keeps all of heads of {min(widths)}; name a smaller one"
-            )
     sources = tuple(parse_source(name, what="--text") for name in request.text)
-    with console.status("reading what is evaluated"):
-        return text_samples(loaded, sources, seq_len=length, sequences=wanted, calibrating=True)
+    return text_samples(loaded, sources, seq_len=length, sequences=wanted, calibrating=True)
+
+
+def check_study(laid: Laid, request: Request, samples: list[TextSample]) -> None:
+    """Refuse what a model's layout rules out: ranks, bits, and a rate that none of them reaches."""
+    refuse_shared(laid.layout)
+    layers = laid.layout.layers
+    width = min(width for x in layers for width in (x.qk_head_dim, x.v_head_dim))
+    for rank in request.ranks:
+        if rank >= width:
+            raise UsageError(f"--ranks: {rank} keeps all of heads of {width}; name a smaller one")
+    given = MethodInputs(laid.layout, laid.fingerprint)
+    family = stand_in_family(laid, "kq", grid=1, minimum=1) if request.ranks else None
+    settings = settings_of(given, request.quantiser, request.bits, request.ranks, 0, family)
+    if request.rate is not None:
+        asked = {
+            "layers": request.layers,
+            "by": "head" if request.by_head else "layer",
+            "quantiser": request.quantiser,
+            "ranks": (),
+        }
+        context = mean_context(samples[0].ids.shape[1])
+        offer_of(given, asked, settings, ()).check_reach(request.rate, context)
 
 
 def _given(loaded: LoadedModel, request: Request, stop: Stop) -> MethodInputs:

@@ -35,7 +35,7 @@ from kvprof.methods.registry import calibration_needs, has_one_setting, has_remo
 from kvprof.models.load import LoadedModel, OpenedModel, load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.collect import undefined_pairs
-from kvprof.moments.uncalibrated import uncalibrated_family
+from kvprof.moments.uncalibrated import Laid, uncalibrated_family
 from kvprof.runtime.compressed import check_runs, refusal
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind, parse_source
@@ -44,8 +44,8 @@ __all__ = [
     "Sample",
     "calibration_interrupts",
     "calibration_options",
-    "check_options",
     "check_plan_file",
+    "check_plannable",
     "check_reach",
     "defined_pairs",
     "evaluation_context",
@@ -70,6 +70,7 @@ def load_for_command(
     trust_remote_code: bool,
     compressed: bool = False,
     before: Callable[[OpenedModel], object] = lambda _: None,
+    laid: Callable[[Laid], object] | None = None,
 ) -> LoadedModel:
     """Load the model that a command was asked for; ``reference`` when it names none.
 
@@ -81,9 +82,20 @@ def load_for_command(
         Whether the command needs it to run with a compressed cache; one that cannot is refused.
     before : callable
         Called before weights are read, to refuse what needs none of them.
+    laid : callable, optional
+        Called after it with the model's layout, to refuse what that rules out: when weights are
+        read only where its config does not say the layout.
     """
     _use_what_is_there()
     spec = model or "reference"
+    seen: list[Laid] = []
+
+    def first(opened: OpenedModel) -> None:
+        before(opened)
+        if laid is not None and opened.outline is not None:
+            seen.append(opened.outline)
+            laid(opened.outline)
+
     with console.status(f"loading {spec}"):
         loaded = load_model(
             spec,
@@ -92,17 +104,43 @@ def load_for_command(
             revision=revision,
             gguf=gguf,
             trust_remote_code=trust_remote_code,
-            before=before,
+            before=first,
         )
         if compressed:
             check_runs(loaded)
+    if laid is not None and not seen:
+        laid(loaded)
     return loaded
 
 
-def load_to_compress(model: str | None, choice: Mapping[str, Any], **how: Any) -> LoadedModel:
-    """Load the model that a chosen plan is for, when the plan's options have been looked at."""
-    check_options(choice["method"], choice["options"])
-    return load_for_command(model, **how, compressed=True)
+def load_to_compress(
+    model: str | None,
+    choice: Mapping[str, Any],
+    context: str | None,
+    *,
+    before: Callable[[OpenedModel], object] = lambda _: None,
+    laid: Callable[[Laid], object] = lambda _: None,
+    **how: Any,
+) -> tuple[LoadedModel, int]:
+    """Load the model that a plan is chosen for, when the choice has been looked at."""
+    method, options = choice["method"], choice["options"]
+    needs = None if method is None else calibration_needs(method, **options)
+    tokens: list[int] = []
+
+    def first(opened: OpenedModel) -> None:
+        check_plan_file(opened, choice["plan_file"])
+        tokens.append(resolve_context(context, opened))
+        if needs is not None:
+            source = parse_source(choice["calibrate"] or needs.source, what="--calibrate")
+            if source.kind in (SourceKind.TEXT, SourceKind.EMBEDDED):
+                opened.tokenizer()
+        before(opened)
+
+    def then(one: Laid) -> None:
+        laid(one)
+        check_plannable(one, **choice, context=tokens[0])
+
+    return load_for_command(model, **how, before=first, laid=then), tokens[0]
 
 
 def spectra_only(loaded: LoadedModel) -> list[str]:
@@ -126,22 +164,7 @@ def _use_what_is_there() -> None:
 def defined_pairs(
     loaded: LoadedModel, pairs: Sequence[str], *, asked: bool, warnings: list[str]
 ) -> tuple[str, ...]:
-    """Return the pairs that a model has.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    pairs : sequence of str
-    asked : bool
-        Whether the user named them; a default leaves out what is not there and warns.
-    warnings : list of str
-        Gets what was left out.
-
-    Raises
-    ------
-    UsageError
-        When the user asked for one that the model does not have, or none is left.
-    """
+    """Return the pairs that a model has."""
     lacking = [pair for pair in undefined_pairs(loaded.layout) if pair in pairs]
     left = tuple(pair for pair in pairs if pair not in lacking)
     if not lacking:
@@ -161,34 +184,14 @@ def evaluation_context(context_length: int) -> int:
 
     Sequences are 2,048 tokens long, or the model's context; their second half is decoded, so that
     three quarters of them are in the cache on average.
-
-    Parameters
-    ----------
-    context_length : int
-        Of the model.
     """
     return max(1, min(DEFAULT_SEQ_LEN, context_length) * 3 // 4)
 
 
 def resolve_context(
-    context: str | None, loaded: LoadedModel | None, plan: Plan | None = None
+    context: str | None, loaded: OpenedModel | None, plan: Plan | None = None
 ) -> int:
-    """Return the tokens that ``--context`` names, or an evaluation's mean context.
-
-    Parameters
-    ----------
-    context : str or None
-        From the command line.
-    loaded : LoadedModel or None
-        None where a saved plan is looked at without its model.
-    plan : Plan, optional
-        The saved plan; the context that its rate was asked for is taken then.
-
-    Raises
-    ------
-    UsageError
-        When it is no count.
-    """
+    """Return the tokens that ``--context`` names, or an evaluation's mean context."""
     if context is not None:
         return parse_count(context, what="--context")
     if loaded is not None:
@@ -236,7 +239,6 @@ class Sample:
 
 
 def load_sample(
-    model: str | None,
     how: Mapping[str, Any],
     *,
     plan_file: Path | None = None,
@@ -247,28 +249,10 @@ def load_sample(
     task_items: int | None,
     task_lengths: str | None,
     settings: EvaluationSettings,
+    laid: Callable[[Laid, list[TextSample], TaskSelection], object],
     halves: bool = False,
 ) -> Sample:
-    """Load a model, and before its weights what it is to be evaluated on.
-
-    Parameters
-    ----------
-    model : str or None
-    how : mapping
-        Of `load_for_command`.
-    plan_file : Path or None
-        That has to be the model's.
-    text, sequences, seq_len, tasks, task_items, task_lengths
-        From the command line.
-    settings : EvaluationSettings
-    halves : bool
-        Whether each half has to be enough for an interval.
-
-    Raises
-    ------
-    UsageError
-        For an unknown text or task, one that is too short or too long, or another model's plan.
-    """
+    """Load a model, and before its weights what it is to be evaluated on."""
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
     lengths = read_counts(task_lengths, what="--task-lengths") if task_lengths else None
     sources = tuple(parse_source(name, what="--text") for name in text or _DEFAULT_TEXT)
@@ -285,7 +269,9 @@ def load_sample(
         items = task_items or default_task_items(opened)
         read.append((samples, select_tasks(opened, names, items, lengths)))
 
-    loaded = load_for_command(model, **how, compressed=True, before=before)
+    loaded = load_for_command(
+        **how, compressed=True, before=before, laid=lambda one: laid(one, *read[0])
+    )
     samples, selection = read[0]
     warnings = []
     if selection.left_out:
@@ -315,22 +301,7 @@ def calibration_options(
     seq_len: int | None,
     own_seq_len: str | None = None,
 ) -> CalibrationOptions:
-    """Return what the user said about calibration.
-
-    Parameters
-    ----------
-    calibrate, calibrate_tokens : str or None
-        From the command line.
-    seq_len : int or None
-        Of the evaluation; None takes 2,048, or the model's context where that is shorter.
-    own_seq_len : str or None
-        From the command line, instead of the evaluation's.
-
-    Raises
-    ------
-    UsageError
-        For an unknown source, a count that is none, two counts, or a length of saved moments.
-    """
+    """Return what the user said about calibration."""
     source = parse_source(calibrate, what="--calibrate") if calibrate else None
     tokens = parse_count(calibrate_tokens, what="--calibrate-tokens") if calibrate_tokens else None
     if own_seq_len is not None:
@@ -356,30 +327,50 @@ def make_plan(
     seq_len: int | None,
     stop: Stop,
 ) -> Plan:
-    """Read the plan that was given, or calibrate the method that was named and make one.
+    """Read the plan that was given, or calibrate the method that was named and make one."""
+    if plan_file is not None:
+        return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
+    assert method is not None  # check_choice has seen to it
+    calibrator = method_calibrator(loaded, calibrate, calibrate_tokens, seq_len=seq_len, stop=stop)
+    with calibration_interrupts():
+        family = calibrator.family(method, **options)
+    with console.status(f"planning {method}"):
+        return plan_of(loaded, family, rate, removal, context)
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    method, rate, removal, plan_file, calibrate, calibrate_tokens
-        From the command line.
-    options : dict
-        From `method_options`.
-    context : int
-        Tokens at which the bytes of a rate are counted.
-    seq_len : int or None
-        Of the calibration's sequences, the evaluation's.
-    stop : Stop
-        Asked after each batch.
 
-    Raises
-    ------
-    UsageError
-        For options that contradict each other or would mean nothing, a rate out of reach, and
-        whatever the method refuses.
-    typer.Exit
-        With 130 when the calibration was interrupted: nothing can be planned then.
-    """
+def check_reach(
+    laid: Laid,
+    method: str,
+    options: Mapping[str, Any],
+    rate: float | None,
+    removal: float | None,
+    context: int,
+    *,
+    alone: bool = True,
+) -> None:
+    """Refuse a rate that no plan of a method has, before anything is calibrated for it."""
+    if removal is not None and not has_removal_rate(method, **options):
+        raise _no_removal_rate(method)
+    family = uncalibrated_family(laid, method, **options)
+    if (
+        family is not None and rate is not None
+    ):  # of others the plan itself tells, once there is one
+        check_rate(family, rate, context, alone=alone)
+
+
+def check_plannable(
+    laid: Laid,
+    *,
+    method: str | None,
+    rate: float | None,
+    removal: float | None,
+    calibrate: str | None,
+    calibrate_tokens: str | None,
+    options: dict[str, Any],
+    context: int,
+    plan_file: Path | None,
+) -> None:
+    """Refuse options that contradict each other, and what a method has no use for or lacks."""
     check_choice(
         method,
         plan_file,
@@ -389,124 +380,8 @@ def make_plan(
         calibrate_tokens=calibrate_tokens,
         options=options,
     )
-    if plan_file is not None:
-        return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
-    assert method is not None  # check_choice has seen to it
-    calibrator = method_calibrator(
-        loaded,
-        method,
-        options,
-        calibrate,
-        calibrate_tokens,
-        rate=rate,
-        removal=removal,
-        context=context,
-        seq_len=seq_len,
-        stop=stop,
-    )
-    with calibration_interrupts():
-        family = calibrator.family(method, **options)
-    with console.status(f"planning {method}"):
-        return plan_of(loaded, family, rate, removal, context)
-
-
-def check_options(method: str | None, options: Mapping[str, Any]) -> None:
-    """Refuse options that a method does not have, before a model is loaded for it.
-
-    Parameters
-    ----------
-    method : str or None
-        None with a saved plan.
-    options : mapping
-
-    Raises
-    ------
-    UsageError
-        For an option that the method does not have, or a value that is none of its.
-    LackingError
-        When a library that the method needs is missing.
-    """
-    if method is not None:
-        calibration_needs(method, **options)
-
-
-def check_reach(
-    loaded: LoadedModel,
-    method: str,
-    options: Mapping[str, Any],
-    rate: float | None,
-    removal: float | None,
-    context: int,
-    *,
-    alone: bool = True,
-) -> None:
-    """Refuse a rate that no plan of a method has, before anything is calibrated for it.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    method : str
-    options : mapping
-        Of the method.
-    rate, removal : float or None
-        From the command line.
-    context : int
-        Tokens at which the bytes of a rate are counted.
-    alone : bool
-        As `plan_for_rate` takes it.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.methods.family.check_rate`; for a removal rate of a method that has none, and
-        for what cannot be planned at all.
-    """
-    if removal is not None and not has_removal_rate(method, **options):
-        raise _no_removal_rate(method)
-    if rate is None:
+    if method is None:
         return
-    family = uncalibrated_family(loaded, method, **options)
-    if family is not None:  # of others the plan itself tells, once there is one
-        check_rate(family, rate, context, alone=alone)
-
-
-def method_calibrator(
-    loaded: LoadedModel,
-    method: str,
-    options: Mapping[str, Any],
-    calibrate: str | None,
-    calibrate_tokens: str | None,
-    *,
-    rate: float | None,
-    removal: float | None,
-    context: int,
-    seq_len: int | None,
-    stop: Stop,
-) -> Calibrator:
-    """Return what calibrates one method, after refusing what it has no use for, or lacks.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    method : str
-    options : mapping
-        Of the method.
-    calibrate, calibrate_tokens : str or None
-        How to calibrate, as the user said it.
-    rate, removal : float or None
-        How much to remove, as the user said it.
-    context : int
-        Tokens at which the bytes of a rate are counted.
-    seq_len : int or None
-        Of the calibration's sequences, the evaluation's.
-    stop : Stop
-        Asked after each batch.
-
-    Raises
-    ------
-    UsageError
-        Naming the options.
-    """
     needs = calibration_needs(method, **options)
     if needs is None and (calibrate or calibrate_tokens):
         raise UsageError(
@@ -514,19 +389,26 @@ def method_calibrator(
         )
     if needs is not None and rate is None and removal is None and not has_one_setting(method):
         raise UsageError(f"--method {method} needs --rate or --removal")
+    calibration_options(calibrate, calibrate_tokens, seq_len=None)
+    check_reach(laid, method, options, rate, removal, context)
+
+
+def method_calibrator(
+    loaded: LoadedModel,
+    calibrate: str | None,
+    calibrate_tokens: str | None,
+    *,
+    seq_len: int | None,
+    stop: Stop,
+) -> Calibrator:
+    """Return what calibrates a method that is `check_plannable`, as `make_plan` has it."""
     given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
-    check_reach(loaded, method, options, rate, removal, context)
     return Calibrator(loaded, given, progress=console.track, should_stop=stop, notice=console.warn)
 
 
 @contextmanager
 def calibration_interrupts(lacking: str = "there is no plan yet") -> Iterator[None]:
-    """Say what there is not, and end with 130, when the body's calibration is interrupted.
-
-    Raises
-    ------
-    typer.Exit
-    """
+    """Say what there is not, and end with 130, when the body's calibration is interrupted."""
     try:
         yield
     except Interrupted as cause:
@@ -542,24 +424,7 @@ def plan_of(
     *,
     alone: bool = True,
 ) -> Plan:
-    """Return the plan of a family that the user's rate or removal rate asks for.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    family : PlanFamily
-    rate, removal : float or None
-        From the command line; neither is needed where the method has one setting.
-    context : int
-        Tokens at which the bytes of a rate are counted.
-    alone : bool
-        As `plan_for_rate` takes it.
-
-    Raises
-    ------
-    UsageError
-        For a rate out of reach, or a removal rate of a method that has none.
-    """
+    """Return the plan of a family that the user's rate or removal rate asks for."""
     if removal is not None:
         if family.knob != KNOBS["removal"]:
             raise _no_removal_rate(family.method)

@@ -20,9 +20,19 @@ from kvprof.methods.budget import plan_of
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.full import full_plan
 from kvprof.methods.settings import FULL, Part, Setting, bytes_per_token
+from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel
 
-__all__ = ["Sensitivity", "answers", "layers_that_stay", "part_of"]
+__all__ = ["Sensitivity", "answers", "layers_that_stay", "part_of", "refuse_shared"]
+
+
+def refuse_shared(layout: ModelLayout) -> None:
+    """Refuse layers that attend to another layer's keys and values."""
+    if any(facts.shared for facts in layout.layers):
+        raise UsageError(
+            f"{layout.architecture} has layers that read another layer's keys and values, which "
+            "cannot be stored otherwise for one layer alone"
+        )
 
 
 class Sensitivity:
@@ -45,11 +55,7 @@ class Sensitivity:
     def __init__(
         self, loaded: LoadedModel, samples: list[TextSample], batch_size: int | None
     ) -> None:
-        if any(facts.shared for facts in loaded.layout.layers):
-            raise UsageError(
-                f"{loaded.layout.architecture} has layers that read another layer's keys and "
-                "values, which cannot be stored otherwise for one layer alone"
-            )
+        refuse_shared(loaded.layout)
         self.loaded, self.samples = loaded, samples
         self._evaluator = Evaluator(loaded, samples, [], EvaluationSettings(batch_size=batch_size))
         self._whole = full_plan(self.inputs)

@@ -16,7 +16,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     AutoTokenizer,
     GgufConfig,
     PreTrainedModel,
@@ -33,15 +32,15 @@ from kvprof.models.layout import ModelLayout
 from kvprof.models.locate import Checkpoint, check_config_sizes, locate
 from kvprof.models.noise import quiet
 from kvprof.models.placement import device_map_for, main_device, parse_dtype
-from kvprof.models.probe import inspect_layout
+from kvprof.models.probe import inspect_config, inspect_layout, model_class
 from kvprof.models.weights import check_finite, input_device
 
 __all__ = [
     "LoadedModel",
     "OpenedModel",
+    "Outline",
     "blaming",
     "load_model",
-    "model_class",
     "read_config",
     "read_tokenizer",
     "read_weights",
@@ -107,19 +106,6 @@ def read_config(
             f"{spec} is not supported: {type(config).__name__} belongs to no causal language model"
         )
     return config
-
-
-def model_class(config: Any) -> Any:
-    """Return what builds a config's model: its decoder with a head, and what it sees or hears with.
-
-    ``AutoModel`` where transformers knows no head for it.
-    """
-    with_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    alone = with_code or type(config) in AutoModelForCausalLM._model_mapping
-    around = config.get_text_config(decoder=True) is not config
-    if (around or not alone) and type(config) in AutoModelForMultimodalLM._model_mapping:
-        return AutoModel if config.is_encoder_decoder else AutoModelForMultimodalLM
-    return AutoModelForCausalLM if alone else AutoModel
 
 
 def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTrainedModel:
@@ -311,6 +297,20 @@ class OpenedModel:
         known = self.files and not self.trust_remote_code
         return files_fingerprint(self.files) if known else None
 
+    @cached_property
+    def outline(self) -> "Outline | None":
+        """Its layout where its config says it, of a model that may run with a compressed cache."""
+        text = self.config.get_text_config(decoder=True)
+        if self.trust_remote_code:
+            return None
+        try:
+            width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            layout = inspect_config(text, width, whole=True)
+        except Exception:  # whatever a config that is a stranger's makes of so small a model
+            return None
+        known = layout.unstorable is None and layout.layers[0].qk_head_dim == width
+        return Outline(layout) if known else None
+
     @property
     def _stating(self) -> tuple[Any, ...]:
         """What names tokens with a meaning of their own."""
@@ -368,6 +368,14 @@ class OpenedModel:
                 f"{self.tokenizer().decode(beyond[:1])!r}; its embedding has {self.vocab_size:,}"
             )
         return ids
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a plan stores of a model follows from it, before weights are read."""
+
+    layout: ModelLayout
+    fingerprint: str = ""
 
 
 def _has_tokenizer(folder: Path | None, gguf: GgufFile | None) -> bool:

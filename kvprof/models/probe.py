@@ -6,6 +6,8 @@ checked on values: the value projection is the one whose output *is* V, the outp
 one whose input *is* what the heads put out.
 """
 
+import contextlib
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
@@ -27,9 +34,10 @@ from kvprof.models.interface import (
     text_decoder,
 )
 from kvprof.models.layout import LayerLayout, ModelLayout
+from kvprof.models.noise import quiet
 from kvprof.models.weights import input_device
 
-__all__ = ["inspect_layout"]
+__all__ = ["inspect_config", "inspect_layout", "model_class"]
 
 _LENGTH = 8
 _Event = tuple[nn.Module, Tensor, Tensor]
@@ -314,3 +322,61 @@ def inspect_layout(model: PreTrainedModel) -> ModelLayout:
             "transformers' attention interface (a hybrid model has no Q, K and V in the others)"
         )
     return ModelLayout(layers, hidden_size, name)
+
+
+# --- The same of a config alone: heads, widths, windows and sinks do not depend on hidden size, MLP
+# and vocabulary, which are cut down, nor on how many layers of a kind there are.
+
+
+_HIDDEN = 64
+_SMALL = {
+    "vocab_size": 128, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 1, "ffn_dim": 64,
+}  # fmt: skip
+_SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def model_class(config: Any) -> Any:
+    """Return what builds a config's model: its decoder with a head, and what it sees or hears with.
+
+    ``AutoModel`` where transformers knows no head for it.
+    """
+    with_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    alone = with_code or type(config) in AutoModelForCausalLM._model_mapping
+    around = config.get_text_config(decoder=True) is not config
+    if (around or not alone) and type(config) in AutoModelForMultimodalLM._model_mapping:
+        return AutoModel if config.is_encoder_decoder else AutoModelForMultimodalLM
+    return AutoModelForCausalLM if alone else AutoModel
+
+
+def inspect_config(
+    config: Any, width: int, *, narrow: bool = True, whole: bool = False
+) -> ModelLayout:
+    """Probe a small model of a decoder's config, of random weights."""
+    small = _cut(config, _HIDDEN if narrow else None, width, whole)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return inspect_layout(model_class(small).from_config(small).eval())
+
+
+def _cut(config: Any, hidden: int | None, width: int, whole: bool) -> Any:
+    small = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None)
+    # As many layers as show every kind once; two where all are said to be alike.
+    layers = max(map(kinds.index, set(kinds))) + 1 if kinds else min(2, config.num_hidden_layers)
+    if whole or getattr(config, "num_kv_shared_layers", False):
+        layers = config.num_hidden_layers  # those that share are the last ones
+    elif kinds:
+        # Some kinds make it up of the number of layers.
+        with contextlib.suppress(AttributeError):
+            small.layer_types = kinds[:layers]
+    small.num_hidden_layers = layers
+    for name in _SPECIAL:
+        setattr(small, name, None)
+    for name, value in _SMALL.items():
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, min(value, getattr(small, name)))
+    if hidden is not None:
+        small.hidden_size = hidden
+        small.head_dim = width
+    return small

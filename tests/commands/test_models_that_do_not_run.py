@@ -58,7 +58,7 @@ def test_a_config_that_says_nonsense_is_told_from_a_model_that_cannot_run(
     config = json.loads(file.read_text())
     config.setdefault("rope_parameters", {}).update(change)
     file.write_text(json.dumps(config))
-    done = kvprof("plan", folder, "--method", "kq", "--rate", "0.2", "--calibrate", "random:256")
+    done = kvprof("plan", folder, "--method", "fp8", "--calibrate", "random:256")
     assert done.code in (1, 2)
     assert says in done.error
 

@@ -5,7 +5,7 @@ import pytest
 import typer
 
 from kvprof.commands.options import method_options
-from kvprof.commands.steps import calibration_options, make_plan
+from kvprof.commands.steps import calibration_options, check_plannable, make_plan
 from kvprof.errors import UsageError
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import rate
@@ -38,7 +38,9 @@ def planned(loaded: LoadedModel, **given: Any) -> Plan:
         "seq_len": 64,
         "stop": Stop(),
     }
-    return make_plan(loaded, **{**arguments, **given})
+    arguments |= given
+    check_plannable(loaded, **{k: v for k, v in arguments.items() if k not in ("seq_len", "stop")})
+    return make_plan(loaded, **arguments)
 
 
 def test_a_rate_is_reached_with_no_more_compression_than_asked(loaded: LoadedModel) -> None:
@@ -159,7 +161,30 @@ def test_calibration_options_default_to_the_method(tmp_path: Path) -> None:
         (("eval", "--method", "fp8", "--tasks", "vt", "--task-lengths", "1k"), "--task-lengths"),
         (("eval", "--method", "fp8", "--json", "short.txt"), "short.txt"),
         (("eval", "--plan", "other.plan", "--seq-len", 32, "--tasks", "none"), "other.plan"),
+        (("eval", "--method", "fp8", "--rate", 0.3, "--seq-len", 32), "has one rate"),
+        (("eval", "--method", "kq", "--rate", 0.99, "--seq-len", 32), "reaches rates from"),
         (("frontier", "--methods", "fp8", "--text", "random:8k"), "--text random"),
+        (("frontier", "--seq-len", 32, "--sequences", 1), "gives one sequence"),
+        (("frontier", "--seq-len", 32, "--tasks", "none", "--target", "vt=0.9"), "'vt'"),
+        (("sensitivity", "--text", "short.txt"), "short.txt"),
+        (("sensitivity",), "tokenizer cannot be read"),
+        (("plan", "--method", "kq", "--rate", 0.3), "tokenizer cannot be read"),
+        (("sensitivity", "--layers", "7"), "no layer 7"),
+        (("sensitivity", "--ranks", "16"), "keeps all of heads of 16"),
+        (("sensitivity", "--bits", "7"), "7"),
+        (("sensitivity", "--rate", 0.99), "reaches rates from"),
+        (("plan", "--method", "kq", "--rate", 0.99), "reaches rates from"),
+        (("plan", "--method", "fp8", "--rate", 0.3), "has one rate"),
+        (("plan", "--method", "fp8", "--context", "long"), "--context"),
+        (("plan", "--method", "h2o", "--rate", 0.3, "--servable"), "cannot be served"),
+        (("plan", "--method", "full", "--calibrate", "short.txt"), "needs no calibration"),
+        (("plan", "--method", "fp8", "--compare", "other.plan"), "other.plan"),
+        (("plan", "--fit", "1GB", "--rate", 0.3, "--methods", "fp8"), "--rate"),
+        (("plan", "--fit", "1GB", "--plan", "other.plan"), "other.plan"),
+        (
+            ("generate", "--method", "fp8", "--rate", 0.3, "--prompt", "x", "--max-new-tokens", 4),
+            "one rate",
+        ),
         (("generate", "--plan", "other.plan", "--prompt", "x"), "other.plan"),
         (("generate", "--method", "fp8", "--prompt", "x", "--max-new-tokens", "1k"), "context"),
         (("spectrum", "--seq-len", "1k"), "--seq-len 1,024"),
@@ -179,6 +204,9 @@ def test_what_needs_no_weights_is_refused_before_they_are_read(
     Path("short.txt").write_text("abc")
     save_plan(planned(loaded, method="full"), Path("other.plan"))
     monkeypatch.setattr(load, "read_weights", lambda *_, **__: pytest.fail("weights were read"))
+    damaged = "tokenizer" in named
+    if damaged:
+        (folder / "tokenizer.json").write_text("{}")
     done = kvprof(words[0], folder, *words[1:])
-    assert done.code == 2
+    assert done.code == (1 if damaged else 2)
     assert named in done.error
