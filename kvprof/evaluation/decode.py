@@ -15,20 +15,25 @@ import torch
 from torch import Tensor
 
 from kvprof.evaluation.tasks.items import Scoring, TaskItem
+from kvprof.models.interface import text_decoder
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.generation import end_ids
 
 __all__ = [
     "TaskBatch",
-    "baseline_logits",
     "checked_answers",
     "decoded_logits",
     "greedy_answers",
+    "last_states",
     "mean_context",
     "prefill_length",
+    "state_logits",
     "task_batches",
     "written_answers",
 ]
+
+# Logits that the head makes at once, in bytes: of all tokens they would be the largest tensor.
+_SLICE = 1 << 26
 
 # Prompts of a batch are at least this share of its longest: padding is work without a result.
 _ALIKE = 0.75
@@ -95,10 +100,39 @@ class _Padded:
 
 
 @torch.inference_mode()
-def baseline_logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    """Return logits ``[B, T - T // 2, vocabulary]`` of ``[B, T]`` ids, from a single pass."""
-    keep = ids.shape[1] - prefill_length(ids.shape[1])
-    return _forward(loaded, ids[:, :-1].to(loaded.device), keep, use_cache=False)[0]
+def last_states(loaded: LoadedModel, ids: Tensor) -> Any:
+    """Return what the head makes the second half's logits of, from a single pass of ``[B, T]`` ids.
+
+    It is what the decoder returns, with states ``[B, T - T // 2, hidden size]`` and nothing else.
+    """
+    found: list[Any] = []
+    hook = text_decoder(loaded.model).register_forward_hook(lambda *given: found.append(given[-1]))
+    try:
+        _forward(loaded, ids[:, :-1].to(loaded.device), 1, use_cache=False)
+    finally:
+        hook.remove()
+    return _with_states(found[0], found[0][0][:, prefill_length(ids.shape[1]) - 1 :].clone())
+
+
+@torch.inference_mode()
+def state_logits(loaded: LoadedModel, states: Any) -> Iterator[Tensor]:
+    """Yield ``[B, vocabulary]`` per token of what `last_states` returned, made slice by slice."""
+    decoder, kept = text_decoder(loaded.model), states[0]
+    tokens = max(1, _SLICE // (len(kept) * loaded.vocab_size * 4))
+    for part in kept.split(tokens, dim=1):
+        given = _with_states(states, part)
+        ids = torch.zeros(part.shape[:2], dtype=torch.long, device=loaded.device)
+        # What torch calls in place of a compiled module, past all hooks: the head alone runs.
+        decoder._compiled_call_impl = lambda *_, given=given, **__: given
+        try:
+            logits = loaded.model(input_ids=ids, use_cache=False).logits
+        finally:
+            del decoder._compiled_call_impl
+        yield from logits.unbind(1)
+
+
+def _with_states(output: Any, states: Tensor) -> Any:
+    return (states,) if isinstance(output, tuple) else type(output)(last_hidden_state=states)
 
 
 def decoded_logits(

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,10 +18,11 @@ from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.decode import (
     Advance,
     TaskBatch,
-    baseline_logits,
     checked_answers,
     decoded_logits,
     greedy_answers,
+    last_states,
+    state_logits,
     written_answers,
 )
 from kvprof.evaluation.scores import (
@@ -353,9 +354,9 @@ class Evaluator:
                 if isinstance(batch, TaskBatch):
                     self._answer(batch, None, not self.settings.decode, found, advance)
                     return
-                logits = baseline_logits(self.loaded, batch.ids)
-                batch.base = self._scored(_UNCOMPRESSED, batch, logits.unbind(1))
-                batch.logits = logits if self.workload.keeps_logits else None
+                batch.states = last_states(self.loaded, batch.ids)
+                logits = state_logits(self.loaded, batch.states)
+                batch.base = self._scored(_UNCOMPRESSED, batch, logits)
             found.text.append((batch, batch.base))
             advance(self.workload.prefill_steps(self.workload.seq_len))
 
@@ -406,7 +407,6 @@ class Evaluator:
             *(task for task in self.workload.tasks if task.indices[0] in self._answers),
         ]
         found = Found()
-        keeps = self.workload.keeps_logits
         one_pass = not (self.settings.decode or needs_decoding(plan))
         sessions: list[tuple[bool, Compression]] = []
         with remembered_rows(), ExitStack() as stack:
@@ -426,10 +426,7 @@ class Evaluator:
                             running.prompt = batch.prompt_tokens
                         self._answer(batch, running.new_cache, one_pass, found, advance)
                         return
-                    # Where the uncompressed model has to run again before each batch, the context
-                    # of the compressed one cannot stay open.
-                    kept = session(one_pass) if keeps else None
-                    self._text(plan, batch, kept, one_pass, found, advance)
+                    self._text(plan, batch, session(one_pass), one_pass, found, advance)
 
             _run(work, run, found, should_stop)
         found.complete &= self.baseline()["complete"]
@@ -443,31 +440,28 @@ class Evaluator:
         self,
         plan: Plan,
         batch: TextBatch,
-        running: Compression | None,
+        session: Compression,
         one_pass: bool,
         found: Found,
         advance: Advance,
     ) -> None:
-        base, work = batch.logits, self.workload
-        if base is None:
-            base = baseline_logits(self.loaded, batch.ids)
+        work = self.workload
+        base = state_logits(self.loaded, batch.states)
+        if one_pass:
+            session.prompt = work.start
+            logits = state_logits(self.loaded, last_states(self.loaded, batch.ids))
+            scores = self._scored(plan.method, batch, logits, base)
             advance(work.prefill_steps(work.seq_len))
-        with nullcontext(running) if running else self._running(plan, one_pass) as session:
-            if one_pass:
-                session.prompt = work.start
-                found_logits = baseline_logits(self.loaded, batch.ids)
-                scores = self._scored(plan.method, batch, found_logits.unbind(1), base)
-                advance(work.prefill_steps(work.seq_len))
-            else:
-                cache = session.new_cache()
-                runs = None
-                if plan.across is not None and not self.settings.decode:
-                    runs = read_alike(plan.across, plan.levels.sink, work.start, work.seq_len - 1)
-                logits = decoded_logits(self.loaded, batch.ids, cache, runs)
-                advance(work.prefill_steps(work.start) - 1)
-                scores = self._scored(plan.method, batch, logits, base, advance)
-                found.measured += cache.nbytes if cache.rest_bytes is None else cache.rest_bytes
-            found.notes = sorted({*found.notes, *session.kernel_notes})
+        else:
+            cache = session.new_cache()
+            runs = None
+            if plan.across is not None and not self.settings.decode:
+                runs = read_alike(plan.across, plan.levels.sink, work.start, work.seq_len - 1)
+            logits = decoded_logits(self.loaded, batch.ids, cache, runs)
+            advance(work.prefill_steps(work.start) - 1)
+            scores = self._scored(plan.method, batch, logits, base, advance)
+            found.measured += cache.nbytes if cache.rest_bytes is None else cache.rest_bytes
+        found.notes = sorted({*found.notes, *session.kernel_notes})
         found.text.append((batch, scores))
 
     def _scored(
@@ -475,7 +469,7 @@ class Evaluator:
         what: str,
         batch: TextBatch,
         logits: Iterable[Tensor],
-        base: Tensor | None = None,
+        base: Iterable[Tensor] | None = None,
         advance: Advance = _nothing,
     ) -> TokenScores:
         targets = batch.ids[:, self.workload.start :]
@@ -516,14 +510,10 @@ class Evaluator:
         itemsize = self.loaded.dtype.itemsize
         if isinstance(batch, TaskBatch):
             rows, tokens = len(batch.items), batch.prompt_tokens + batch.answer_tokens
-            logits = rows * batch.answer_tokens * self.loaded.vocab_size * itemsize
         else:
             rows, tokens = len(batch.ids), self.workload.seq_len
-            logits = self.workload.logit_bytes(rows)
         cache = bytes_at(plan, tokens, itemsize=itemsize, batch=rows).total
-        return explained_shortage(
-            self.loaded, what, sequences=rows, tokens=tokens, cache=cache, logits=logits
-        )
+        return explained_shortage(self.loaded, what, sequences=rows, tokens=tokens, cache=cache)
 
     def _assembled(
         self, plan: Plan, found: Found, answers: dict[int, TaskAnswer]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def perplexity(loss: NDArray[np.float64]) -> float:
 def score_tokens(
     logits: Iterable[Tensor],
     targets: Tensor,
-    base: Tensor | None,
+    base: Iterable[Tensor] | None,
     advance: Callable[[int], None],
 ) -> TokenScores:
     """Score every decoded token of a batch; only one figure per token leaves the device.
@@ -136,19 +137,20 @@ def score_tokens(
         ``[B, vocabulary]`` for one decoded token after the other; may compute them as it goes.
     targets : Tensor
         ``[B, decoded]``, the tokens that came.
-    base : Tensor or None
-        ``[B, decoded, vocabulary]``, the uncompressed model's logits; None leaves `kl` at 0.
+    base : iterable of Tensor or None
+        The same of the uncompressed model; None leaves `kl` at 0.
     advance : callable
         Called with 1 for every decoded token.
     """
     columns: list[Tensor] = []
-    for column, step in enumerate(logits):
+    others: Iterable[Tensor | None] = repeat(None) if base is None else base
+    for column, (step, other) in enumerate(zip(logits, others, strict=False)):
         with torch.inference_mode():
             own = wide(step).log_softmax(-1)
             correct, loss = target_scores(own, targets[:, column].to(step.device))
             kl = torch.zeros_like(loss)
-            if base is not None:
-                kl = divergence(wide(base[:, column].to(step.device)).log_softmax(-1), own)
+            if other is not None:
+                kl = divergence(wide(other.to(step.device)).log_softmax(-1), own)
             columns.append(torch.stack([correct.to(loss.dtype), loss, kl]))
         advance(1)
     figures = torch.stack(columns, dim=-1).cpu().double().numpy()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -35,12 +36,12 @@ _SHARE = 0.25  # of the free memory, where that is less
 _LOGIT_BYTES = 4  # float32 at most
 
 # Tokens per forward pass that keep a device busy.
-_CPU_TOKENS = 8192
+_CPU_TOKENS = 2048
 _GPU_TOKENS = 65536
 
 
 def logit_budget(loaded: LoadedModel) -> int:
-    """Return how many bytes of the uncompressed model's logits may be held."""
+    """Return the bytes of logits by which batches of text go."""
     most = _CPU_LOGITS if loaded.device.type == "cpu" else _GPU_LOGITS
     free = _free(loaded.device)
     return most if free is None else min(most, int(_SHARE * free))
@@ -67,11 +68,11 @@ def _free(device: torch.device) -> int | None:
 
 @contextmanager
 def explained_shortage(
-    loaded: LoadedModel, what: str, *, sequences: int, tokens: int, cache: int, logits: int
+    loaded: LoadedModel, what: str, *, sequences: int, tokens: int, cache: int
 ) -> Iterator[None]:
     """Say what was too large, and what would fit, when the body runs out of memory.
 
-    `what` is the method or the uncompressed model; `cache` and `logits` are the batch's bytes.
+    `what` is the method or the uncompressed model; `cache` is the batch's bytes.
     """
     free = _free(loaded.device)
     try:
@@ -81,15 +82,15 @@ def explained_shortage(
             raise
         raise LackingError(
             f"out of memory on {loaded.device}: {what} with {sequences} sequences of {tokens:,} "
-            f"tokens takes {format_bytes(cache)} of cache and {format_bytes(logits)} of logits; "
-            + _way_out(sequences, (cache + logits) / sequences, free)
+            f"tokens takes {format_bytes(cache)} of cache beside what passes need; "
+            + _way_out(sequences, cache / sequences, free)
         ) from problem
 
 
 def _way_out(sequences: int, each: float, free: int | None) -> str:
     """Name a batch size that fits by the account; half of what failed at most.
 
-    Activations come on top of cache and logits, so what fits by the account alone may not.
+    Activations come on top of the cache, so what fits by the account alone may not.
     """
     if sequences == 1 or (free is not None and free < each):
         return "take a shorter --seq-len, or a device with more memory"
@@ -115,7 +116,7 @@ class TextBatch:
     sample: int  # which source they are of
     ids: Tensor  # [B, T] on the CPU
     base: TokenScores | None = None
-    logits: Tensor | None = None  # [B, T - T // 2, vocabulary], where there is room for all
+    states: Any = None  # what its head makes logits of, as `last_states` returns it
 
 
 class Workload:
@@ -138,8 +139,6 @@ class Workload:
     batch_size : int
     text : list of TextBatch
     tasks : list of TaskBatch
-    keeps_logits : bool
-        Whether the uncompressed model's logits of all batches may be held at once.
 
     Raises
     ------
@@ -167,9 +166,8 @@ class Workload:
         self.seq_len = lengths.pop()
         self.start = prefill_length(self.seq_len)
         self.context = mean_context(self.seq_len)
-        budget = logit_budget(loaded)
         self.batch_size = batch_size or text_batch_size(
-            loaded, self.seq_len, self.seq_len - self.start, budget
+            loaded, self.seq_len, self.seq_len - self.start, logit_budget(loaded)
         )
         self.text = [
             TextBatch(index, ids)
@@ -177,13 +175,6 @@ class Workload:
             for ids in torch.split(sample.ids, self.batch_size)
         ]
         self.tasks = task_batches(items, task_tokens(loaded), batch_size)
-        sequences = sum(len(sample.ids) for sample in samples)
-        self.keeps_logits = self.logit_bytes(sequences) <= budget
-
-    def logit_bytes(self, sequences: int) -> int:
-        """Return the bytes of one model's logits for all decoded tokens of some sequences."""
-        each = (self.seq_len - self.start) * self._loaded.vocab_size
-        return sequences * each * self._loaded.dtype.itemsize
 
     def prefill_steps(self, tokens: int) -> int:
         """Return how many steps of the progress bar a prefill is worth."""
@@ -192,18 +183,15 @@ class Workload:
 
     def baseline_steps(self, *, decode: bool) -> int:
         """Return the steps of the uncompressed model, whose text is one pass in any case."""
-        return self._single_passes() + self._task_steps(decode)
+        passes = len(self.text) * self.prefill_steps(self.seq_len)
+        return passes + self._task_steps(decode)
 
     def steps(self, *, decode: bool) -> int:
         """Return the steps of evaluating one plan."""
-        again = 0 if self.keeps_logits else self._single_passes()
         if not decode:
-            return again + self._single_passes() + self._task_steps(decode)
+            return self.baseline_steps(decode=decode)
         each = self.prefill_steps(self.start) + self.seq_len - self.start - 1
-        return again + len(self.text) * each + self._task_steps(decode)
-
-    def _single_passes(self) -> int:
-        return len(self.text) * self.prefill_steps(self.seq_len)
+        return len(self.text) * each + self._task_steps(decode)
 
     def _task_steps(self, decode: bool) -> int:
         return sum(self.task_steps(batch, decode=decode) for batch in self.tasks)

@@ -216,7 +216,6 @@ def test_batches_and_lack_of_room_change_no_figure(monkeypatch: pytest.MonkeyPat
         return one, one.evaluate(compared, told.append), told
 
     whole, wanted, told = evaluated(None)
-    assert whole.workload.keeps_logits
     assert sum(told) == whole.steps()
     single, found, told = evaluated(1)
     close(figures(found), figures(wanted))
@@ -224,7 +223,6 @@ def test_batches_and_lack_of_room_change_no_figure(monkeypatch: pytest.MonkeyPat
     assert single.digest == whole.digest
     monkeypatch.setattr(workload, "logit_budget", lambda loaded: 10 * 97 * 4 * 2)
     narrow, found, told = evaluated(None)
-    assert not narrow.workload.keeps_logits
     assert narrow.workload.batch_size == 2
     assert sum(told) == narrow.steps()
     close(figures(found), figures(wanted))
@@ -332,7 +330,7 @@ def test_out_of_memory_says_what_would_fit(
     def short(*_: Any) -> Any:
         raise problem
 
-    monkeypatch.setattr(module, "baseline_logits", short)
+    monkeypatch.setattr(module, "last_states", short)
     with pytest.raises(LackingError, match=r"kq with 5 sequences of 20 tokens .*--batch-size 2"):
         one.evaluate(plan("kq", 0.5, 15))
 
@@ -341,7 +339,7 @@ def test_another_error_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(*_: Any) -> Any:
         raise RuntimeError("shapes differ")
 
-    monkeypatch.setattr(module, "baseline_logits", broken)
+    monkeypatch.setattr(module, "last_states", broken)
     with pytest.raises(RuntimeError, match="shapes differ"):
         evaluator().baseline()
 

@@ -18,9 +18,7 @@ def loaded() -> LoadedModel:
 def shortage(loaded: LoadedModel, sequences: int, each: int) -> str:
     with (
         pytest.raises(LackingError) as caught,
-        explained_shortage(
-            loaded, "kq", sequences=sequences, tokens=64, cache=sequences * each, logits=0
-        ),
+        explained_shortage(loaded, "kq", sequences=sequences, tokens=64, cache=sequences * each),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")
     return str(caught.value)
@@ -30,7 +28,7 @@ def test_logits_stay_within_their_budget(loaded: LoadedModel) -> None:
     each = 10 * loaded.vocab_size * 4
     assert text_batch_size(loaded, 20, 10, 7 * each + 5) == 7
     assert text_batch_size(loaded, 20, 10, each - 1) == 1  # one sequence has to do
-    assert text_batch_size(loaded, 512, 256, 1 << 40) == 16  # 8,192 tokens keep a CPU busy
+    assert text_batch_size(loaded, 512, 256, 1 << 40) == 4  # 2,048 tokens keep a CPU busy
 
 
 def test_the_budget_is_a_share_of_what_is_free(
@@ -65,6 +63,6 @@ def test_what_would_fit(
 def test_the_cpus_own_allocator_really_says_so(loaded: LoadedModel, tmp_path: Path) -> None:
     with (
         pytest.raises(LackingError),
-        explained_shortage(loaded, "kq", sequences=4, tokens=64, cache=1, logits=1),
+        explained_shortage(loaded, "kq", sequences=4, tokens=64, cache=1),
     ):
         torch.empty(2**60, dtype=torch.uint8)

@@ -11,7 +11,7 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.evaluation.data import TextSample
-from kvprof.evaluation.decode import baseline_logits, decoded_logits, prefill_length
+from kvprof.evaluation.decode import decoded_logits, last_states, prefill_length, state_logits
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.sensitivity import Sensitivity
 from kvprof.methods.accounting import bytes_at, rate
@@ -147,7 +147,7 @@ def test_decoding_through_the_plan_costs_what_was_measured(
     with compressed(loaded, again) as session, torch.inference_mode():
         decoded = torch.stack(list(decoded_logits(loaded, sample.ids, session.new_cache())), 1)
     with compressed(loaded, plan, prompt=prefill_length(tokens)):
-        passes = baseline_logits(loaded, sample.ids)
+        passes = torch.stack(list(state_logits(loaded, last_states(loaded, sample.ids))), 1)
     # Another order of sums may turn a code or two, and what follows from them.
     assert float((decoded - passes).abs().mean()) < 5e-4
 
