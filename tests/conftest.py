@@ -121,7 +121,7 @@ def share_models(patch: pytest.MonkeyPatch) -> None:
     """
     from kvprof.benchmark import methods
     from kvprof.benchmark.jct import model
-    from kvprof.commands import steps
+    from kvprof.commands import loading
     from kvprof.models import locate
     from kvprof.models.load import load_model
 
@@ -141,7 +141,7 @@ def share_models(patch: pytest.MonkeyPatch) -> None:
             before(_LOADED[asked])
         return _LOADED[asked]
 
-    for module in (methods, model, steps):
+    for module in (methods, model, loading):
         patch.setattr(module, "load_model", shared)
 
 

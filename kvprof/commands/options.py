@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvprof import console
+from kvprof.commands.request import Mark, Request
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
 from kvprof.methods.named import check_names, listed, options_in
@@ -40,6 +41,7 @@ __all__ = [
     "MethodOptionsOption",
     "MinimumOption",
     "ModelArgument",
+    "ModelOptions",
     "PlanFileOption",
     "RateOption",
     "RemovalOption",
@@ -201,6 +203,7 @@ ModelArgument = Annotated[
         help="A hub id, a folder, a .gguf file, smollm2, or reference (embedded; the default).",
         show_default=False,
     ),
+    Mark.READS,
 ]
 BatchSizeOption = Annotated[
     int | None,
@@ -210,13 +213,15 @@ BatchSizeOption = Annotated[
         rich_help_panel=MODEL,
         help="Sequences per forward pass. Default by device.",
     ),
+    Mark.FREE,
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of random tokens.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of random tokens."), Mark.FREE]
 DeviceOption = Annotated[
     str,
     typer.Option(
         "--device", rich_help_panel=MODEL, help="auto, cpu, cuda, cuda:1, balanced or offload."
     ),
+    Mark.FREE,
 ]
 DtypeOption = Annotated[
     str,
@@ -225,10 +230,12 @@ DtypeOption = Annotated[
         rich_help_panel=MODEL,
         help="auto (bf16 on a GPU, float32 on a CPU), float32, bfloat16 …",
     ),
+    Mark.FREE,
 ]
 RevisionOption = Annotated[
     str | None,
     typer.Option("--revision", rich_help_panel=MODEL, help="Branch, tag or commit of a hub model."),
+    Mark.FREE,
 ]
 GgufOption = Annotated[
     str | None,
@@ -238,6 +245,7 @@ GgufOption = Annotated[
         rich_help_panel=MODEL,
         help="Name of a GGUF file in the model's folder or repository, to read its weights from.",
     ),
+    Mark.FREE,
 ]
 TrustOption = Annotated[
     bool,
@@ -247,6 +255,24 @@ TrustOption = Annotated[
         help="Run code from the model's repository. Off.",
     ),
 ]
+
+
+class ModelOptions(Request):
+    """Which model is loaded, and how."""
+
+    model: ModelArgument = None
+    batch_size: BatchSizeOption = None
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    revision: RevisionOption = None
+    gguf: GgufOption = None
+    trust_remote_code: TrustOption = False
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What `kvprof.commands.loading.load_for_command` is told beside the model."""
+        names = ("device", "dtype", "revision", "gguf", "trust_remote_code")
+        return {name: getattr(self, name) for name in names}
 
 
 _DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")

@@ -4,41 +4,52 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
+from pydantic import Field
 
 from kvprof import console
 from kvprof.commands.options import OUTPUT
+from kvprof.commands.request import Mark, Request, command
 from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, FailedError, KvprofError, LackingError, UsageError
+from kvprof.interrupt import graceful_interrupt
 from kvprof.records.files import (
+    EVENTS_NAME,
     RESULT_NAME,
     ensure_writable,
     render_result,
     write_beside,
     write_bytes_atomic,
 )
-from kvprof.records.fold import result_of
-from kvprof.records.journal import EVENTS_NAME, Journal, find_events, remove_other_events
 from kvprof.records.result import build_result
 from kvprof.requirements import extra_command
 from kvprof.views import kinds
 from kvprof.views.figure import figure_bytes
 
+if TYPE_CHECKING:
+    from kvprof.records.journal import Journal
+
 __all__ = [
     "CsvOption",
+    "FigureOptions",
     "ForceOption",
     "JsonOption",
     "OutOption",
+    "Outcome",
+    "OutputOptions",
     "Outputs",
     "PngOption",
     "Report",
     "SvgOption",
+    "TableOptions",
     "check_folder",
     "end_without_result",
+    "measuring",
     "refuse_sources",
 ]
 
@@ -132,6 +143,71 @@ PngOption = Annotated[
 ForceOption = Annotated[
     bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files that exist.")
 ]
+
+
+class OutputOptions(Request):
+    """Where the result goes."""
+
+    json_file: Annotated[JsonOption, Field(alias="json")] = None
+    out: OutOption = None
+    force: ForceOption = False
+
+    def outputs(self) -> "Outputs":
+        """Return the destinations."""
+        more = {name: getattr(self, name, None) for name in ("csv", "svg", "png")}
+        return Outputs(json=self.json_file, out=self.out, force=self.force, **more)
+
+
+class TableOptions(OutputOptions):
+    """Of a kind that has a CSV."""
+
+    csv: CsvOption = None
+
+
+class FigureOptions(TableOptions):
+    """Of a kind that has a figure too."""
+
+    svg: SvgOption = None
+    png: PngOption = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command has measured; `Outputs.end` says what each is."""
+
+    inputs: Mapping[str, Any]
+    data: Mapping[str, Any]
+    warnings: Sequence[str] = ()
+    complete: bool = True
+    problem: BaseException | None = None
+    interrupted: bool | None = None
+    lost: Sequence[str] = ()
+    keep: Callable[[dict[str, Any]], Sequence[str]] | None = None
+
+
+Asked = TypeVar("Asked", bound=OutputOptions)
+
+
+def measuring(request: type[Asked]) -> Callable[[Callable[[Asked], Outcome]], Callable[..., None]]:
+    """Make a command of the function that measures: it is asked by a request, and ends by `end`.
+
+    The kind of the result is the function's name.
+    """
+
+    def decorated(measure: Callable[[Asked], Outcome]) -> Callable[..., None]:
+        @wraps(measure)
+        def run(asked: Asked) -> None:
+            outputs = asked.outputs()
+            read = asked.files(Mark.READS).values()
+            outputs.check(asked.files(Mark.WRITES), read=read)
+            outcome = measure(asked)
+            with graceful_interrupt():  # what was measured is written, whoever presses Ctrl-C
+                outputs.end(measure.__name__, **vars(outcome))
+
+        return command(request, run)
+
+    return decorated
+
 
 #: Makes what Rich prints, or None, of a result, the terminal's width and whether it has colour.
 Report = Callable[[dict[str, Any], int, bool], Any]
@@ -227,8 +303,11 @@ class Outputs:
         for _, path in files:
             if path != _STDOUT:
                 ensure_writable(path, self.force)
-        if self.out is not None and not self.force and (found := find_events(self.out)) is not None:
-            raise UsageError(f"{found} exists; --force overwrites it")
+        if self.out is not None and not self.force:
+            from kvprof.records.journal import find_events
+
+            if (found := find_events(self.out)) is not None:
+                raise UsageError(f"{found} exists; --force overwrites it")
 
     def end(
         self,
@@ -284,7 +363,7 @@ class Outputs:
         )
 
     def end_recorded(
-        self, journal: Journal, *, problem: BaseException | None = None, interrupted: bool
+        self, journal: "Journal", *, problem: BaseException | None = None, interrupted: bool
     ) -> None:
         """End a command that measured into a journal: `finish` with what its events make.
 
@@ -304,6 +383,8 @@ class Outputs:
             if problem is not None:
                 raise problem
             end_without_result("interrupted before anything was measured; there is no result")
+        from kvprof.records.fold import result_of
+
         recording = journal.recording()
         self.finish(
             result_of(recording.events, damage=recording.damage),
@@ -410,6 +491,8 @@ class Outputs:
         if self.out is not None:
             put("--out", self.out / RESULT_NAME, text)
             if self.force and not missing:
+                from kvprof.records.journal import remove_other_events
+
                 try:
                     remove_other_events(self.out, result)
                 except KvprofError as failure:

@@ -186,6 +186,7 @@ def plan(
 
     # Everything from here on needs torch.
     with loading():
+        from kvprof.commands.loading import load_for_command
         from kvprof.commands.plan_run import one_plan
         from kvprof.commands.plan_several_run import (
             choose_plans,
@@ -196,7 +197,7 @@ def plan(
             read_requests,
             transfer_data,
         )
-        from kvprof.commands.steps import check_plan_file, evaluation_context, load_for_command
+        from kvprof.commands.steps import check_plan_file, evaluation_context
 
     if not several:
         one_plan(

@@ -158,6 +158,7 @@ def sensitivity(
 
     # Everything from here on needs torch.
     with loading():
+        from kvprof.commands.loading import load_for_command
         from kvprof.commands.sensitivity_run import (
             Request,
             check_study,
@@ -165,7 +166,6 @@ def sensitivity(
             read_samples,
             study,
         )
-        from kvprof.commands.steps import load_for_command
 
     request = Request(
         by_head=by == "head",

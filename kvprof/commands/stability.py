@@ -126,8 +126,8 @@ def stability(
     with loading():
         from kvprof.analysis.stability import FACTOR_PAIRS
         from kvprof.analysis.stability_data import stability_data
+        from kvprof.commands.loading import defined_pairs, load_for_command, spectra_only
         from kvprof.commands.stability_run import make_plan, rank_choices, run_passes, study_inputs
-        from kvprof.commands.steps import defined_pairs, load_for_command, spectra_only
         from kvprof.models.load import OpenedModel
         from kvprof.moments.stability_passes import StudyPlan
 

@@ -3,20 +3,17 @@
 This module imports torch, so that a command imports it only where its work begins.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvprof import console
 from kvprof.analysis.stats import LEAST_SEQUENCES
+from kvprof.commands.loading import load_for_command
 from kvprof.commands.options import check_choice, read_counts
 from kvprof.commands.output import end_without_result
-from kvprof.environment import usable_threads
 from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.data import TextSample, default_shape, text_samples
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
@@ -32,11 +29,9 @@ from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, has_one_setting, has_removal_rate
-from kvprof.models.load import LoadedModel, OpenedModel, load_model
+from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
-from kvprof.moments.collect import undefined_pairs
 from kvprof.moments.uncalibrated import Laid, uncalibrated_family
-from kvprof.runtime.compressed import check_runs, refusal
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind, parse_source
 
@@ -47,70 +42,14 @@ __all__ = [
     "check_plan_file",
     "check_plannable",
     "check_reach",
-    "defined_pairs",
     "evaluation_context",
-    "load_for_command",
     "load_sample",
     "load_to_compress",
     "make_plan",
     "method_calibrator",
     "plan_of",
     "resolve_context",
-    "spectra_only",
 ]
-
-
-def load_for_command(
-    model: str | None,
-    *,
-    device: str,
-    dtype: str,
-    revision: str | None,
-    gguf: str | None,
-    trust_remote_code: bool,
-    compressed: bool = False,
-    before: Callable[[OpenedModel], object] = lambda _: None,
-    laid: Callable[[Laid], object] | None = None,
-) -> LoadedModel:
-    """Load the model that a command was asked for; ``reference`` when it names none.
-
-    Parameters
-    ----------
-    model, device, dtype, revision, gguf, trust_remote_code
-        From the command line.
-    compressed : bool
-        Whether the command needs it to run with a compressed cache; one that cannot is refused.
-    before : callable
-        Called before weights are read, to refuse what needs none of them.
-    laid : callable, optional
-        Called after it with the model's layout, to refuse what that rules out: when weights are
-        read only where its config does not say the layout.
-    """
-    _use_what_is_there()
-    spec = model or "reference"
-    seen: list[Laid] = []
-
-    def first(opened: OpenedModel) -> None:
-        before(opened)
-        if laid is not None and opened.outline is not None:
-            seen.append(opened.outline)
-            laid(opened.outline)
-
-    with console.status(f"loading {spec}"):
-        loaded = load_model(
-            spec,
-            device=device,
-            dtype=dtype,
-            revision=revision,
-            gguf=gguf,
-            trust_remote_code=trust_remote_code,
-            before=first,
-        )
-        if compressed:
-            check_runs(loaded)
-    if laid is not None and not seen:
-        laid(loaded)
-    return loaded
 
 
 def load_to_compress(
@@ -141,42 +80,6 @@ def load_to_compress(
         check_plannable(one, **choice, context=tokens[0])
 
     return load_for_command(model, **how, before=first, laid=then), tokens[0]
-
-
-def spectra_only(loaded: LoadedModel) -> list[str]:
-    """Return what to say of a model that can be looked at and not run compressed."""
-    if loaded.layout.layers[0].mla or (reason := refusal(loaded)) is None:
-        return []
-    return [f"this model cannot run with a compressed cache, so no plan is for it: {reason}"]
-
-
-def _use_what_is_there() -> None:
-    """Keep torch from starting more threads than a container's share of the processor has room for.
-
-    Torch counts the whole machine's cores; threads beyond the share make everything many times
-    slower. Whoever sets ``OMP_NUM_THREADS`` knows better.
-    """
-    usable = usable_threads()
-    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable:
-        torch.set_num_threads(usable)
-
-
-def defined_pairs(
-    loaded: LoadedModel, pairs: Sequence[str], *, asked: bool, warnings: list[str]
-) -> tuple[str, ...]:
-    """Return the pairs that a model has."""
-    lacking = [pair for pair in undefined_pairs(loaded.layout) if pair in pairs]
-    left = tuple(pair for pair in pairs if pair not in lacking)
-    if not lacking:
-        return left
-    reason = (
-        f"{' and '.join(lacking)} cannot be had from {loaded.layout.architecture}: its W_O or W_V "
-        "is no plain projection per head"
-    )
-    if asked or not left:
-        raise UsageError(f"--pairs: {reason}; leave {'it' if len(lacking) == 1 else 'them'} out")
-    warnings.append(f"{reason}; left out")
-    return left
 
 
 def evaluation_context(context_length: int) -> int:

@@ -1,61 +1,20 @@
 """The figures of a result that can be held against another result's, each with its key."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from kvprof.analysis.stats import binomial_interval
 from kvprof.records.parts import SHARED_PARTS
+from kvprof.results import KINDS, class_of
+from kvprof.results.base import Figure, Key
 
 __all__ = ["Figure", "figures_of", "judging_tasks"]
 
 Row = Mapping[str, Any]
-Key = tuple[tuple[str, Any], ...]
 
 _LEAST_SAMPLES = 5
 _LARGE = 0.02  # of a request's time: a part below it is mostly noise
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number of a result.
-
-    Attributes
-    ----------
-    key : tuple of (str, value)
-        What it is of: names and values, the same in every result of the kind.
-    name : str
-        Of the figure.
-    value : float
-    better : str or None
-        ``lower`` or ``higher``; None where neither is.
-    samples : sequence of float or None
-        Whose median `value` is.
-    interval : (float, float) or None
-        In which `value` lies.
-    headline : bool
-        Whether a limit on what may get worse counts it: it is what was asked for, no part of it
-        and not what it is held against.
-    exact : bool
-        Whether it is counted or computed, so that it repeats without an interval.
-    beside : sequence of float or None
-        Times of what no method changes, taken beside it, so that a slower machine shows there too:
-        one for each of `samples`, of the same rounds, or one for the whole.
-    control : bool
-        Whether it is of what no method changes: what it differs by between two runs is noise.
-    """
-
-    key: Key
-    name: str
-    value: float
-    better: str | None = None
-    samples: Sequence[float] | None = None
-    interval: tuple[float, float] | None = None
-    headline: bool = False
-    exact: bool = False
-    beside: Sequence[float] | None = None
-    control: bool = False
 
 
 def judging_tasks(evaluation: Row) -> dict[str, Row]:
@@ -77,6 +36,8 @@ def figures_of(result: Row) -> list[Figure]:
     result : mapping
         Of any kind that passes the schema.
     """
+    if result["kind"] in KINDS:
+        return list(class_of(result["kind"]).of(result).figures())
     return list(_KINDS.get(result["kind"], _loose)(result["data"]))
 
 
@@ -263,20 +224,6 @@ def _frontier(data: Row) -> Iterator[Figure]:
             yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
 
 
-def _spectrum(data: Row) -> Iterator[Figure]:
-    for row in data["removal"]:
-        key = _key(row, ("removal_rate",))
-        yield from _given(row, "dim_rate", key, "higher", headline=True, exact=True)
-        yield from _given(row, "dim_rate_rounded", key, "higher")
-        yield from _given(row, "dim_rate_without_first", key, "higher")
-    for pair, found in data["pairs"].items():
-        key = (("pair", pair),)
-        yield from _given(found, "cv_of_max", key)
-        ranks = [rank for layer in found["effective_rank"] for rank in layer]
-        if ranks:
-            yield Figure(key, "mean_effective_rank", sum(ranks) / len(ranks))
-
-
 def _stability(data: Row) -> Iterator[Figure]:
     names = (
         "pair",
@@ -389,6 +336,5 @@ _KINDS: dict[str, Callable[[Row], Iterator[Figure]]] = {
     "jct": _jct,
     "load": _load,
     "plan": _plan,
-    "spectrum": _spectrum,
     "stability": _stability,
 }

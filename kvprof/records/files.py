@@ -17,6 +17,7 @@ from kvprof.records.schema import kinds, validate_result
 from kvprof.scratch import new_temporary
 
 __all__ = [
+    "EVENTS_NAME",
     "RESULT_NAME",
     "ensure_writable",
     "json_text",
@@ -32,6 +33,8 @@ __all__ = [
 
 #: Name of the result inside a run's folder (``--out``).
 RESULT_NAME = "result.json"
+#: Name of the events of a run that keeps a journal, beside it.
+EVENTS_NAME = "events.jsonl"
 _ATTEMPTS = 5
 _READER_SECONDS, _AGAIN_SECONDS = 10.0, 0.05  # that a pipe's reader is waited for
 _MOST_BESIDE = 1000

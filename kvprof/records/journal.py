@@ -28,7 +28,7 @@ from kvprof.records.events import (
     Warned,
     event_line,
 )
-from kvprof.records.files import ensure_writable, write_bytes_atomic
+from kvprof.records.files import EVENTS_NAME, ensure_writable, write_bytes_atomic
 from kvprof.records.result import to_plain
 from kvprof.scratch import open_temporary
 
@@ -43,8 +43,6 @@ __all__ = [
     "remove_other_events",
 ]
 
-#: Name of the events inside a run's folder (``--out``); a recording that ships ends in ``.gz``.
-EVENTS_NAME = "events.jsonl"
 _NO_RECORD = "is no record of a kvprof run"
 # Until one of another kind, nothing was measured.
 _UNMEASURED = (

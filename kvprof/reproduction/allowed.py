@@ -5,8 +5,12 @@ Asked of the very words that are run, after placeholders, matrix and settings ha
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+
+from kvprof.results import KINDS
 
 __all__ = ["CELL_COMMANDS", "REMOTE_CODE", "forbidden"]
 
@@ -16,7 +20,7 @@ CELL_COMMANDS = ("spectrum", "stability", "plan", "eval", "frontier", "generate"
 #: Runs code that a model brings; whoever runs the recipe has to allow it.
 REMOTE_CODE = "--trust-remote-code"
 
-# They measure, and neither write nor read files.
+# Of commands without a request's class. They measure, and neither write nor read files.
 _FREE = frozenset(
     (
         "--against-seq-len",
@@ -55,9 +59,7 @@ _FREE = frozenset(
         "--no-cache",
         "--option",
         "--output-len",
-        "--paired",
         "--pairs",
-        "--per-query-head",
         "--phase",
         "--points",
         "--prompt",
@@ -80,7 +82,6 @@ _FREE = frozenset(
         "--sequences",
         "--servable",
         "--simulate",
-        "--skip-first",
         "--slo",
         "--target",
         "--task-items",
@@ -93,7 +94,6 @@ _FREE = frozenset(
         "--top-p",
         "--tp",
         "--transfer",
-        "--vo-weight",
     )
 )
 # What they name may be a file or a folder, which then is the recipe's own or the user's word.
@@ -102,7 +102,6 @@ _READ = frozenset(
         "--against",
         "--calibrate",
         "--compare",
-        "--from",
         "--lengths",
         "--model",
         "--plan",
@@ -112,17 +111,27 @@ _READ = frozenset(
         "--shape",
         "--source",
         "--text",
-        "--token-ids",
         "--tokenizer",
         "--trace",
     )
 )
 # Names of the harness's own tasks; a file of tasks can hold code.
 _NAMES = "--harness"
+_FIRST = "--model"  # what stands first
 _FILE_OF_TASKS = re.compile(r"[/\\]|\.ya?ml")
 _KEPT = frozenset(("--json", "--out", "--csv", "--svg", "--png", "--force"))
 # Never files of that name, whatever lies in the folder of the run.
 _EMBEDDED = frozenset(("reference", "prose", "code", "tasks", "calibration"))
+
+
+@cache
+def _options(command: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return a command's options that are free, and those that may name a file."""
+    if command not in KINDS:
+        return _FREE, _READ
+    request = getattr(import_module(f"kvprof.commands.{command}"), command).request
+    free, reads = request.recipe_options()
+    return free, reads | {_FIRST}
 
 
 def forbidden(
@@ -131,6 +140,7 @@ def forbidden(
     """Return what a cell's words ask for that no recipe may, or None."""
     if words[0] not in CELL_COMMANDS:
         return f"no command {words[0]!r} to measure with: there are {', '.join(CELL_COMMANDS)}"
+    free, read = _options(words[0])
     for word in words[1:]:
         option = word.partition("=")[0]
         if option in _KEPT:
@@ -140,14 +150,14 @@ def forbidden(
                 f"wants to run code that a model's repository brings ({REMOTE_CODE}); whoever "
                 f"trusts it allows it with kvprof recipe run {REMOTE_CODE}"
             )
-        if word.startswith("-") and option not in {*_FREE, *_READ, _NAMES, REMOTE_CODE}:
+        if word.startswith("-") and option not in {*free, *read, _NAMES, REMOTE_CODE}:
             return f"No such option in a recipe: {option} (a cell measures, and leaves files alone)"
     if tasks := [value for value in _given_to(_NAMES, words) if _FILE_OF_TASKS.search(value)]:
         return (
             f"{_NAMES} {tasks[0]}: name tasks that the harness has; a file of tasks can hold code"
         )
     known = {piece for value in given for piece in (value, *value.split(","))}
-    for value, may_be_file in _values(words):
+    for value, may_be_file in _values(words, read):
         for piece in value.split(","):
             if not piece or piece in known or value in known:
                 continue
@@ -167,16 +177,16 @@ def _given_to(option: str, words: Sequence[str]) -> Iterator[str]:
             yield word.partition("=")[2]
 
 
-def _values(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
+def _values(words: Sequence[str], read: Collection[str]) -> Iterator[tuple[str, bool]]:
     """Yield what is given to options or stands alone, and whether it can be the name of a file."""
-    option = "--model"  # what stands first
+    option = _FIRST
     for word in words[1:]:
         value = word
         if word.startswith("-"):
             option, equals, value = word.partition("=")
             if not equals:
                 continue
-        yield value, option in _READ
+        yield value, option in read
 
 
 def _is_outside(piece: str, folder: Path, may_be_file: bool) -> bool:

@@ -16,8 +16,9 @@ import numpy as np
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.printable import printable
+from kvprof.report.blocks import Series, method_slot
 from kvprof.requirements import extra_command
-from kvprof.views.plot import Series, log2_ticks
+from kvprof.views.plot import log2_ticks
 
 __all__ = [
     "FORMATS",
@@ -30,6 +31,7 @@ __all__ = [
     "new_figure",
     "outer_legend",
     "panel_figure",
+    "plain_counts",
     "point_style",
     "titled",
 ]
@@ -203,7 +205,8 @@ def draw_curves(
 ) -> None:
     """Draw curves, each with its band where it has one."""
     for index, one in enumerate(series):
-        colour = _COLOURS[index % len(_COLOURS)]
+        slot = method_slot(one.method) if one.method else index
+        colour = _COLOURS[slot % len(_COLOURS)]
         y = _drawable(one.y, log=log_y)
         axes.plot(
             list(one.x),
@@ -239,6 +242,14 @@ def label_axes(axes: Any, title: str, x_label: str, y_label: str, *, legend: boo
     axes.grid(visible=True, linewidth=0.3, alpha=0.6)
     if legend:
         axes.legend(fontsize="small", frameon=False)
+
+
+def plain_counts(axes: Any) -> None:
+    """Write a linear x axis in whole numbers, a few and in full."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
 def draw_reference(axes: Any, y: float, label: str = "") -> None:

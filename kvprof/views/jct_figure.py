@@ -6,7 +6,7 @@ from typing import Any
 from kvprof.records.cases import Account, accounts
 from kvprof.records.parts import ordered_parts, part_of
 from kvprof.views.bars import Bar, StackedBars, bar_of
-from kvprof.views.figure import draw_curves, new_figure
+from kvprof.views.figure import draw_curves, new_figure, plain_counts
 from kvprof.views.jct_data import (
     Group,
     Sweep,
@@ -19,7 +19,7 @@ from kvprof.views.jct_data import (
 from kvprof.views.numbers import count, unit_of
 from kvprof.views.plot import Series
 
-__all__ = ["bars_figure", "figure", "plain_counts"]
+__all__ = ["bars_figure", "figure"]
 
 _PANEL = (4.8, 3.4)  # inches
 _ROW = 2  # panels side by side
@@ -49,14 +49,6 @@ def figure(result: Mapping[str, Any]) -> Any:
     unfinished = "" if result["complete"] else " (incomplete)"
     drawing.suptitle(f"{result['data']['shape']['name']}{unfinished}", fontsize="medium")
     return drawing
-
-
-def plain_counts(axes: Any) -> None:
-    """Write a linear x axis in whole numbers, a few and in full."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
 def bars_figure(bars: StackedBars) -> Any:

@@ -7,6 +7,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from kvprof.report import report_of
+from kvprof.report.figure import drawn
+from kvprof.report.terminal import renderable
+from kvprof.results import KINDS, class_of
 from kvprof.sizes import format_bytes
 from kvprof.views.numbers import MISSING, duration, number, percent
 from kvprof.views.page import framed
@@ -104,7 +108,6 @@ _MODULES = {
     "plan": "plan",
     "recipe": "recipe",
     "sensitivity": "sensitivity",
-    "spectrum": "spectrum",
     "stability": "stability",
 }
 
@@ -113,6 +116,8 @@ def report(
     result: Mapping[str, Any], width: int | None = None, colour: bool = True
 ) -> RenderableType:
     """Return the report of a result, whatever its kind."""
+    if result["kind"] in KINDS:
+        return renderable(report_of(result), width, colour)
     if result["kind"] == "benchmark":
         return _benchmark(result, width, colour)
     made: RenderableType = _module(result["kind"]).report(result, width, colour=colour)
@@ -121,6 +126,9 @@ def report(
 
 def csv_of(result: Mapping[str, Any]) -> Callable[[], str] | None:
     """Return what makes the CSV of a result; None for a kind without a table of figures."""
+    if result["kind"] in KINDS:
+        made = class_of(result["kind"])
+        return made.of(result).to_csv if made.columns else None
     if result["kind"] not in _MODULES:
         return None
     make = getattr(_module(result["kind"]), "to_csv", None)
@@ -129,6 +137,10 @@ def csv_of(result: Mapping[str, Any]) -> Callable[[], str] | None:
 
 def figure_of(result: Mapping[str, Any]) -> Callable[[], Any] | None:
     """Return what makes the figure of a result; None for a kind that has none."""
+    if result["kind"] in KINDS:
+        shown = report_of(result)
+        chart = shown.figure
+        return None if chart is None else lambda: drawn(chart, shown.subject)
     if result["kind"] not in _MODULES:
         return None
     make = getattr(_module(result["kind"]), "figure", None)

@@ -4,9 +4,7 @@ Every renderable here asks the console for its width and its encoding when it is
 report reflows from 120 to 60 columns.
 """
 
-import csv
 import io
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +14,8 @@ from rich.text import Text
 
 from kvprof.analysis.stats import LEAST_SEQUENCES
 from kvprof.console import PrintableConsole
-from kvprof.printable import printable
 from kvprof.records.result import RECORD_DAMAGED, RECORD_ENDS
+from kvprof.records.tidy import ends, tidy_csv
 from kvprof.views.tables import key_values
 
 __all__ = [
@@ -42,44 +40,6 @@ __all__ = [
 ]
 
 NO_INTERVAL = f"{LEAST_SEQUENCES} sequences or more give an interval."
-
-
-# --- Tidy tables as CSV: one row per observation, empty where a column does not apply.
-
-
-# Some programs take the wide signs of East Asian keyboards, and look past blanks in front.
-_FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]|[\t\n]")
-
-
-def tidy_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows as CSV with a header, which pandas reads without an option."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
-    writer.writerow({name: _cell(name) for name in columns})
-    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    return out.getvalue()
-
-
-def ends(name: str, bounds: Sequence[Any] | None) -> dict[str, Any]:
-    """Return an interval as the columns ``<name>_low`` and ``<name>_high``; empty without one."""
-    before = f"{name}_" if name else ""
-    low, high = bounds or (None, None)
-    return {f"{before}low": low, f"{before}high": high}
-
-
-def _cell(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    clean = printable(value)
-    return f"'{clean}" if _FORMULA.match(clean) and not _is_number(clean) else clean
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 # One character for one, so that nothing shifts. Braille and shades are replaced where they are

@@ -14,6 +14,7 @@ from rich.color import Color
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from kvprof.report.blocks import Series, method_slot
 from kvprof.sizes import format_count
 from kvprof.views.numbers import axis_number
 from kvprof.views.page import flow, to_ascii, wrap
@@ -125,29 +126,6 @@ _LOCK = Lock()
 
 
 @dataclass(frozen=True)
-class Series:
-    """One curve.
-
-    Attributes
-    ----------
-    label : str
-        Stands in the legend.
-    x : sequence of float
-        Ascending.
-    y : sequence of float or None
-        As long as `x`; None and NaN leave a gap, and so do values <= 0 on a log axis.
-    low, high : sequence of float or None, optional
-        A band around `y`. Figures for papers draw it; in a terminal it would hide other curves.
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    low: Sequence[float | None] | None = None
-    high: Sequence[float | None] | None = None
-
-
-@dataclass(frozen=True)
 class LinePlot:
     """Rich renderable of `line_plot` that takes width, colour and encoding from the console.
 
@@ -216,6 +194,9 @@ def line_plot(
     if x_ticks and not log_x:
         ticks = tuple((float(x), f"{x:g}") for x in x_ticks if x_axis.low <= x <= x_axis.high)
         x_axis = Axis(x_axis.low, x_axis.high, float, ticks)
+    if colours:
+        slots = [method_slot(s.method) if s.method else i for i, s in enumerate(series)]
+        colours = [colours[slot % len(colours)] for slot in slots]
     signs = (_ASCII_MARKERS if ascii_only else _MARKERS) + _FURTHER
     canvas = _raster(
         curves,

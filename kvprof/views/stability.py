@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvprof.analysis.stats import surely_above
+from kvprof.report.spectrum import PAIR_NAMES
 from kvprof.views.figure import draw_curves, outer_legend, panel_figure, titled
 from kvprof.views.heatmap import HeatMap
 from kvprof.views.numbers import MISSING, count, number, percent, rate_text
@@ -26,7 +27,6 @@ from kvprof.views.page import (
     weights_row,
 )
 from kvprof.views.plot import LinePlot, Series
-from kvprof.views.spectrum import PAIR_NAMES
 from kvprof.views.tables import DataTable, claims_table, columns
 
 __all__ = [

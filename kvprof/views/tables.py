@@ -268,7 +268,8 @@ class RankedTable:
         )
         if dropped:
             names = ", ".join(name for name in reversed(dropped))
-            yield Text(f"no room for: {names} (--csv has them)", style="dim", overflow="fold")
+            said = f"Columns hidden at this width: {names} (see --csv)"
+            yield Text(said, style="dim", overflow="fold")
 
 
 def key_values(pairs: Mapping[str, str]) -> RenderableType:

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvprof.analysis.pairs import pair_gram
 from kvprof.analysis.spectrum import singular_values
-from kvprof.commands.steps import defined_pairs
+from kvprof.commands.loading import defined_pairs
 from kvprof.errors import FailedError, UsageError
 from kvprof.models.load import wrap_model
 from kvprof.moments import collect

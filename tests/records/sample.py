@@ -43,7 +43,11 @@ def spectrum_result(**changes: Any) -> dict[str, Any]:
     }
     first = {f"energy_share_{key}": 0.1 for key in "qkv"} | {"token_share": 0.001}
     data = {"pairs": {"qk": pair, "vo": pair}, "removal": [removal], "first_position": first}
-    settings: dict[str, Any] = {"environment": ENVIRONMENT, "inputs": {"seed": 0}, "data": data}
+    inputs = {
+        **{"fingerprint": "f0", "tokens": 8192, "layers": 2, "num_heads": 4, "num_kv_heads": 2},
+        **{"head_dim": 3, "pairs": ["qk", "vo"], "seed": 0},
+    }
+    settings: dict[str, Any] = {"environment": ENVIRONMENT, "inputs": inputs, "data": data}
     return build_result("spectrum", **{"created": CREATED} | settings | changes)
 
 

@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 
 from kvprof.commands.recipe_run import _command
 from kvprof.errors import UsageError
-from kvprof.reproduction.allowed import _FREE, _KEPT, _NAMES, _READ, CELL_COMMANDS, forbidden
+from kvprof.reproduction.allowed import (
+    _FREE,
+    _KEPT,
+    _NAMES,
+    _READ,
+    CELL_COMMANDS,
+    _options,
+    forbidden,
+)
 from kvprof.reproduction.check import InvalidRecipeError, load_recipe
 from kvprof.reproduction.run import prepare
+from kvprof.results import KINDS
 from tests.commands.running import kvprof
 from tests.reproduction.written import CPU, TEXT, write
 
@@ -22,6 +31,7 @@ def options() -> set[str]:
     return {
         name
         for command in CELL_COMMANDS
+        if command not in KINDS
         for one in _command(command).params
         for name in (*one.opts, *one.secondary_opts)
         if name.startswith("-")
@@ -42,6 +52,13 @@ def test_every_option_of_a_command_is_judged() -> None:
     assert servers <= options()
     assert not known - options()
     assert not _FREE & _READ
+
+
+@pytest.mark.parametrize("command", sorted({*KINDS} & {*CELL_COMMANDS}))
+def test_what_a_request_lets_in_neither_writes_nor_runs_code(command: str) -> None:
+    free, reads = _options(command)
+    assert not (free | reads) & {*_KEPT, *WRITES, "--trust-remote-code"}
+    assert {"--device", "--seed"} <= free or command not in ("spectrum", "stability")
 
 
 @given(

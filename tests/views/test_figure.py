@@ -76,7 +76,7 @@ def test_without_matplotlib(monkeypatch):
 
 def test_views_load_without_matplotlib_plotext_torch_or_textual():
     code = (
-        "import sys, kvprof.views.spectrum\n"
+        "import sys, kvprof.report.spectrum, kvprof.report.terminal\n"
         "print([m for m in ('matplotlib', 'plotext', 'torch', 'textual', 'transformers')"
         " if m in sys.modules])"
     )

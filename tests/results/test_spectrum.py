@@ -3,10 +3,15 @@ import io
 
 import pytest
 
-from kvprof.views.page import tidy_csv
-from kvprof.views.spectrum import COLUMNS, to_csv
+from kvprof.records.figures import figures_of
+from kvprof.results.spectrum import SpectrumResult
+from tests.views.synthetic import spectrum_result
 
-from .synthetic import spectrum_result
+COLUMNS = SpectrumResult.columns
+
+
+def to_csv(result):
+    return SpectrumResult.of(result).to_csv()
 
 
 @pytest.mark.parametrize(
@@ -65,12 +70,6 @@ def test_one_table_with_one_header():
     assert text.endswith("\n")
 
 
-def test_tidy_csv_leaves_missing_empty_and_refuses_unknown_columns():
-    assert tidy_csv(("a", "b"), [{"a": 0.1}, {"b": None}]) == "a,b\n0.1,\n,\n"
-    with pytest.raises(ValueError, match="c"):
-        tidy_csv(("a",), [{"c": 1}])
-
-
 def test_bases_per_query_head_are_a_pair_of_their_own():
     result = spectrum_result(heads=[2, 1], widths=[8, 8], group=3, grid=4)
     rows = list(csv.DictReader(io.StringIO(to_csv(result))))
@@ -95,3 +94,17 @@ def test_bases_per_query_head_are_a_pair_of_their_own():
         assert int(row["rank"]) == at["ranks"][place[0]][place[1]]
         assert int(row["rank_rounded"]) == at["rounded_ranks"][place[0]][place[1]]
     assert {row["query_head"] for row in rows if row["pair"] != "qk_per_query_head"} == {""}
+
+
+def test_marked_fields_are_compared_with_their_keys():
+    result = spectrum_result(heads=[2, 1], widths=[8, 8], pairs=("qk", "vo"), removal=(0.1,))
+    found = {(one.key, one.name): one for one in figures_of(result)}
+    row = result["data"]["removal"][0]
+    rate = found[(("removal_rate", 0.1),), "dim_rate"]
+    assert (rate.value, rate.better) == (row["dim_rate"], "higher")
+    assert rate.headline
+    assert rate.exact
+    assert not found[(("removal_rate", 0.1),), "dim_rate_rounded"].headline
+    ranks = [rank for layer in result["data"]["pairs"]["vo"]["effective_rank"] for rank in layer]
+    assert found[(("pair", "vo"),), "mean_effective_rank"].value == sum(ranks) / 3
+    assert len(found) == 2 + 2 * 2  # a rate without first positions has no such figure

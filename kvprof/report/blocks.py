@@ -1,0 +1,307 @@
+"""What a report is made of: data alone, which four renderers draw.
+
+`kvprof.report.terminal`, `html`, `markdown` and `figure` each have one case for a block.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from kvprof.records.result import RECORD_DAMAGED, RECORD_ENDS
+
+__all__ = [
+    "Bars",
+    "Block",
+    "Chart",
+    "Column",
+    "Curves",
+    "Drawing",
+    "Facts",
+    "Heading",
+    "HeatMap",
+    "Notes",
+    "Paragraph",
+    "Ratios",
+    "Ready",
+    "Report",
+    "Series",
+    "Table",
+    "framed",
+    "method_slot",
+]
+
+_COMMON = ("full", "kq", "fdc", "zack", "palu", "tale", "fp8")
+
+
+def method_slot(method: str) -> int:
+    """Return which colour of a palette a method has, the same in every plot of every kind."""
+    base = method.split("+")[0].split("-")[0]
+    return _COMMON.index(base) if base in _COMMON else crc32(method.encode())
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A section's heading."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Running text.
+
+    Attributes
+    ----------
+    text : str
+    role : str
+        ``verdict`` (the answer, first and once), ``caution``, ``stopped``, ``aside``, or empty.
+    """
+
+    text: str
+    role: str = ""
+
+    @property
+    def strong(self) -> bool:
+        """Whether it is what a reader should see first."""
+        return self.role in ("verdict", "stopped")
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Lines of a list; `caution` for warnings."""
+
+    lines: Sequence[str]
+    caution: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and what they stand for."""
+
+    pairs: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a `Table`.
+
+    Attributes
+    ----------
+    field : str or int or callable
+        Of a row: its attribute or property, its entry, or what makes a value of it.
+    title : str
+    show : callable
+        Writes a value.
+    words : bool
+        Text, left-aligned, that may wrap; otherwise a figure.
+    goes : int
+        How early it goes where a terminal is too narrow; 0 for never.
+    """
+
+    field: str | int | Callable[[Any], Any]
+    title: str
+    show: Callable[[Any], str] = str
+    words: bool = False
+    goes: int = 0
+
+    def cell(self, row: Any) -> str:
+        """Return what stands in this column of a row."""
+        if callable(self.field):
+            return self.show(self.field(row))
+        if isinstance(self.field, int) or isinstance(row, Mapping):
+            return self.show(row[self.field])
+        return self.show(getattr(row, self.field))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows, of any type, by columns; the first column names the row."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    title: str = ""
+
+    def cells(self) -> list[list[str]]:
+        """Return the rows as text."""
+        return [[column.cell(row) for column in self.columns] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve.
+
+    Attributes
+    ----------
+    label : str
+        Stands in the legend.
+    x : sequence of float
+        Ascending.
+    y : sequence of float or None
+        As long as `x`; None and NaN leave a gap, and so do values <= 0 on a log axis.
+    low, high : sequence of float or None, optional
+        A band around `y`. Figures for papers draw it; in a terminal it would hide other curves.
+    method : str
+        Whose curve it is, which decides its colour; empty for one by its place.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+    method: str = ""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A line plot; the x ticks are for a linear axis."""
+
+    series: Sequence[Series]
+    title: str
+    x_label: str
+    y_label: str
+    log_x: bool = False
+    log_y: bool = False
+    x_ticks: Sequence[float] = ()
+    height: int = 16
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """One figure per layer and head.
+
+    Attributes
+    ----------
+    values : sequence of sequence of float or None
+        ``[layer][head]``; layers may differ in their number of heads.
+    title : str
+    low, high : float or None
+        Of the scale, widened to what occurs; the same for maps that are to be compared.
+    show : callable, optional
+        Writes a figure in a few characters.
+    columns : str
+        What the columns are.
+    layers, names : sequence of str
+        Of rows and columns, where their index is not enough.
+    log : bool
+    """
+
+    values: Sequence[Sequence[float | None]]
+    title: str
+    low: float | None = None
+    high: float | None = None
+    show: Callable[[float], str] | None = None
+    columns: str = "KV head"
+    layers: Sequence[str] = ()
+    names: Sequence[str] = ()
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Stacked bars (`kvprof.views.bars.StackedBars`)."""
+
+    bars: Any
+
+    @property
+    def title(self) -> str:
+        """What stands above them."""
+        return str(self.bars.title)
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """What was measured beside what was published (`kvprof.views.recipe.Beside`)."""
+
+    beside: Any
+
+    @property
+    def title(self) -> str:
+        """What stands above them."""
+        return str(self.beside.title)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What makes matplotlib's figure; of reports that are not made of blocks yet."""
+
+    make: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What only a terminal's characters can show; of reports that are not made of blocks yet."""
+
+    text: str
+
+
+Chart = Curves | HeatMap | Bars | Ratios | Ready
+Block = Heading | Paragraph | Notes | Facts | Table | Chart | Drawing
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report.
+
+    Attributes
+    ----------
+    blocks : sequence of Block
+    subject : str
+        What was measured, and on what: the title of its figure.
+    """
+
+    blocks: Sequence[Block]
+    subject: str = ""
+
+    @property
+    def figure(self) -> Chart | None:
+        """The chart that ``--svg`` and ``--png`` draw: the first."""
+        return next((one for one in self.blocks if isinstance(one, Chart)), None)
+
+
+def framed(
+    result: Any,
+    body: Iterable[Block],
+    *,
+    verdict: str,
+    subject: str,
+    cautions: Iterable[str] = (),
+    notes: Sequence[str] = (),
+    measured_with: Mapping[str, Any],
+) -> Report:
+    """Return a report: the verdict, what limits it, the kind's own blocks, notes and provenance.
+
+    Parameters
+    ----------
+    result : kvprof.results.base.Result
+    body : iterable of Block
+    verdict : str
+        The one sentence that answers the command's question.
+    subject : str
+        As `Report` has it.
+    cautions, notes : sequence of str
+        At most five notes, of one line.
+    measured_with : mapping
+        None for what the result does not name.
+    """
+    stopped = []
+    if not result.complete:
+        why = result.incomplete_reason or ""
+        named = (one for one in (RECORD_DAMAGED, RECORD_ENDS) if why.startswith(one))
+        said = next(named, "the run stopped before its end")
+        stopped = [
+            Paragraph(f"INCOMPLETE: {said}; these figures cover what was measured.", "stopped")
+        ]
+        subject = f"{subject} (incomplete)"
+    blocks: list[Block] = [*stopped, Paragraph(verdict, "verdict")]
+    blocks += [Paragraph(line, "caution") for line in cautions]
+    blocks += body
+    if notes:
+        blocks += [Heading("Notes"), Notes(notes)]
+    known = {**measured_with, "written": result.created or None}
+    facts = {name: str(value) for name, value in known.items() if value not in (None, "")}
+    blocks += [Heading("Measured with"), Facts(facts)]
+    if result.warnings:
+        blocks += [Heading("Warnings"), Notes(result.warnings, caution=True)]
+    return Report([*blocks, *stopped], subject)

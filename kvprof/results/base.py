@@ -1,0 +1,193 @@
+"""What every kind's result derives from, and the marks on fields that comparison follows."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+
+from kvprof.records.tidy import tidy_csv
+
+__all__ = ["Compared", "Figure", "Key", "Keyed", "Part", "Result", "schema_of"]
+
+Key = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a result.
+
+    Attributes
+    ----------
+    key : tuple of (str, value)
+        What it is of: names and values, the same in every result of the kind.
+    name : str
+        Of the figure.
+    value : float
+    better : str or None
+        ``lower`` or ``higher``; None where neither is.
+    samples : sequence of float or None
+        Whose median `value` is.
+    interval : (float, float) or None
+        In which `value` lies.
+    headline : bool
+        Whether a limit on what may get worse counts it: it is what was asked for, no part of it
+        and not what it is held against.
+    exact : bool
+        Whether it is counted or computed, so that it repeats without an interval.
+    beside : sequence of float or None
+        Times of what no method changes, taken beside it, so that a slower machine shows there too:
+        one for each of `samples`, of the same rounds, or one for the whole.
+    control : bool
+        Whether it is of what no method changes: what it differs by between two runs is noise.
+    """
+
+    key: Key
+    name: str
+    value: float
+    better: str | None = None
+    samples: Sequence[float] | None = None
+    interval: tuple[float, float] | None = None
+    headline: bool = False
+    exact: bool = False
+    beside: Sequence[float] | None = None
+    control: bool = False
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """Marks what tells rows apart in a comparison: a field, or (by a name) a mapping's keys."""
+
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Marks a field that `compare` and recipes read; see `Figure`.
+
+    Attributes
+    ----------
+    better : str or None
+    headline, exact : bool
+    interval : str
+        The field that holds its interval; empty for none.
+    name : str
+        Of the figure, where it is not the field's.
+    of : callable, optional
+        Makes the figure of the field's value.
+    """
+
+    better: str | None = None
+    headline: bool = False
+    exact: bool = False
+    interval: str = ""
+    name: str = ""
+    of: Callable[[Any], float | None] | None = None
+
+
+class Part(BaseModel):
+    """Base of what a result holds: rows, and the whole. Types are exact, other keys are dropped."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    def figures(self, key: Key = ()) -> Iterator[Figure]:
+        """Yield what can be compared, of this and its parts; overridden where marks fall short."""
+        fields = type(self).model_fields
+        marks = [(name, mark) for name, field in fields.items() for mark in field.metadata]
+        for name, mark in marks:
+            if isinstance(mark, Keyed) and not mark.name:
+                key = (*key, (name, getattr(self, name)))
+        for name, mark in marks:
+            value = getattr(self, name)
+            if not isinstance(mark, Compared) or value is None:
+                continue
+            figure = value if mark.of is None else mark.of(value)
+            if not isinstance(figure, int | float):
+                continue
+            ends = getattr(self, mark.interval) if mark.interval else None
+            known = tuple(ends) if ends is not None and None not in ends else None
+            yield Figure(
+                key,
+                mark.name or name,
+                figure,
+                mark.better,
+                interval=known,
+                headline=mark.headline,
+                exact=mark.exact,
+            )
+        for name, field in fields.items():
+            yield from _held(getattr(self, name), field.metadata, key)
+
+
+def _held(value: Any, marks: Sequence[Any], key: Key) -> Iterator[Figure]:
+    """Yield the figures of parts that a field holds: one, a list, or a mapping marked `Keyed`."""
+    if isinstance(value, Part):
+        yield from value.figures(key)
+    elif isinstance(value, list) and value and isinstance(value[0], Part):
+        for one in value:
+            yield from one.figures(key)
+    elif isinstance(value, dict):
+        named = next((mark.name for mark in marks if isinstance(mark, Keyed)), "")
+        for entry, one in value.items():
+            if named and isinstance(one, Part):
+                yield from one.figures((*key, (named, entry)))
+
+
+class Result(Part):
+    """Base of a kind's result: the envelope around ``inputs`` and ``data`` of its own types.
+
+    Attributes
+    ----------
+    columns : tuple of str
+        Of the CSV; empty where the kind has none.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    kind: str
+    complete: bool = True
+    incomplete_reason: str | None = None
+    warnings: list[str] = []
+    created: str = ""
+    kvprof_version: str = ""
+    environment: dict[str, Any] = {}
+    inputs: Any
+    data: Any
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> "Result":
+        """Return a result that was read as JSON has it.
+
+        Raises
+        ------
+        ValueError
+            In one line: where it differs first, and how.
+        """
+        try:
+            return cls.model_validate(dict(result))
+        except ValidationError as problem:
+            first = problem.errors(include_url=False)[0]
+            where = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"])
+            raise ValueError(f"{where.lstrip('.')}: {first['msg']}") from None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the CSV, by its columns."""
+        raise NotImplementedError
+
+    def to_csv(self) -> str:
+        """Return every figure in one table that pandas reads as it is."""
+        return tidy_csv(self.columns, self.rows())
+
+
+class _Untitled(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Leave out titles that only repeat a field's name."""
+        return False
+
+
+def schema_of(result: type[Result], root: str) -> dict[str, Any]:
+    """Return the JSON Schema of a kind, whose own definitions stand below `root`."""
+    return result.model_json_schema(
+        ref_template=f"{root}/$defs/{{model}}", schema_generator=_Untitled
+    )
