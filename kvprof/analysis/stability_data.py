@@ -16,11 +16,9 @@ from kvprof.analysis.stability_study import (
     judge,
     recommend_tokens,
 )
+from kvprof.results.stability import NOISE_FLOOR
 
-__all__ = ["NOISE_FLOOR", "stability_data"]
-
-#: Name of the target that is the same kind of random tokens with another seed.
-NOISE_FLOOR = "random, another seed"
+__all__ = ["stability_data"]
 
 Comparisons = dict[tuple[str, str], list[Comparison]]
 

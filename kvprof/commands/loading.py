@@ -28,7 +28,7 @@ def load_for_command(
     trust_remote_code: bool,
     compressed: bool = False,
     before: Callable[[OpenedModel], object] = lambda _: None,
-    laid: "Callable[[Laid], object]" | None = None,
+    laid: "Callable[[Laid], object] | None" = None,
 ) -> LoadedModel:
     """Load the model that a command was asked for; ``reference`` when it names none.
 

@@ -104,13 +104,7 @@ _SECTION = re.compile(r"^([A-Z][A-Za-z ]*)\n-{3,}\n", re.MULTILINE)
 
 
 class Examples:
-    """Of a command or a group: the command lines that its help ends with.
-
-    Attributes
-    ----------
-    examples : sequence of str
-        Lines as they stand.
-    """
+    """Of a command or a group: the command lines that its help ends with."""
 
     examples: Sequence[str]
 
@@ -127,11 +121,6 @@ class Command(Examples, TyperCommand):
     """A command that shows its options in groups and ends with its docstring's examples.
 
     An option's group is its ``rich_help_panel``; those without one come first, as *Options*.
-
-    Attributes
-    ----------
-    examples : list of str
-        Command lines of the section *Examples* of the function's docstring.
     """
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
@@ -279,15 +268,7 @@ _DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")
 
 
 def resolve_device(name: str) -> str:
-    """Return where a benchmark runs, ``cpu`` or ``cuda:N``; say what to do without such a GPU.
-
-    Raises
-    ------
-    UsageError
-        For another name.
-    LackingError
-        When there is no such GPU.
-    """
+    """Return where a benchmark runs, ``cpu`` or ``cuda:N``; say what to do without such a GPU."""
     match = _DEVICE.fullmatch(name)
     if match is None and name != "auto":
         raise UsageError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:1")
@@ -494,13 +475,7 @@ DecodeOption = Annotated[
 
 
 def read_counts(text: str, *, what: str) -> list[int]:
-    """Read a list of counts, and say so where it may have been meant as one (``1,536``).
-
-    Raises
-    ------
-    UsageError
-        As `parse_counts` does.
-    """
+    """Read a list of counts, and say so where it may have been meant as one (``1,536``)."""
     counts = parse_counts(text, what=what)
     if (one := second_reading(text)) is not None:
         console.note(
@@ -515,13 +490,7 @@ def joined(given: list[str] | None) -> str | None:
 
 
 def one_method(given: list[str] | None) -> str | None:
-    """Return the method of a command that takes one.
-
-    Raises
-    ------
-    UsageError
-        When several are named.
-    """
+    """Return the method of a command that takes one."""
     named = joined(given)
     if named is not None and ("," in named or len(listed(named)) > 1):
         raise UsageError(f"--method {named}: this takes one method; run it once for each")
@@ -531,21 +500,7 @@ def one_method(given: list[str] | None) -> str | None:
 def method_options(
     allocation: str | None, grid: int | None, minimum: int | None, extra: list[str] | None
 ) -> dict[str, Any]:
-    """Return the options of a method as keyword arguments; those not given are left out.
-
-    Parameters
-    ----------
-    allocation, grid, minimum
-        From the command line.
-    extra : list of str or None
-        ``KEY=VALUE``; values stay text, which `kvprof.methods.registry.typed_options` reads as what
-        the method declares.
-
-    Raises
-    ------
-    UsageError
-        When an entry has no value, or an option is given twice.
-    """
+    """Return the options of a method as keyword arguments; those not given are left out."""
     named = {"allocation": allocation, "grid": grid, "minimum": minimum}
     return options_in(
         extra or [], {key: value for key, value in named.items() if value is not None}
@@ -560,15 +515,7 @@ def checked_choice(
     option: list[str] | None,
     **chosen: Any,
 ) -> dict[str, Any]:
-    """Return the plan that a command line chooses, as `kvprof.commands.steps.make_plan` takes it.
-
-    Parameters
-    ----------
-    allocation, grid, minimum, option
-        From the command line.
-    **chosen
-        The other ones of `check_choice`, which looks at them while torch is not loaded yet.
-    """
+    """Return the plan that a command line chooses, as `steps.make_plan` takes it."""
     choice = {**chosen, "options": method_options(allocation, grid, minimum, option)}
     check_choice(**choice)
     return choice
@@ -588,22 +535,7 @@ def check_choice(
     options: dict[str, Any],
     calibrate_seq_len: str | None = None,
 ) -> None:
-    """Refuse what contradicts itself, while torch is not loaded yet.
-
-    Parameters
-    ----------
-    method, plan_file, rate, removal, calibrate, calibrate_tokens
-        From the command line.
-    options : dict
-        From `method_options`.
-    calibrate_seq_len : str or None
-        Of commands that have it.
-
-    Raises
-    ------
-    UsageError
-        Naming the options.
-    """
+    """Refuse what contradicts itself, while torch is not loaded yet."""
     if plan_file is not None:
         given = {
             "--method": method is not None,

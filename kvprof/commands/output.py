@@ -55,17 +55,7 @@ __all__ = [
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a file, or a link to nothing, where ``--out`` names a folder.
-
-    Parameters
-    ----------
-    out : Path
-        As the user named it; it need not exist.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse a file, or a link to nothing, where ``--out`` names a folder."""
     for one in (out, *out.parents):
         if os.path.lexists(one) and not one.is_dir():
             what = "link to nothing" if one.is_symlink() else "file"
@@ -73,22 +63,7 @@ def check_folder(out: Path) -> None:
 
 
 def refuse_sources(files: Iterable[tuple[str, Path | None]], read: Iterable[Any]) -> None:
-    """Refuse to write over what a command reads, which ``--force`` does not mean.
-
-    Parameters
-    ----------
-    files : iterable of (str, Path or None)
-        The option that says it, and what is to be written, if anything.
-    read : iterable
-        Paths, and sequences of them; None and what is no path of a file or folder (a hub id, a
-        built-in text) count for nothing. Of a model's folder its configs and weights, of another
-        one the record and events of a run.
-
-    Raises
-    ------
-    UsageError
-        When a file is among them.
-    """
+    """Refuse to write over what a command reads, which ``--force`` does not mean."""
     sources = set()
     for named in read:
         for one in [named] if isinstance(named, str | Path) else named or ():
@@ -103,18 +78,7 @@ def refuse_sources(files: Iterable[tuple[str, Path | None]], read: Iterable[Any]
 
 
 def end_without_result(told: str) -> NoReturn:
-    """End a command that was interrupted before there was anything to show or keep.
-
-    Parameters
-    ----------
-    told : str
-        One line that says what there is not.
-
-    Raises
-    ------
-    typer.Exit
-        With 130.
-    """
+    """End a command that was interrupted before there was anything to show or keep."""
     console.error(told)
     raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -183,6 +147,7 @@ class Outcome:
     interrupted: bool | None = None
     lost: Sequence[str] = ()
     keep: Callable[[dict[str, Any]], Sequence[str]] | None = None
+    code: ExitCode = ExitCode.DONE
 
 
 Asked = TypeVar("Asked", bound=OutputOptions)
@@ -224,17 +189,6 @@ class Outputs:
 
     A command that measures ends by `end`, one that measured into a journal by `end_recorded`; both
     end by `finish`, as does one that shows a result that was there.
-
-    Attributes
-    ----------
-    json, csv : Path or None
-        Files; ``-`` is stdout.
-    out : Path or None
-        A run's folder.
-    svg, png : Path or None
-        Files for a figure.
-    force : bool
-        Overwrite what exists.
     """
 
     json: Path | None = None
@@ -257,25 +211,7 @@ class Outputs:
     def check(
         self, extra: Mapping[str, Path | None] | None = None, read: Iterable[Any] = ()
     ) -> None:
-        """Refuse, before any work is done, what could not be written at its end.
-
-        Parameters
-        ----------
-        extra : mapping of str to Path or None
-            Files that the command itself will write, by option, checked with the rest.
-        read : iterable
-            What the command line names to be read, as `refuse_sources` takes it.
-
-        Raises
-        ------
-        UsageError
-            When a file exists (without `force`), two outputs share a destination, one is what the
-            command reads, or one that is no text is to go to stdout.
-        FailedError
-            When a folder cannot be written to.
-        LackingError
-            When a figure is asked for and matplotlib is missing.
-        """
+        """Refuse, before any work is done, what could not be written at its end."""
         for option, path in (("--svg", self.svg), ("--png", self.png)):
             if path == _STDOUT:
                 raise UsageError(f"{option} -: a figure goes to a file; only text goes to stdout")
@@ -324,24 +260,7 @@ class Outputs:
         report: Report = kinds.report,
         code: ExitCode = ExitCode.DONE,
     ) -> None:
-        """End a command that has measured: make its result, and `finish` with it.
-
-        Parameters
-        ----------
-        kind, inputs, data, warnings, complete
-            Of the result, as `kvprof.records.result.build_result` takes them.
-        problem, lost, report, code
-            As `finish` takes them; an incomplete result names the problem as its reason.
-        interrupted : bool, optional
-            Whether the user ended it; without it, whether the result is incomplete.
-        keep : callable, optional
-            Given the result before it is written anywhere; returns what it could not keep.
-
-        Raises
-        ------
-        FailedError, BaseException, typer.Exit
-            As `finish`.
-        """
+        """End a command that has measured: make its result, and `finish` with it."""
         reason = None if complete or problem is None else str(problem) or type(problem).__name__
         result = build_result(
             kind,
@@ -365,20 +284,7 @@ class Outputs:
     def end_recorded(
         self, journal: "Journal", *, problem: BaseException | None = None, interrupted: bool
     ) -> None:
-        """End a command that measured into a journal: `finish` with what its events make.
-
-        Parameters
-        ----------
-        journal : Journal
-            Closed.
-        problem, interrupted
-            As `finish` takes them.
-
-        Raises
-        ------
-        FailedError, BaseException, typer.Exit
-            As `finish`; the problem, or 130, at once where nothing was measured.
-        """
+        """End a command that measured into a journal: `finish` with what its events make."""
         if not journal.measured:
             if problem is not None:
                 raise problem
@@ -408,32 +314,6 @@ class Outputs:
         The report, the CSV and the figure are those of the result's kind. A destination that fails
         (a disk that is full by now, a file that has come to exist) keeps neither the others from
         being written nor the report from being printed.
-
-        Parameters
-        ----------
-        result : dict
-            From `kvprof.records.result.build_result`.
-        report : callable, optional
-            Given the result, the terminal's width and whether it has colour, returns what Rich
-            prints, or None; for where the report of the kind is not all that there is to show.
-        lost : sequence of str
-            What else of the run could not be written, and why.
-        problem : exception, optional
-            What ended the measurement early, or what it failed at.
-        interrupted : bool
-            Whether the user ended it.
-        code : ExitCode, optional
-            With which the command ends where all of the above went well.
-
-        Raises
-        ------
-        FailedError
-            Names everything that could not be written. First of all: what follows does not matter
-            to somebody whose figures are gone.
-        BaseException
-            The problem, if there is one.
-        typer.Exit
-            With 130, when it was interrupted, or with `code`.
         """
         missing = list(lost)
         texts = self._write(result, missing)

@@ -59,15 +59,16 @@ def written(default: str) -> Any:
     return Field(default, validate_default=True)
 
 
-Rule = Callable[["Request"], None]
+#: Returns what is wrong with a request; None where nothing is.
+Rule = Callable[[Any], str | None]
 
 
 def needs(field: str, other: str) -> Rule:
     """Refuse `field` without `other`."""
 
-    def check(request: "Request") -> None:
-        if request.has(field) and not request.has(other):
-            raise UsageError(f"{request.option(field)} requires {request.option(other)}")
+    def check(request: Request) -> str | None:
+        wrong = request.has(field) and not request.has(other)
+        return f"{request.option(field)} requires {request.option(other)}" if wrong else None
 
     return check
 
@@ -75,12 +76,11 @@ def needs(field: str, other: str) -> Rule:
 def excludes(field: str, *others: str, unless: str = "") -> Rule:
     """Refuse any of `others` where `field` is given, unless another one is."""
 
-    def check(request: "Request") -> None:
-        given = [request.option(name) for name in others if request.has(name)]
-        if request.has(field) and given and not (unless and request.has(unless)):
-            raise UsageError(
-                f"{request.option(field)} cannot be combined with {' and '.join(given)}"
-            )
+    def check(request: Request) -> str | None:
+        given = request.given(*others) if request.has(field) else ""
+        if not given or (unless and request.has(unless)):
+            return None
+        return f"{request.option(field)} cannot be combined with {given}"
 
     return check
 
@@ -88,22 +88,15 @@ def excludes(field: str, *others: str, unless: str = "") -> Rule:
 def one_of(*fields: str) -> Rule:
     """Refuse more than one of `fields`."""
 
-    def check(request: "Request") -> None:
-        given = [request.option(name) for name in fields if request.has(name)]
-        if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)} exclude each other; give one")
+    def check(request: Request) -> str | None:
+        given = request.given(*fields)
+        return f"{given} exclude each other; give one" if " and " in given else None
 
     return check
 
 
 class Request(BaseModel):
-    """Base of every request.
-
-    Attributes
-    ----------
-    rules : tuple of Rule
-        What its fields need and exclude; a mixin's come first.
-    """
+    """Base of every request; `rules` say what its fields need and exclude, a mixin's first."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
     rules: ClassVar[tuple[Rule, ...]] = ()
@@ -135,12 +128,19 @@ class Request(BaseModel):
     def _keep_rules(self) -> "Request":
         for owner in reversed(type(self).__mro__):
             for rule in vars(owner).get("rules", ()):
-                rule(self)
+                if (wrong := rule(self)) is not None:
+                    raise UsageError(wrong)
         return self
 
     def has(self, field: str) -> bool:
         """Tell whether a field was given another value than its default."""
-        return field in self.model_fields_set and getattr(self, field) not in (None, False, [])
+        value = getattr(self, field)
+        nothing = value is None or value is False or value == []  # 0 is something
+        return field in self.model_fields_set and not nothing
+
+    def given(self, *fields: str) -> str:
+        """Return which of some options were given, as a sentence names them."""
+        return " and ".join(self.option(name) for name in fields if self.has(name))
 
     @classmethod
     def option(cls, field: str) -> str:
@@ -194,14 +194,7 @@ def _option_name(name: str, field: FieldInfo) -> str:
 
 
 def command(request: type[R], run: Callable[[R], None]) -> Callable[..., None]:
-    """Return the Typer command of a request: its signature is the fields, its help the docstring.
-
-    Parameters
-    ----------
-    request : type of Request
-    run : callable
-        What the command does with one.
-    """
+    """Return the Typer command of a request: its signature is the fields, its help the text."""
     parameters = []
     for name, field in request.model_fields.items():
         text = any(isinstance(mark, Parsed) for mark in field.metadata)

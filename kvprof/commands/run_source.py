@@ -41,13 +41,7 @@ RUN_HELP = f"{_WHAT[0].upper()}{_WHAT[1:]}."
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Where a run lies.
-
-    Attributes
-    ----------
-    result, events : Path or None
-        At least one of them is there.
-    """
+    """Where a run lies."""
 
     result: Path | None
     events: Path | None

@@ -9,7 +9,7 @@ from kvprof import console
 from kvprof.commands.options import ModelOptions, SeedOption, parse_removals
 from kvprof.commands.output import FigureOptions, Outcome, measuring
 from kvprof.commands.request import Input, Mark, Parsed, Rule, excludes, one_of, written
-from kvprof.errors import KvprofError, UsageError
+from kvprof.errors import KvprofError
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.loading import loading
 from kvprof.sizes import parse_count
@@ -35,6 +35,17 @@ def _weight(text: str, *, what: str) -> int | None:
 
 def _names(text: str, *, what: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _counts_once(request: "SpectrumRequest") -> str | None:
+    if request.tokens is None or request.tokens_of().tokens is None:
+        return None
+    return f"--tokens and --source {request.source} both give a count; give one"
+
+
+def _has_qk(request: "SpectrumRequest") -> str | None:
+    wrong = request.per_query_head and "qk" not in request.pairs
+    return "--per-query-head requires qk among --pairs" if wrong else None
 
 
 class SpectrumRequest(ModelOptions, FigureOptions):
@@ -133,6 +144,8 @@ class SpectrumRequest(ModelOptions, FigureOptions):
         one_of("source", "text", "token_ids", "saved"),
         excludes("saved", "tokens", "seq_len", "skip_first", "save", "seed", "batch_size"),
         excludes("saved", "device", "dtype", unless="model"),
+        _counts_once,
+        _has_qk,
     )
 
     def tokens_of(self) -> Source:
@@ -150,10 +163,6 @@ class SpectrumRequest(ModelOptions, FigureOptions):
 def spectrum(request: SpectrumRequest) -> Outcome:
     """Measure the spectra that a request asks for."""
     source = request.tokens_of()
-    if request.tokens and source.tokens is not None:
-        raise UsageError(f"--tokens and --source {request.source} both give a count; give one")
-    if request.per_query_head and "qk" not in request.pairs:
-        raise UsageError("--per-query-head requires qk among --pairs")
 
     # Everything from here on needs torch.
     with loading():

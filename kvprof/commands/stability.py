@@ -1,99 +1,41 @@
 """``kvprof stability``: whether the rotation is the model's own, and what a wrong one costs."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from kvprof import console
-from kvprof.commands.options import (
-    BatchSizeOption,
-    DeviceOption,
-    DtypeOption,
-    GgufOption,
-    ModelArgument,
-    RevisionOption,
-    TrustOption,
-    parse_removals,
-    read_counts,
-)
-from kvprof.commands.output import (
-    CsvOption,
-    ForceOption,
-    JsonOption,
-    OutOption,
-    Outputs,
-    PngOption,
-    SvgOption,
-    end_without_result,
-)
+from kvprof.commands.options import ModelOptions, parse_removals, read_counts
+from kvprof.commands.output import FigureOptions, Outcome, end_without_result, measuring
+from kvprof.commands.request import Input, Mark, Parsed, Rule, written
 from kvprof.errors import ClaimNotMetError, UsageError
-from kvprof.interrupt import graceful_interrupt
+from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.loading import loading
-from kvprof.sizes import parse_count
-from kvprof.sources.grammar import Source, SourceKind, parse_source
+from kvprof.sizes import format_count, parse_count
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind, parse_source
 
-_PAIRS = "qk,vo"
+if TYPE_CHECKING:
+    from kvprof.analysis.stability import Run
+    from kvprof.analysis.stability_study import RankChoice
+    from kvprof.models.load import LoadedModel, OpenedModel
+    from kvprof.moments.stability_passes import StudyPlan
 
 
-def stability(
-    model: ModelArgument = None,
-    tokens: Annotated[
-        str, typer.Option("--tokens", help="Token counts of the sweep; k is 1,024.")
-    ] = "1k,2k,4k,8k,16k",
-    source: Annotated[
-        str,
-        typer.Option(
-            "--source", help="Offline side: random, prose, code, tasks, calibration, or a file."
-        ),
-    ] = "random",
-    against: Annotated[
-        list[str] | None,
-        typer.Option("--against", help="Dataset side, repeatable. Default: prose, code and tasks."),
-    ] = None,
-    against_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--against-tokens", help="Tokens of each dataset. Default: the largest count."
-        ),
-    ] = None,
-    pairs: Annotated[str, typer.Option("--pairs", help="Among qk, vo, k, v.")] = _PAIRS,
-    seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="How many seeds of random tokens.")
-    ] = 3,
-    seq_len: Annotated[
-        str | None,
-        typer.Option(
-            "--seq-len", help="Of the source. Default: the smallest count, 2k, or the context."
-        ),
-    ] = None,
-    against_seq_len: Annotated[
-        str | None,
-        typer.Option("--against-seq-len", help="Of the datasets. Default: the source's."),
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", help="Ranks to look at. Default: a quarter and half the width."),
-    ] = None,
-    removal: Annotated[
-        str,
-        typer.Option("--removal", help="Removal rates whose ranks to look at as well; or none."),
-    ] = "0.05,0.1",
-    batch_size: BatchSizeOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    revision: RevisionOption = None,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
-    fail_on_claim: Annotated[
-        bool, typer.Option("--fail-on-claim", help="Exit 4 when a paper's claim does not hold.")
-    ] = False,
-    json: JsonOption = None,
-    csv: CsvOption = None,
-    svg: SvgOption = None,
-    png: PngOption = None,
-    out: OutOption = None,
-    force: ForceOption = False,
-) -> None:
+def _rates(text: str, *, what: str) -> list[float]:
+    return [] if text == "none" else parse_removals(text, what=what)
+
+
+def _pairs(text: str, *, what: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(pair.strip() for pair in text.split(",")))
+
+
+def _is_a_sweep(request: "StabilityRequest") -> str | None:
+    if len(request.tokens) > 1 or request.offline.kind is SourceKind.MOMENTS:
+        return None
+    return "--tokens: one count is no sweep; give two or more, such as 1k,2k,4k,8k"
+
+
+class StabilityRequest(ModelOptions, FigureOptions):
     """Compare the rotation from offline tokens with the one that real data would give.
 
     Examples
@@ -102,92 +44,164 @@ def stability(
     kvprof stability --tokens 1k,4k,16k --against prose --against my-chats.jsonl --seeds 3
     kvprof stability --seq-len 512 --against-seq-len 2k
     """
-    outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)
-    outputs.check(read=[model, source, against])
-    counts = read_counts(tokens, what="--tokens")
-    offline = parse_source(source, what="--source")
-    if offline.tokens is not None:
-        raise UsageError(
-            f"--source {source}: the counts of a sweep come from --tokens; write --source random"
-        )
-    datasets = _targets(against or ["prose", "code", "tasks"])
-    given_ranks = read_counts(ranks, what="--ranks") if ranks else None
-    rates = [] if removal == "none" else parse_removals(removal, what="--removal")
-    lengths = (
-        parse_count(seq_len, what="--seq-len") if seq_len else None,
-        parse_count(against_seq_len, what="--against-seq-len") if against_seq_len else None,
-    )
-    if offline.kind is not SourceKind.MOMENTS and len(counts) < 2:
-        raise UsageError(
-            f"--tokens {tokens}: one count is no sweep; give two or more, such as 1k,2k,4k,8k"
-        )
+
+    tokens: Annotated[
+        list[int],
+        typer.Option("--tokens", help="Token counts of the sweep; k is 1,024."),
+        Parsed(read_counts),
+        Mark.FREE,
+    ] = written("1k,2k,4k,8k,16k")
+    source: Annotated[
+        str,
+        typer.Option(
+            "--source", help="Offline side: random, prose, code, tasks, calibration, or a file."
+        ),
+        Mark.READS,
+    ] = "random"
+    against: Annotated[
+        list[str] | None,
+        typer.Option("--against", help="Dataset side, repeatable. Default: prose, code and tasks."),
+        Mark.READS,
+    ] = None
+    against_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--against-tokens", help="Tokens of each dataset. Default: the largest count."
+        ),
+        Parsed(parse_count),
+        Mark.FREE,
+    ] = None
+    pairs: Annotated[
+        tuple[str, ...],
+        typer.Option("--pairs", help="Among qk, vo, k, v."),
+        Parsed(_pairs),
+        Mark.FREE,
+    ] = written("qk,vo")
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Number of seeds of random tokens."), Mark.FREE
+    ] = 3
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--seq-len", help="Of the source. Default: the smallest count, 2k, or the context."
+        ),
+        Parsed(parse_count),
+        Mark.FREE,
+    ] = None
+    against_seq_len: Annotated[
+        int | None,
+        typer.Option("--against-seq-len", help="Of the datasets. Default: the source's."),
+        Parsed(parse_count),
+        Mark.FREE,
+    ] = None
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--ranks", help="Ranks to test. Default: a quarter and half the width."),
+        Parsed(read_counts),
+        Mark.FREE,
+    ] = None
+    removal: Annotated[
+        list[float],
+        typer.Option("--removal", help="Removal rates whose ranks to test as well; or none."),
+        Parsed(_rates),
+        Mark.FREE,
+        Input(),
+    ] = written("0.05,0.1")
+    fail_on_claim: Annotated[
+        bool,
+        typer.Option("--fail-on-claim", help="Exit 4 when a paper's claim does not hold."),
+        Mark.FREE,
+    ] = False
+
+    rules: ClassVar[tuple[Rule, ...]] = (_is_a_sweep,)
+
+    @property
+    def offline(self) -> Source:
+        """The source whose basis is tested."""
+        found = parse_source(self.source, what="--source")
+        if found.tokens is not None:
+            raise UsageError(
+                f"--source {self.source}: the counts come from --tokens; write --source random"
+            )
+        return found
+
+    @property
+    def datasets(self) -> tuple[Source, ...]:
+        """The datasets, each once, with names that tell them apart."""
+        named = dict.fromkeys(self.against or ("prose", "code", "tasks"))
+        found = tuple(parse_source(name, what="--against") for name in named)
+        for one in found:
+            if one.tokens is not None:
+                raise UsageError(
+                    f"--against {one.describe()}: the count comes from --against-tokens; write "
+                    "--against random"
+                )
+            if sum(other.name == one.name for other in found) > 1:
+                raise UsageError(
+                    f"--against: two datasets are called {one.name!r}; rename one of the files"
+                )
+        return found
+
+
+@measuring(StabilityRequest)
+def stability(request: StabilityRequest) -> Outcome:
+    """Measure how far a basis holds that a request asks for."""
+    offline, datasets = request.offline, request.datasets
 
     # Everything from here on needs torch.
     with loading():
         from kvprof.analysis.stability import FACTOR_PAIRS
         from kvprof.analysis.stability_data import stability_data
         from kvprof.commands.loading import defined_pairs, load_for_command, spectra_only
-        from kvprof.commands.stability_run import make_plan, rank_choices, run_passes, study_inputs
-        from kvprof.models.load import OpenedModel
-        from kvprof.moments.stability_passes import StudyPlan
 
-    chosen_pairs = tuple(dict.fromkeys(pair.strip() for pair in pairs.split(",")))
-    for pair in chosen_pairs:
-        if pair not in FACTOR_PAIRS:
-            raise UsageError(
-                f"--pairs: {pair!r} is no pair to compare; choose from {', '.join(FACTOR_PAIRS)}"
-            )
+    pairs = request.pairs
+    if unknown := [pair for pair in pairs if pair not in FACTOR_PAIRS]:
+        raise UsageError(f"--pairs: {unknown[0]!r} is not among {', '.join(FACTOR_PAIRS)}")
 
-    def planned(opened: OpenedModel | None) -> StudyPlan:
-        most = parse_count(against_tokens, what="--against-tokens") if against_tokens else None
-        against = most or max(counts)
-        return make_plan(opened, offline, datasets, chosen_pairs, counts, against, seeds, lengths)
+    def planned(opened: "OpenedModel | None") -> "StudyPlan":
+        return _study(request, offline, datasets, pairs, opened)
 
     loaded = None
     left_out: list[str] = []
-    if model is not None or any(s.kind is not SourceKind.MOMENTS for s in (offline, *datasets)):
-        loaded = load_for_command(
-            model,
-            device=device,
-            dtype=dtype,
-            revision=revision,
-            gguf=gguf,
-            trust_remote_code=trust_remote_code,
-            before=planned,
-        )
-        chosen_pairs = defined_pairs(loaded, chosen_pairs, asked=pairs != _PAIRS, warnings=left_out)
+    every = (offline, *datasets)
+    if request.model is not None or any(one.kind is not SourceKind.MOMENTS for one in every):
+        loaded = load_for_command(request.model, **request.how, before=planned)
+        asked = request.has("pairs")
+        pairs = defined_pairs(loaded, pairs, asked=asked, warnings=left_out)
         left_out += spectra_only(loaded)
     plan = planned(loaded)
     with graceful_interrupt() as stop:
-        runs, fingerprint, complete = run_passes(loaded, plan, batch_size, stop)
+        runs, fingerprint, complete = _run_passes(loaded, plan, request.batch_size, stop)
         if not runs.get("source") or not runs.get("target"):
             end_without_result(
                 "interrupted before the source and a dataset could be compared; there is no result"
             )
-        choices = rank_choices(given_ranks, rates, runs["source"][0], chosen_pairs)
-
+        choices = _rank_choices(request, runs["source"][0], pairs)
         with console.status("comparing the rotations"):
             data, warnings = stability_data(
                 runs["source"],
                 runs.get("noise", []),
                 runs["target"],
                 runs.get("target_short", []),
-                chosen_pairs,
+                pairs,
                 choices,
                 random_source=runs["source"][0].random_tokens,
             )
-        if not complete:
-            warnings.insert(
-                0, "interrupted: the passes that were done are judged, the rest is missing"
-            )
-        outputs.end(
-            "stability",
-            inputs=study_inputs(loaded, plan, runs, choices, batch_size, fingerprint),
-            data=data,
-            warnings=[*left_out, *warnings],
-            complete=complete,
-            problem=_unmet(data["claims"]) if fail_on_claim and complete else None,
-        )
+    if not complete:
+        warnings.insert(0, "interrupted: finished passes are compared, the rest is missing")
+    return Outcome(
+        inputs={
+            **request.inputs(),
+            **_resolved(loaded, plan, runs),
+            "fingerprint": fingerprint,
+            "ranks": [choice.rank for choice in choices if choice.rank is not None],
+            "batch_size": request.batch_size or "by sequence length",
+        },
+        data=data,
+        warnings=[*left_out, *warnings],
+        complete=complete,
+        problem=_unmet(data["claims"]) if request.fail_on_claim and complete else None,
+    )
 
 
 def _unmet(claims: list[dict[str, Any]]) -> ClaimNotMetError | None:
@@ -200,25 +214,127 @@ def _unmet(claims: list[dict[str, Any]]) -> ClaimNotMetError | None:
             f"{failed[0]['measured']:.3g}, threshold {failed[0]['threshold']:.3g}"
         )
     if not any(claim["holds"] for claim in claims):
-        return ClaimNotMetError(
-            "--fail-on-claim: no claim of the papers could be judged with these tokens and pairs"
-        )
+        return ClaimNotMetError("--fail-on-claim: these tokens and pairs test no published claim")
     return None
 
 
-def _targets(names: list[str]) -> list[Source]:
-    """Return the datasets, each once, with names that tell them apart."""
-    targets = [parse_source(name, what="--against") for name in dict.fromkeys(names)]
-    for target in targets:
-        if target.tokens is not None:
-            raise UsageError(
-                f"--against {target.describe()}: the count of a dataset comes from "
-                "--against-tokens; write --against random"
+def _study(
+    request: StabilityRequest,
+    offline: Source,
+    datasets: tuple[Source, ...],
+    pairs: tuple[str, ...],
+    loaded: "OpenedModel | None",
+) -> "StudyPlan":
+    """Resolve the lengths and check, before anything is run, that every source is long enough."""
+    from kvprof.moments.collect import CollectOptions, count_tokens
+    from kvprof.moments.files import load_moments
+    from kvprof.moments.stability_passes import StudyPlan, plan_passes
+
+    longest = loaded.context_length if loaded is not None else DEFAULT_SEQ_LEN
+    length = request.seq_len or min(DEFAULT_SEQ_LEN, longest, request.tokens[0])
+    if offline.kind is SourceKind.MOMENTS:
+        length = int(load_moments(offline.paths[0]).info.get("seq_len", length))
+    else:
+        for count in request.tokens:
+            if count % length:
+                raise UsageError(
+                    f"--tokens: {format_count(count)} is no multiple of the sequence length "
+                    f"{format_count(length)} (--seq-len)"
+                )
+    plan = StudyPlan(
+        source=offline,
+        targets=datasets,
+        pairs=pairs,
+        counts=tuple(request.tokens),
+        target_tokens=request.against_tokens or max(request.tokens),
+        seeds=tuple(range(request.seeds)),
+        seq_len=length,
+        target_seq_len=request.against_seq_len or length,
+    )
+    for item in plan_passes(plan):
+        if loaded is not None and item.source.kind is not SourceKind.MOMENTS:
+            options = CollectOptions(tokens=item.tokens, seq_len=item.seq_len)
+            count_tokens(loaded, item.source, options)
+    return plan
+
+
+def _run_passes(
+    loaded: "LoadedModel | None", plan: "StudyPlan", batch_size: int | None, stop: Stop
+) -> "tuple[dict[str, list[Run]], str, bool]":
+    """Run every pass; return the runs by role, the model's fingerprint, whether all were run.
+
+    Without a model only the passes over saved moments are run.
+    """
+    from kvprof.moments.collect import suitable_batch_size
+    from kvprof.moments.stability_passes import plan_passes, run_pass
+
+    passes = plan_passes(plan)
+    if loaded is None:
+        passes = [item for item in passes if item.source.kind is SourceKind.MOMENTS]
+    fingerprint = loaded.fingerprint if loaded is not None else None
+    runs: dict[str, list[Run]] = {}
+    total = sum(item.tokens for item in passes if item.source.kind is not SourceKind.MOMENTS)
+    with console.track(f"{len(passes)} passes", total) as progress:
+        for number, item in enumerate(passes, 1):
+            progress.describe(f"pass {number} of {len(passes)}: {item.source.name}")
+            suitable = suitable_batch_size(loaded.device, item.seq_len) if loaded else 1
+            run, fingerprint = run_pass(
+                loaded,
+                item,
+                plan.pairs,
+                batch_size=batch_size or suitable,
+                fingerprint=fingerprint,
+                advance=progress.advance,
+                should_stop=stop,
             )
-    titles = [target.name for target in targets]
-    for title in titles:
-        if titles.count(title) > 1:
+            if run.snapshots:
+                runs.setdefault(item.role, []).append(run)
+            done = number == len(passes) and item.tokens in run.snapshots
+            if stop() and not done:
+                return runs, fingerprint, False
+    assert fingerprint is not None
+    return runs, fingerprint, True
+
+
+def _rank_choices(
+    request: StabilityRequest, run: "Run", pairs: tuple[str, ...]
+) -> "list[RankChoice]":
+    """Return the ranks and removal rates to test; refuse a rank that keeps all of a head."""
+    from kvprof.analysis.stability_study import RankChoice
+
+    width = max(gram.shape[-1] for pair in pairs for gram in run.largest(pair).gram)
+    for rank in request.ranks or ():
+        if rank >= width:
             raise UsageError(
-                f"--against: two datasets are called {title!r}; rename one of the files"
+                f"--ranks: {rank} keeps all of heads of {width}; every basis is exact there"
             )
-    return targets
+    given = request.ranks or [max(1, width // 4), max(1, width // 2)]
+    rates = [RankChoice(removal_rate=rate) for rate in request.removal]
+    return [*(RankChoice(rank=rank) for rank in given), *rates]
+
+
+def _resolved(
+    loaded: "LoadedModel | None", plan: "StudyPlan", runs: "dict[str, list[Run]]"
+) -> dict[str, Any]:
+    from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS
+
+    source, target = runs["source"][0], runs["target"][0]
+    return {
+        "model": loaded.spec if loaded is not None else None,
+        **(loaded.origin if loaded is not None else {"revision": None}),
+        "dtype": str(loaded.dtype).removeprefix("torch.") if loaded is not None else None,
+        "device": str(loaded.device) if loaded is not None else None,
+        "source": plan.source.name,
+        "targets": [one.name for one in plan.targets],
+        "pairs": list(plan.pairs),
+        "tokens": list(plan.counts),
+        "target_tokens": plan.target_tokens,
+        "seeds": [run.seed for run in runs["source"]],
+        "target_seeds": [run.seed for run in runs["target"]],
+        "noise_seeds": [run.seed for run in runs.get("noise", ())],
+        "seq_len": source.seq_len,
+        "target_seq_len": target.seq_len,
+        "positions": f"0-{source.seq_len - 1}",
+        "target_positions": f"0-{target.seq_len - 1}",
+        "value_weight_tokens": VALUE_WEIGHT_TOKENS,
+    }

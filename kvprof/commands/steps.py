@@ -108,16 +108,7 @@ _DEFAULT_TEXT = ("prose",)
 
 @dataclass(frozen=True)
 class Sample:
-    """What is evaluated.
-
-    Attributes
-    ----------
-    sources : tuple of Source
-    evaluator : Evaluator
-    selection : TaskSelection
-        Its questions.
-    warnings : tuple of str
-    """
+    """What is evaluated."""
 
     sources: tuple[Source, ...]
     evaluator: Evaluator

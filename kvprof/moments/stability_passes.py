@@ -15,25 +15,7 @@ __all__ = ["Pass", "StudyPlan", "plan_passes", "run_pass"]
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """What is compared with what.
-
-    Attributes
-    ----------
-    source : Source
-        The offline calibration.
-    targets : tuple of Source
-        The datasets.
-    pairs : tuple of str
-        ``qk``, ``vo``, ``k``, ``v``.
-    counts : tuple of int
-        Token counts of the sweep, ascending, multiples of `seq_len`.
-    target_tokens : int
-        Tokens of each dataset.
-    seeds : tuple of int
-        For random tokens.
-    seq_len, target_seq_len : int
-        Sequence lengths of the source and of the datasets.
-    """
+    """What is compared with what."""
 
     source: Source
     targets: tuple[Source, ...]
@@ -53,22 +35,7 @@ class StudyPlan:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass over one source.
-
-    Attributes
-    ----------
-    role : str
-        ``source``, ``noise`` (random tokens for the noise floor), ``target``, or
-        ``target_short`` (a dataset at the source's length, to tell length from content).
-    source : Source
-        What is read.
-    seed : int
-        For random tokens.
-    seq_len, tokens : int
-        Length of the sequences, and how many tokens in all.
-    snapshots : tuple of int
-        Token counts at which to keep a copy.
-    """
+    """One forward pass over one source."""
 
     role: str
     source: Source
@@ -116,30 +83,7 @@ def run_pass(
     advance: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Run, str]:
-    """Run the model over one source, or read its saved moments.
-
-    Parameters
-    ----------
-    loaded : LoadedModel or None
-        None when every source is a file of moments.
-    item : Pass
-        What to run.
-    pairs : sequence of str
-        Pairs whose factors to keep.
-    batch_size : int
-        Sequences per forward pass.
-    fingerprint : str or None
-        That saved moments must have.
-    advance, should_stop : callable
-        As in `kvprof.moments.collect.collect_moments`.
-
-    Returns
-    -------
-    run : Run
-        Snapshots that were reached; without the last ones when the pass was interrupted.
-    fingerprint : str
-        Of the model that the moments belong to.
-    """
+    """Run the model over one source, or read its saved moments."""
     snapshots = {}
     last: Moments | None = None
     seq_len = item.seq_len

@@ -18,24 +18,12 @@ _LARGE = 0.02  # of a request's time: a part below it is mostly noise
 
 
 def judging_tasks(evaluation: Row) -> dict[str, Row]:
-    """Return the tasks of an evaluation at which the uncompressed model does better than chance.
-
-    Parameters
-    ----------
-    evaluation : mapping
-        Of ``kvprof eval``; records from before tasks had a chance count with all of them.
-    """
+    """Return the tasks of an evaluation at which the uncompressed model does better than chance."""
     return {name: task for name, task in evaluation["tasks"].items() if task.get("judges", True)}
 
 
 def figures_of(result: Row) -> list[Figure]:
-    """Return what can be compared of a result; empty for a kind that measures nothing.
-
-    Parameters
-    ----------
-    result : mapping
-        Of any kind that passes the schema.
-    """
+    """Return what can be compared of a result; empty for a kind that measures nothing."""
     if result["kind"] in KINDS:
         return list(class_of(result["kind"]).of(result).figures())
     return list(_KINDS.get(result["kind"], _loose)(result["data"]))
@@ -224,31 +212,6 @@ def _frontier(data: Row) -> Iterator[Figure]:
             yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
 
 
-def _stability(data: Row) -> Iterator[Figure]:
-    names = (
-        "pair",
-        "source",
-        "target",
-        "tokens",
-        "seq_len_source",
-        "seq_len_target",
-        "removal_rate",
-        "rank",
-    )
-    for row in data["curves"]:
-        # Averages only: single heads are thousands.
-        if row["layer"] is None and row["seed"] is None:
-            key = _key(row, names)
-            for name in ("ratio_sign_aligned", "extra_energy_loss", "extra_score_error"):
-                headline = name != "ratio_sign_aligned"
-                yield from _given(row, name, key, "lower", headline=headline, exact=True)
-            yield from _given(row, "extra_output_error", key, "lower", headline=True, exact=True)
-    for claim in data["claims"]:
-        key = _key(claim, ("claim", "pair", "target", "tokens"))
-        if isinstance(claim["measured"], int | float):
-            yield from _given(claim, "measured", key, interval="interval")
-
-
 def _plan(data: Row) -> Iterator[Figure]:
     if data["plan"] is not None:
         plan = data["plan"]
@@ -336,5 +299,4 @@ _KINDS: dict[str, Callable[[Row], Iterator[Figure]]] = {
     "jct": _jct,
     "load": _load,
     "plan": _plan,
-    "stability": _stability,
 }

@@ -54,13 +54,6 @@ def ensure_writable(path: Path, force: bool = False) -> None:
     Missing folders are fine; they are made when the file is written. What the file system says is
     found out by trying (permissions alone do not tell about read-only mounts); nothing is left
     behind.
-
-    Raises
-    ------
-    UsageError
-        When a file, or a link to none, is there without `force`, or the path is a folder.
-    FailedError
-        When nothing can be written there.
     """
     path = Path(path)
     made: list[Path] = []
@@ -81,24 +74,7 @@ def ensure_writable(path: Path, force: bool = False) -> None:
 
 
 def write_bytes_atomic(path: Path, content: bytes, force: bool = False) -> None:
-    """Write a file whole or not at all; its folder is made if need be.
-
-    Parameters
-    ----------
-    path : Path
-        A symbolic link is followed; a device or a pipe (``/dev/stdout``) is written to directly.
-    content : bytes
-        All of it.
-    force : bool
-        Overwrite what is there.
-
-    Raises
-    ------
-    UsageError
-        When the file exists and `force` is not given.
-    FailedError
-        When it cannot be written; what was there before is untouched.
-    """
+    """Write a file whole or not at all; its folder is made if need be."""
     path = Path(path)
     with _naming(path):
         if not _is_new_or_file(path, force):
@@ -173,18 +149,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def write_beside(path: Path, content: bytes) -> Path:
-    """Write `content` to ``stem.suffix``, or ``stem-2.suffix`` and so on where that exists.
-
-    Returns
-    -------
-    Path
-        Of the new file.
-
-    Raises
-    ------
-    FailedError
-        When nothing can be written there.
-    """
+    """Write `content` to ``stem.suffix``, or ``stem-2.suffix`` and so on where that exists."""
     for number in range(1, _MOST_BESIDE):
         own = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
         if own.exists():
@@ -205,13 +170,7 @@ def write_text_atomic(path: Path, content: str, force: bool = False) -> None:
 
 
 def render_result(result: dict[str, Any]) -> str:
-    """Return a result as strict JSON: indented, but with each row of a table on one line.
-
-    Raises
-    ------
-    ValueError
-        When the result does not match the schema, or holds NaN or an infinity.
-    """
+    """Return a result as strict JSON: indented, but with each row of a table on one line."""
     validate_result(result)
     return _render(result, "") + "\n"
 
@@ -222,16 +181,7 @@ def write_result(path: Path, result: dict[str, Any], force: bool = False) -> Non
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result file, or the ``result.json`` of a run's folder.
-
-    Raises
-    ------
-    UsageError
-        When there is no such file, or the folder holds no run.
-    FailedError
-        When the file is damaged, is no result of kvprof, is newer than this kvprof, or does not
-        match the schema. One line says what is wrong and where.
-    """
+    """Read a result file, or the ``result.json`` of a run's folder."""
     path = Path(path)
     if path.is_dir():
         if not (path / RESULT_NAME).is_file():
@@ -263,16 +213,6 @@ def what_was_read(name: str | Path) -> Iterator[None]:
 
     A schema sees to the types of a record, not to whether its parts agree: a list that is shorter
     than another, a case that no row is of, a figure that overflows when it is squared.
-
-    Parameters
-    ----------
-    name : str or Path
-        The file, as the user knows it.
-
-    Raises
-    ------
-    FailedError
-        In place of the errors that wrong values raise; what the body says in words passes.
     """
     cause: Exception
     try:
@@ -300,18 +240,6 @@ def parse_json(content: bytes | str) -> Any:
     """Return the value of one JSON text, of a form and with numbers that a file of kvprof's has.
 
     Every JSON file that another program may have written, or damaged, is read through this.
-
-    Parameters
-    ----------
-    content : bytes or str
-        All of it, in UTF-8.
-
-    Raises
-    ------
-    ValueError
-        When it is no UTF-8 or no JSON, is nested more than a hundred deep, or holds NaN, an
-        infinity, a whole number that no count reaches, or half a character. The message goes on
-        from the file's name: "is no text (…)".
     """
     if isinstance(content, bytes):
         try:
@@ -338,13 +266,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """Return a value as strict JSON on one line, in which everything can be printed.
-
-    Raises
-    ------
-    ValueError
-        When it holds NaN or an infinity.
-    """
+    """Return a value as strict JSON on one line, in which everything can be printed."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     return UNPRINTABLE.sub(lambda found: json.dumps(found[0])[1:-1], text)
 

@@ -29,40 +29,7 @@ def build_result(
     created: datetime | None = None,
     incomplete_reason: str | None = None,
 ) -> dict[str, Any]:
-    """Return a result, ready to be written.
-
-    Parameters
-    ----------
-    kind : str
-        The command that measured, for example ``"spectrum"``.
-    environment : mapping
-        From `kvprof.environment.collect_environment`.
-    inputs : mapping
-        Every resolved option, and the model's fingerprint.
-    data : mapping
-        As the JSON Schema documents it for this kind. Arrays and tensors become lists.
-    warnings : sequence of str
-        What a reader must know before believing the figures.
-    complete : bool
-        Whether everything that was asked for was measured.
-    created : datetime, optional
-        With a time zone; now when not given.
-    incomplete_reason : str, optional
-        Why something is missing. Without one an incomplete result says ``"interrupted"``.
-
-    Returns
-    -------
-    dict
-        Plain JSON types only.
-
-    Raises
-    ------
-    ValueError
-        When a number is not finite (JSON has none such; write None), with its place, or when a
-        complete result names a reason for being incomplete.
-    TypeError
-        When a value has no form in JSON, with its place.
-    """
+    """Return a result, ready to be written."""
     if complete and incomplete_reason is not None:
         raise ValueError("a complete result has no reason for being incomplete")
     moment = created if created is not None else datetime.now(UTC)
@@ -82,23 +49,7 @@ def build_result(
 
 
 def to_plain(value: Any, where: str = "") -> Any:
-    """Return `value` in JSON's own types: no arrays, no NaN, no keys but strings.
-
-    Parameters
-    ----------
-    value : object
-        Mappings, sequences, numbers, strings, paths, enum members, and whatever has a ``tolist``
-        method (NumPy arrays and scalars, tensors).
-    where : str
-        Where it stands in the result, for the error.
-
-    Raises
-    ------
-    ValueError
-        When a number is not finite.
-    TypeError
-        When there is no such form.
-    """
+    """Return `value` in JSON's own types: no arrays, no NaN, no keys but strings."""
     if isinstance(value, Enum):
         return to_plain(value.value, where)
     if value is None or isinstance(value, bool | int):

@@ -57,13 +57,7 @@ def result_schema() -> dict[str, Any]:
 
 
 def validate_result(result: Any) -> None:
-    """Check a result against the schema.
-
-    Raises
-    ------
-    ValueError
-        In one line: where it differs first, and how.
-    """
+    """Check a result against the schema."""
     kind = result.get("kind") if isinstance(result, dict) else None
     if kind in KINDS:  # its class looks at the rest, in a hundredth of the time
         refuse_first(_envelope().iter_errors(result), "the result")
@@ -73,38 +67,12 @@ def validate_result(result: Any) -> None:
 
 
 def validate_part(value: Any, part: str) -> None:
-    """Check what stands in results of a kind by itself, where it is kept elsewhere too.
-
-    Parameters
-    ----------
-    value : object
-        As JSON has it.
-    part : str
-        Its place in the schema, for example ``eval/$defs/evaluation``.
-
-    Raises
-    ------
-    ValueError
-        As `validate_result`.
-    """
+    """Check what stands in results of a kind by itself, where it is kept elsewhere too."""
     refuse_first(_part_validator(part).iter_errors(value), part.rpartition("/")[2])
 
 
 def refuse_first(errors: Iterable[ValidationError], what: str) -> None:
-    """Raise the error that tells most, in one line.
-
-    Parameters
-    ----------
-    errors : iterable of ValidationError
-        From ``iter_errors`` of a validator of jsonschema; none of them is no complaint.
-    what : str
-        The whole that was looked at, for what has no place in it.
-
-    Raises
-    ------
-    ValueError
-        With the place, and how it differs.
-    """
+    """Raise the error that tells most, in one line."""
     error = best_match(errors)
     if error is None:
         return

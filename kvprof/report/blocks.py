@@ -1,6 +1,6 @@
 """What a report is made of: data alone, which four renderers draw.
 
-`kvprof.report.terminal`, `html`, `markdown` and `figure` each have one case for a block.
+`kvprof.report.terminal`, `pages` and `figure` each have a case for a block.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,14 +49,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Running text.
-
-    Attributes
-    ----------
-    text : str
-    role : str
-        ``verdict`` (the answer, first and once), ``caution``, ``stopped``, ``aside``, or empty.
-    """
+    """Running text; its role is ``verdict`` (first, once), ``caution``, ``stopped``, ``aside``."""
 
     text: str
     role: str = ""
@@ -84,26 +77,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a `Table`.
-
-    Attributes
-    ----------
-    field : str or int or callable
-        Of a row: its attribute or property, its entry, or what makes a value of it.
-    title : str
-    show : callable
-        Writes a value.
-    words : bool
-        Text, left-aligned, that may wrap; otherwise a figure.
-    goes : int
-        How early it goes where a terminal is too narrow; 0 for never.
-    """
+    """A column: `field` is a row's attribute or entry, or makes a value of it; `show` writes it."""
 
     field: str | int | Callable[[Any], Any]
     title: str
     show: Callable[[Any], str] = str
-    words: bool = False
-    goes: int = 0
+    words: bool = False  # text, left-aligned, that may wrap; otherwise a figure
+    goes: int = 0  # how early it goes where a terminal is too narrow; 0 for never
 
     def cell(self, row: Any) -> str:
         """Return what stands in this column of a row."""
@@ -129,28 +109,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """One curve.
-
-    Attributes
-    ----------
-    label : str
-        Stands in the legend.
-    x : sequence of float
-        Ascending.
-    y : sequence of float or None
-        As long as `x`; None and NaN leave a gap, and so do values <= 0 on a log axis.
-    low, high : sequence of float or None, optional
-        A band around `y`. Figures for papers draw it; in a terminal it would hide other curves.
-    method : str
-        Whose curve it is, which decides its colour; empty for one by its place.
-    """
+    """One curve, and a band that figures for papers draw; None, NaN leave a gap."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
-    method: str = ""
+    method: str = ""  # decides the colour; without one the curve's place does
 
 
 @dataclass(frozen=True)
@@ -169,23 +135,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One figure per layer and head.
-
-    Attributes
-    ----------
-    values : sequence of sequence of float or None
-        ``[layer][head]``; layers may differ in their number of heads.
-    title : str
-    low, high : float or None
-        Of the scale, widened to what occurs; the same for maps that are to be compared.
-    show : callable, optional
-        Writes a figure in a few characters.
-    columns : str
-        What the columns are.
-    layers, names : sequence of str
-        Of rows and columns, where their index is not enough.
-    log : bool
-    """
+    """One figure per layer and head, ``[layer][head]``; see `kvprof.views.heatmap.HeatMap`."""
 
     values: Sequence[Sequence[float | None]]
     title: str
@@ -227,6 +177,7 @@ class Ready:
     """What makes matplotlib's figure; of reports that are not made of blocks yet."""
 
     make: Callable[[], Any]
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,14 +193,7 @@ Block = Heading | Paragraph | Notes | Facts | Table | Chart | Drawing
 
 @dataclass(frozen=True)
 class Report:
-    """A report.
-
-    Attributes
-    ----------
-    blocks : sequence of Block
-    subject : str
-        What was measured, and on what: the title of its figure.
-    """
+    """Blocks, and what was measured on what: the title of the report's figure."""
 
     blocks: Sequence[Block]
     subject: str = ""
@@ -270,22 +214,11 @@ def framed(
     notes: Sequence[str] = (),
     measured_with: Mapping[str, Any],
 ) -> Report:
-    """Return a report: the verdict, what limits it, the kind's own blocks, notes and provenance.
-
-    Parameters
-    ----------
-    result : kvprof.results.base.Result
-    body : iterable of Block
-    verdict : str
-        The one sentence that answers the command's question.
-    subject : str
-        As `Report` has it.
-    cautions, notes : sequence of str
-        At most five notes, of one line.
-    measured_with : mapping
-        None for what the result does not name.
-    """
+    """Return a report: verdict, what limits it, the kind's own blocks, five notes, provenance."""
     stopped = []
+    if str(getattr(result.inputs, "device", None)).startswith("cuda"):
+        gpus = dict.fromkeys(gpu["name"] for gpu in result.environment.get("gpus", ()))
+        subject = ", ".join([subject, *gpus])
     if not result.complete:
         why = result.incomplete_reason or ""
         named = (one for one in (RECORD_DAMAGED, RECORD_ENDS) if why.startswith(one))
@@ -299,7 +232,15 @@ def framed(
     blocks += body
     if notes:
         blocks += [Heading("Notes"), Notes(notes)]
-    known = {**measured_with, "written": result.created or None}
+    inputs = result.inputs
+    gguf, dtype = getattr(inputs, "gguf", None), getattr(inputs, "dtype", None)
+    known = {
+        **measured_with,
+        "weights": f"{gguf['file']}, {gguf['quantisation']}" if gguf else None,
+        "fingerprint": inputs.fingerprint,
+        "dtype": f"{dtype} on {inputs.device}" if dtype else None,
+        "written": result.created,
+    }
     facts = {name: str(value) for name, value in known.items() if value not in (None, "")}
     blocks += [Heading("Measured with"), Facts(facts)]
     if result.warnings:

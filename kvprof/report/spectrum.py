@@ -232,19 +232,15 @@ def _measured_with(result: SpectrumResult) -> dict[str, Any]:
     inputs = result.inputs
     layers = f"{inputs.layers} layer{'s' if inputs.layers != 1 else ''}"
     heads = f"{layers}, {inputs.num_kv_heads} KV heads of {inputs.head_dim}"
-    gguf = inputs.gguf
     weighted = f"{inputs.value_weight_tokens or inputs.tokens:,} tokens"
     return {
         "model": f"{inputs.model or 'a model'} ({heads}, {inputs.num_heads} query heads)",
-        "weights": f"{gguf['file']}, {gguf['quantisation']}" if gguf else None,
-        "fingerprint": inputs.fingerprint,
         "source": inputs.source_description or inputs.source,
         "tokens": f"{inputs.tokens:,}",
         "positions": inputs.positions,
         "seed": inputs.seed,
         "prefix": inputs.prefix,
         "left out": f"first {inputs.skip_first} tokens" if inputs.skip_first else None,
-        "dtype": " on ".join(one for one in (inputs.dtype, inputs.device) if one),
         "weight of V": f"{weighted}, against W_O in vo" if "vo" in inputs.pairs else None,
         "qk": "C_q + G·C_k, paired per query head" if inputs.paired else None,
         "default tokens": inputs.default_tokens_source,

@@ -23,8 +23,6 @@ REMOTE_CODE = "--trust-remote-code"
 # Of commands without a request's class. They measure, and neither write nor read files.
 _FREE = frozenset(
     (
-        "--against-seq-len",
-        "--against-tokens",
         "--allocation",
         "--arrivals",
         "--baseline",
@@ -39,7 +37,6 @@ _FREE = frozenset(
         "--device",
         "--diff",
         "--dtype",
-        "--fail-on-claim",
         "--fit",
         "--gguf",
         "--grid",
@@ -59,7 +56,6 @@ _FREE = frozenset(
         "--no-cache",
         "--option",
         "--output-len",
-        "--pairs",
         "--phase",
         "--points",
         "--prompt",
@@ -76,7 +72,6 @@ _FREE = frozenset(
         "--sample",
         "--seconds",
         "--seed",
-        "--seeds",
         "--seq",
         "--seq-len",
         "--sequences",
@@ -90,7 +85,6 @@ _FREE = frozenset(
         "--decode",
         "--temperature",
         "--timeout",
-        "--tokens",
         "--top-p",
         "--tp",
         "--transfer",
@@ -99,7 +93,6 @@ _FREE = frozenset(
 # What they name may be a file or a folder, which then is the recipe's own or the user's word.
 _READ = frozenset(
     (
-        "--against",
         "--calibrate",
         "--compare",
         "--lengths",
@@ -109,7 +102,6 @@ _READ = frozenset(
         "--ranks",
         "--rates",
         "--shape",
-        "--source",
         "--text",
         "--tokenizer",
         "--trace",

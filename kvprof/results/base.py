@@ -1,58 +1,48 @@
 """What every kind's result derives from, and the marks on fields that comparison follows."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import csv
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from kvprof.records.tidy import tidy_csv
+from kvprof.printable import printable
 
-__all__ = ["Compared", "Figure", "Key", "Keyed", "Part", "Result", "schema_of"]
+__all__ = [
+    "Compared",
+    "Figure",
+    "Key",
+    "Keyed",
+    "Part",
+    "Result",
+    "ends",
+    "schema_of",
+    "tidy_csv",
+]
 
 Key = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a result.
+    """One number of a result that can be held against another result's."""
 
-    Attributes
-    ----------
-    key : tuple of (str, value)
-        What it is of: names and values, the same in every result of the kind.
-    name : str
-        Of the figure.
-    value : float
-    better : str or None
-        ``lower`` or ``higher``; None where neither is.
-    samples : sequence of float or None
-        Whose median `value` is.
-    interval : (float, float) or None
-        In which `value` lies.
-    headline : bool
-        Whether a limit on what may get worse counts it: it is what was asked for, no part of it
-        and not what it is held against.
-    exact : bool
-        Whether it is counted or computed, so that it repeats without an interval.
-    beside : sequence of float or None
-        Times of what no method changes, taken beside it, so that a slower machine shows there too:
-        one for each of `samples`, of the same rounds, or one for the whole.
-    control : bool
-        Whether it is of what no method changes: what it differs by between two runs is noise.
-    """
-
-    key: Key
+    key: Key  # what it is of: names and values, the same in every result of the kind
     name: str
     value: float
-    better: str | None = None
-    samples: Sequence[float] | None = None
+    better: str | None = None  # lower or higher
+    samples: Sequence[float] | None = None  # whose median `value` is
     interval: tuple[float, float] | None = None
+    # Whether a limit on what may get worse counts it: it is what was asked for, no part of it.
     headline: bool = False
-    exact: bool = False
+    exact: bool = False  # counted or computed, so that it repeats without an interval
+    # Times of what no method changes, taken beside it, one for each of `samples` or one for all.
     beside: Sequence[float] | None = None
-    control: bool = False
+    control: bool = False  # of what no method changes: a difference between two runs is noise
 
 
 @dataclass(frozen=True)
@@ -64,19 +54,7 @@ class Keyed:
 
 @dataclass(frozen=True)
 class Compared:
-    """Marks a field that `compare` and recipes read; see `Figure`.
-
-    Attributes
-    ----------
-    better : str or None
-    headline, exact : bool
-    interval : str
-        The field that holds its interval; empty for none.
-    name : str
-        Of the figure, where it is not the field's.
-    of : callable, optional
-        Makes the figure of the field's value.
-    """
+    """Marks a field that `compare` reads; `interval` names a field, `of` makes the figure."""
 
     better: str | None = None
     headline: bool = False
@@ -135,15 +113,9 @@ def _held(value: Any, marks: Sequence[Any], key: Key) -> Iterator[Figure]:
 
 
 class Result(Part):
-    """Base of a kind's result: the envelope around ``inputs`` and ``data`` of its own types.
+    """Base of a kind's result: the envelope around ``inputs`` and ``data`` of its own types."""
 
-    Attributes
-    ----------
-    columns : tuple of str
-        Of the CSV; empty where the kind has none.
-    """
-
-    columns: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[tuple[str, ...]] = ()  # of the CSV; empty where the kind has none
 
     kind: str
     complete: bool = True
@@ -157,13 +129,7 @@ class Result(Part):
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> "Result":
-        """Return a result that was read as JSON has it.
-
-        Raises
-        ------
-        ValueError
-            In one line: where it differs first, and how.
-        """
+        """Return a result as JSON has it; a ValueError names where it differs first, and how."""
         try:
             return cls.model_validate(dict(result))
         except ValidationError as problem:
@@ -173,7 +139,7 @@ class Result(Part):
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the CSV, by its columns."""
-        raise NotImplementedError
+        return iter(())
 
     def to_csv(self) -> str:
         """Return every figure in one table that pandas reads as it is."""
@@ -191,3 +157,40 @@ def schema_of(result: type[Result], root: str) -> dict[str, Any]:
     return result.model_json_schema(
         ref_template=f"{root}/$defs/{{model}}", schema_generator=_Untitled
     )
+
+
+# --- Tidy tables as CSV: one row per observation, empty where a column does not apply.
+
+# Some programs take the wide signs of East Asian keyboards, and look past blanks in front.
+_FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]|[\t\n]")
+
+
+def tidy_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as CSV with a header, which pandas reads without an option."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+    writer.writerow({name: _cell(name) for name in columns})
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return out.getvalue()
+
+
+def ends(name: str, bounds: Sequence[Any] | None) -> dict[str, Any]:
+    """Return an interval as the columns ``<name>_low`` and ``<name>_high``; empty without one."""
+    before = f"{name}_" if name else ""
+    low, high = bounds or (None, None)
+    return {f"{before}low": low, f"{before}high": high}
+
+
+def _cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    clean = printable(value)
+    return f"'{clean}" if _FORMULA.match(clean) and not _is_number(clean) else clean
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

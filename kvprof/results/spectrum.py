@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Keyed, Part, Result
+from kvprof.results.base import Compared, Figure, Key, Keyed, Part, Result
 
 __all__ = ["HeadRemoval", "Pair", "Removal", "SpectrumResult", "flat", "mean"]
 
@@ -111,15 +111,19 @@ class PerQueryHead(Part):
     qk: Pair
     removal: list[HeadRemoval]
 
+    def figures(self, key: Key = ()) -> Iterator[Figure]:
+        """Yield nothing: what it is held against is compared."""
+        return iter(())
+
 
 class SpectrumData(Part):
     """Data of `kvprof spectrum`."""
 
-    pairs: Annotated[dict[str, Pair], Keyed("pair")] = Field(
-        min_length=1, description="Keys: qk, vo, q, k, v, q_pre, k_pre, w_v."
-    )
     removal: list[Removal] = Field(
         description="One entry per removal rate; empty unless qk and vo are both among the pairs."
+    )
+    pairs: Annotated[dict[str, Pair], Keyed("pair")] = Field(
+        min_length=1, description="Keys: qk, vo, q, k, v, q_pre, k_pre, w_v."
     )
     first_position: FirstPosition
     per_query_head: PerQueryHead | None = None

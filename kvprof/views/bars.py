@@ -71,21 +71,7 @@ class Ink:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar.
-
-    Attributes
-    ----------
-    label : str
-        In front of it.
-    parts : mapping
-        Part to value, from left to right; what is not positive is not drawn.
-    note : Text
-        Behind it.
-    chosen : bool
-        Whether its label stands out.
-    press : str
-        What a click on it does: the action under ``press`` in the meta data; empty for none.
-    """
+    """One bar."""
 
     label: str
     parts: Mapping[str, float]
@@ -110,23 +96,7 @@ def bar_of(label: str, account: Account) -> Bar:
 
 @dataclass(frozen=True)
 class StackedBars:
-    """Rich renderable of bars on one scale: with their legend, or on an axis with names in them.
-
-    Attributes
-    ----------
-    bars : sequence of Bar
-    title : str
-        Above them; empty for none.
-    shares : bool
-        Every bar fills the width, so that shares are compared; otherwise the longest one does.
-    scale : float or None
-        Seconds of the whole width, which an axis below shows; parts are then named inside their
-        segments where there is room. None draws no axis, and a legend.
-    ink : Ink or None
-        None takes the terminal's own palette, which suits its ground.
-    airy : bool
-        Leave a line between two bars.
-    """
+    """Rich renderable of bars on one scale: with their legend, or on an axis with names in them."""
 
     bars: Sequence[Bar]
     title: str = ""

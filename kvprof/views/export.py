@@ -11,8 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvprof.report import blocks, html, markdown, report_of
+from kvprof.report import blocks, report_of
 from kvprof.report.blocks import Block
+from kvprof.report.pages import html, markdown
 from kvprof.results import KINDS
 from kvprof.views.bars import StackedBars
 from kvprof.views.kinds import figure_of, report
@@ -102,7 +103,7 @@ def to_html(result: Mapping[str, Any]) -> str:
     written = f"{result['created']}, kvprof {result['kvprof_version']}"
     headline = f"{title}: {name}" if isinstance(name, str) else title
     if result["kind"] in KINDS:
-        return html.page(title, headline, report_of(result).blocks, written)
+        return html(title, headline, report_of(result).blocks, written)
     return page_html(title, headline, report(result, colour=False), written, figure_of(result))
 
 
@@ -119,17 +120,17 @@ def page_html(
     drawn = any(isinstance(one, blocks.Chart) for one in found)
     if figure is not None and first is not None and not drawn:  # without a row nothing is drawn
         found.insert(first + 1, blocks.Ready(figure))
-    return html.page(title, headline, found, written)
+    return html(title, headline, found, written)
 
 
 def to_markdown(result: Mapping[str, Any]) -> str:
     """Return the report of a result as Markdown (GitHub's, which has tables)."""
     title = f"kvprof {result['kind']}"
     if result["kind"] in KINDS:
-        return markdown.page(title, report_of(result).blocks)
+        return markdown(title, report_of(result).blocks)
     return page_markdown(title, report(result, colour=False))
 
 
 def page_markdown(title: str, content: RenderableType) -> str:
     """Return any report as Markdown, under a title."""
-    return markdown.page(title, blocks_of(content))
+    return markdown(title, blocks_of(content))

@@ -22,7 +22,6 @@ from kvprof.views.plot import log2_ticks
 
 __all__ = [
     "FORMATS",
-    "curves_figure",
     "draw_curves",
     "draw_map",
     "draw_reference",
@@ -310,26 +309,3 @@ def draw_map(
                     head, layer, f"{value:.3g}", ha="center", va="center", color=text, fontsize=7
                 )
     return image
-
-
-def curves_figure(
-    series: Sequence[Series],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    log_x: bool = False,
-    log_y: bool = False,
-) -> Any:
-    """Return a figure of one plot of curves; the parameters are those of `draw_curves`."""
-    figure = new_figure(5.0, 3.4)
-    draw_curves(
-        figure.subplots(),
-        series,
-        title=title,
-        x_label=x_label,
-        y_label=y_label,
-        log_x=log_x,
-        log_y=log_y,
-    )
-    return figure

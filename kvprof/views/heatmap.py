@@ -69,30 +69,7 @@ def _known(value: float | None) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Rich renderable of one figure per layer and head.
-
-    Attributes
-    ----------
-    values : sequence of sequence of float or None
-        ``[layer][head]``; layers may differ in their number of heads. None and NaN are shown as
-        not measured, a head that a layer does not have stays blank.
-    title : str
-        Above the map.
-    low, high : float or None
-        Figures of the lowest and the highest bar, widened to what occurs. Give both to two maps
-        that are to be compared.
-    write : callable
-        How a figure is printed, in a few characters.
-    layers : sequence of str, optional
-        Names of the rows; by default their index.
-    columns : str
-        What the columns are.
-    names : sequence of str, optional
-        Of the columns, where their index says nothing and every figure is printed.
-    log : bool
-        Each bar stands for as many times more than the one below it, over `_DECADES` powers of
-        ten at most; what is less, or none, has the lowest bar.
-    """
+    """Rich renderable of one figure per layer and head."""
 
     values: Sequence[Sequence[float | None]]
     title: str

@@ -108,7 +108,6 @@ _MODULES = {
     "plan": "plan",
     "recipe": "recipe",
     "sensitivity": "sensitivity",
-    "stability": "stability",
 }
 
 
@@ -140,7 +139,7 @@ def figure_of(result: Mapping[str, Any]) -> Callable[[], Any] | None:
     if result["kind"] in KINDS:
         shown = report_of(result)
         chart = shown.figure
-        return None if chart is None else lambda: drawn(chart, shown.subject)
+        return None if chart is None else lambda: drawn(chart, f"{chart.title}\n{shown.subject}")
     if result["kind"] not in _MODULES:
         return None
     make = getattr(_module(result["kind"]), "figure", None)

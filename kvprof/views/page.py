@@ -15,7 +15,7 @@ from rich.text import Text
 from kvprof.analysis.stats import LEAST_SEQUENCES
 from kvprof.console import PrintableConsole
 from kvprof.records.result import RECORD_DAMAGED, RECORD_ENDS
-from kvprof.records.tidy import ends, tidy_csv
+from kvprof.results.base import ends, tidy_csv
 from kvprof.views.tables import key_values
 
 __all__ = [
@@ -101,12 +101,7 @@ def wrap(text: Text, width: int) -> list[Text]:
 
 
 class Bullet:
-    """A line that starts with a dash and hangs the rest below its text.
-
-    Parameters
-    ----------
-    text : Text
-    """
+    """A line that starts with a dash and hangs the rest below its text."""
 
     def __init__(self, text: Text) -> None:
         self.text = text
@@ -188,18 +183,7 @@ _WRAPPER = Console(file=io.StringIO(), width=80, force_terminal=False, _environ=
 
 
 class Fitted:
-    """Draw something at most `width` columns wide, in colour or without any escape code.
-
-    Parameters
-    ----------
-    content : RenderableType
-        What to draw.
-    width : int or None
-        Columns; None takes the console's. A narrower console always wins.
-    colour : bool
-        False drops every style, bold included. True leaves it to the console, which honours
-        ``NO_COLOR`` and what the terminal can do.
-    """
+    """Draw something at most `width` columns wide, in colour or without any escape code."""
 
     def __init__(
         self, content: RenderableType, *, width: int | None = None, colour: bool = True

@@ -26,17 +26,7 @@ __all__ = ["Axis", "LinePlot", "Series", "line_plot", "linear_ticks", "log2_tick
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of a plot: from data to position, and its ticks.
-
-    Attributes
-    ----------
-    low, high : float
-        Ends of the axis, in positions (logarithms on a log axis).
-    position : callable
-        From a data value to a position.
-    ticks : tuple of (float, str)
-        Position and label, ascending.
-    """
+    """One direction of a plot: from data to position, and its ticks."""
 
     low: float
     high: float

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from kvprof.views.numbers import MISSING, interval, number
+from kvprof.views.numbers import MISSING
 
 __all__ = [
     "Cell",
@@ -19,7 +19,6 @@ __all__ = [
     "Ranked",
     "RankedTable",
     "SplitTable",
-    "claims_table",
     "columns",
     "key_values",
     "least_width",
@@ -35,15 +34,7 @@ _LEAST_WORDS = 10  # columns that running text needs to be read
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a `DataTable`.
-
-    Attributes
-    ----------
-    title : str
-        Wraps at blanks.
-    words : bool
-        Text that is left-aligned and may wrap; otherwise a figure, which never does.
-    """
+    """One column of a `DataTable`."""
 
     title: str
     words: bool = False
@@ -79,19 +70,7 @@ def natural_width(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> 
 
 
 class DataTable:
-    """A table whose figures are never cut: where it is too wide, each row becomes a block.
-
-    Parameters
-    ----------
-    columns : sequence of Column
-        The first one names the row.
-    rows : sequence of sequence of str or Text
-        As they are to be printed, each as long as `columns`.
-    title : str
-        Above the table; empty for none.
-    lines : bool
-        Draw a line between rows, for cells that wrap.
-    """
+    """A table whose figures are never cut: where it is too wide, each row becomes a block."""
 
     def __init__(
         self,
@@ -99,12 +78,10 @@ class DataTable:
         rows: Sequence[Sequence[Cell]],
         *,
         title: str = "",
-        lines: bool = False,
     ) -> None:
         self.columns = columns
         self.rows = rows
         self.title = title
-        self._lines = lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
@@ -118,7 +95,6 @@ class DataTable:
             padding=(0, _GAP - 1, 0, 0),  # the box adds one column itself
             pad_edge=False,
             show_edge=False,
-            show_lines=self._lines,
         )
         for column, size in zip(self.columns, sizes, strict=True):
             justify: Literal["left", "right"] = "left" if column.words else "right"
@@ -181,16 +157,7 @@ class LineTable(DataTable):
 
 
 class SplitTable:
-    """One table where it fits; else as many as it takes, each with the names of the rows.
-
-    Parameters
-    ----------
-    columns : sequence of Column
-        The first one names the row.
-    rows : sequence of sequence of str
-    groups : sequence of int
-        How many columns after the first, and after each group, belong together.
-    """
+    """One table where it fits; else as many as it takes, each with the names of the rows."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], groups: Sequence[int]
@@ -241,13 +208,7 @@ def _least_ranked(ranked: Sequence[Ranked]) -> int:
 
 
 class RankedTable:
-    """A table that leaves out its least important columns where it is too wide, and says which.
-
-    Parameters
-    ----------
-    ranked : sequence of Ranked
-        The first one names the row.
-    """
+    """A table that leaves out its least important columns where it is too wide, and says which."""
 
     def __init__(self, ranked: Sequence[Ranked]) -> None:
         # A column without a single figure tells nothing.
@@ -280,26 +241,3 @@ def key_values(pairs: Mapping[str, str]) -> RenderableType:
     for key, value in pairs.items():
         grid.add_row(Text(key), Text(value))
     return grid
-
-
-def claims_table(claims: Sequence[Mapping[str, Any]], *, title: str = "Claims") -> DataTable:
-    """Return a table of claims, each with what was measured and the verdict in words."""
-    rows = [
-        (
-            str(claim["claim"]),
-            _figure(claim["threshold"]),
-            _figure(claim["measured"], claim.get("interval")),
-            str(claim["verdict"]),
-        )
-        for claim in claims
-    ]
-    heads = columns("claim", "threshold", "measured", "verdict")
-    return DataTable(heads, rows, title=title, lines=True)
-
-
-def _figure(value: float | str | None, bounds: Sequence[float] | None = None) -> str:
-    if value is None:
-        return MISSING
-    if isinstance(value, str):
-        return value if bounds is None else f"{value} [{number(bounds[0])}, {number(bounds[1])}]"
-    return interval(value, bounds)

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from kvprof.analysis.stability_data import NOISE_FLOOR, stability_data
+from kvprof.analysis.stability_data import stability_data
 from kvprof.analysis.stability_study import RankChoice
+from kvprof.results.stability import NOISE_FLOOR
 from tests.analysis.rotations import factors, gram_of, haar, planar, run
 
 CHOICES = [RankChoice(rank=4), RankChoice(rank=8), RankChoice(removal_rate=0.1)]

@@ -43,7 +43,7 @@ def test_bases_per_query_head_and_what_their_cache_would_cost(
     assert row["full_dims"] == 3 * 2 * 16
     shown = " ".join(done.stdout.split())
     assert "One basis of qk per query head" in shown
-    assert "2 per KV head and token instead of one" in shown
+    assert "stores 2 compressed keys per KV head and token" in shown
     assert f"{row['stored_dims'] / row['grouped_dims']:.2f}×" in shown
     lines = [x for x in table.read_text().splitlines() if x.startswith("rank,qk_per_query_head")]
     assert len(lines) == 3 * 4
@@ -64,4 +64,4 @@ def test_one_query_head_per_kv_head_is_said_to_change_nothing(tmp_path: Path) ->
 def test_per_query_head_without_qk_is_refused(tiny_folder: Path) -> None:
     done = kvprof("spectrum", tiny_folder, *SMALL, "--pairs", "k,v", "--per-query-head")
     assert done.code == 2
-    assert "--per-query-head is about qk; add it to --pairs k,v" in done.error
+    assert "--per-query-head requires qk among --pairs" in done.error

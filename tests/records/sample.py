@@ -92,7 +92,7 @@ def stability_result() -> dict[str, Any]:
     data = {
         "curves": [curve, average],
         "claims": [claim, claim | dict.fromkeys(unknown) | {"verdict": "not judged"}],
-        "recommendation": {"tokens": 8192},
+        "recommendation": {"tokens": 8192, "stopped_falling": True, "pairs": {}},
         "clusters": [{"pair": "qk", "target": "prose", "tokens": 1024, "sizes": {"1": 60}}],
         "lengths": [
             {
@@ -109,7 +109,14 @@ def stability_result() -> dict[str, Any]:
         "negligible_cost": 0.01,
         "half_ranks": {"qk": 32},
     }
-    return build_result("stability", environment=ENVIRONMENT, inputs={}, data=data, created=CREATED)
+    inputs = {
+        **{"model": None, "fingerprint": "f0", "source": "calibration", "targets": ["prose"]},
+        **{"seeds": [0], "seq_len": 512, "target_seq_len": 512, "target_tokens": 1024},
+        **{"ranks": [32], "removal": []},
+    }
+    return build_result(
+        "stability", environment=ENVIRONMENT, inputs=inputs, data=data, created=CREATED
+    )
 
 
 def benchmark_result(**inputs: Any) -> dict[str, Any]:

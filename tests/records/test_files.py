@@ -47,7 +47,8 @@ def test_what_is_written_is_read_back(result: dict[str, Any], tmp_path: Path) ->
 def test_every_float_and_every_text_survives(
     tmp_path: Path, values: list[float], name: str, note: str
 ) -> None:
-    result = spectrum_result(inputs={"values": values, "name": name}, warnings=[note])
+    given = spectrum_result()["inputs"] | {"values": values, "name": name}
+    result = spectrum_result(inputs=given, warnings=[note])
     write_result(tmp_path / "r.json", result, force=True)
     read = read_result(tmp_path / "r.json")
     assert read == result

@@ -1,6 +1,7 @@
 """What holds of every report that is made of blocks; a kind adds its made-up results here."""
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvprof.results import KINDS
 from kvprof.views.page import render_text
 from tests.report.approved import check_approved
 from tests.views.synthetic import spectrum_result
+from tests.views.synthetic_stability import SHAPES, made
 
 RESULTS: dict[str, dict[str, Any]] = {
     "spectrum": spectrum_result(group=2),
@@ -27,6 +29,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         warnings=("interrupted after 4,096 tokens", "[bold]literal[/bold]"),
         labels=("spectra of expanded heads (MLA)",),
     ),
+    **{"stability" if name == "plain" else f"stability, {name}": made(name) for name in SHAPES},
 }
 _ANY = pytest.mark.parametrize("name", RESULTS)
 
@@ -77,4 +80,6 @@ def test_a_report_is_one_verdict_tables_and_few_short_notes(name: str) -> None:
     facts = next(one for one in report.blocks if isinstance(one, Facts))
     assert facts.pairs["fingerprint"] == result["inputs"]["fingerprint"]
     assert Heading("Measured with") in report.blocks
-    assert isinstance(report.figure, Chart)
+    assert isinstance(report.figure, Chart) or name == "stability, one dimension"
+    text = render_text(renderable(report), 120)
+    assert not re.search(r"\b(nan|None|inf)\b|%%", text)

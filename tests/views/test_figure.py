@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.views.figure import curves_figure, draw_map, figure_bytes, new_figure
+from kvprof.report.blocks import Curves
+from kvprof.report.figure import drawn as figure_of
+from kvprof.views.figure import draw_map, figure_bytes, new_figure
 from kvprof.views.plot import Series
 
 TOKENS = [1024, 2048, 4096]
@@ -17,9 +19,7 @@ CURVES = [
 
 
 def drawn():
-    return curves_figure(
-        CURVES, title="T", x_label="tokens", y_label="ratio", log_x=True, log_y=True
-    )
+    return figure_of(Curves(CURVES, "", "tokens", "ratio", log_x=True, log_y=True), "T")
 
 
 def test_svg_is_valid_and_the_same_every_time():

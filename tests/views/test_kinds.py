@@ -10,7 +10,7 @@ import pytest
 from kvprof.records.fold import result_of
 from kvprof.records.schema import kinds
 from kvprof.report.blocks import Curves, Heading, Table
-from kvprof.views import bench, evaluation, frontier, stability
+from kvprof.views import bench, evaluation, frontier
 from kvprof.views.export import blocks_of, to_html, to_markdown
 from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text
@@ -55,7 +55,6 @@ _VIEWS = {
     "bench": bench,
     "eval": evaluation,
     "frontier": frontier,
-    "stability": stability,
 }
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from kvprof.views.page import render_text
-from kvprof.views.tables import Column, DataTable, claims_table, key_values
+from kvprof.views.tables import Column, DataTable, key_values
 
 COLUMNS = (
     Column("name", words=True),
@@ -30,32 +30,6 @@ def test_where_it_does_not_fit_rows_become_blocks():
 
 def test_no_rows():
     assert "dim_rate" in render_text(DataTable(COLUMNS, []), 80)
-
-
-CLAIMS = [
-    {
-        "claim": "FDC §6.7: the rotation from 8K random tokens differs by at most 0.5 %",
-        "threshold": 0.005,
-        "measured": 1.487,
-        "interval": [1.41, 1.58],
-        "verdict": "does not hold",
-    },
-    {"claim": "ZACK table 4", "threshold": "0.34 %", "measured": None, "verdict": "not measured"},
-]
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_claims_keep_every_word(width):
-    text = render_text(claims_table(CLAIMS), width)
-    assert max(map(len, text.splitlines())) <= width
-    words = text.split()
-    for word in ["0.00500", "1.49", "[1.41,", "1.58]", "0.34", "rotation", "hold", "–"]:
-        assert word in words
-
-
-def test_claims_wrap_at_80():
-    rows = render_text(claims_table(CLAIMS), 80).splitlines()
-    assert sum("1.49 [1.41, 1.58]" in row for row in rows) == 1
 
 
 def test_names_and_values():

@@ -3,9 +3,15 @@ import io
 
 import pytest
 
-from kvprof.views.stability import COLUMNS, to_csv
+from kvprof.records.figures import figures_of
+from kvprof.results.stability import StabilityResult
+from tests.views.synthetic_stability import stability_result
 
-from .synthetic_stability import stability_result
+COLUMNS = StabilityResult.columns
+
+
+def to_csv(result):
+    return StabilityResult.of(result).to_csv()
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +53,14 @@ def test_the_keys_of_definitions_come_first():
     )
     assert list(COLUMNS[:19]) == keys.split(", ")
     assert len(set(COLUMNS)) == len(COLUMNS)
+
+
+def test_averages_and_claims_are_compared_and_single_heads_are_not(result):
+    found = figures_of(result)
+    averages = [row for row in result["data"]["curves"] if row["layer"] is None]
+    costs = [one for one in found if one.name == "extra_energy_loss"]
+    assert [one.value for one in costs] == [row["extra_energy_loss"] for row in averages]
+    assert all(one.headline and one.exact and one.better == "lower" for one in costs)
+    judged = [one for one in result["data"]["claims"] if one["measured"] is not None]
+    measured = [one for one in found if one.name == "measured"]
+    assert [list(one.interval or ()) for one in measured] == [one["interval"] for one in judged]

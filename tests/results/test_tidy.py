@@ -1,6 +1,6 @@
 import pytest
 
-from kvprof.records.tidy import tidy_csv
+from kvprof.results.base import tidy_csv
 
 
 def test_tidy_csv_leaves_missing_empty_and_refuses_unknown_columns():

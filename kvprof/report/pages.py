@@ -1,12 +1,15 @@
-"""A report as Markdown: tables as tables, plots as text."""
+"""A report as one HTML page that needs nothing else, and as Markdown (GitHub's, with tables)."""
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
 
 from kvprof.printable import printable
 from kvprof.report.blocks import (
     Bars,
     Block,
+    Chart,
     Curves,
     Drawing,
     Facts,
@@ -18,10 +21,45 @@ from kvprof.report.blocks import (
     Report,
     Table,
 )
+from kvprof.report.figure import drawn
 from kvprof.report.terminal import renderable
+from kvprof.views.figure import figure_bytes
 from kvprof.views.page import render_text
 
-__all__ = ["page"]
+__all__ = ["html", "markdown"]
+
+# --- HTML: plots are drawn inside it.
+
+_PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)
+
+
+def html(title: str, headline: str, blocks: Sequence[Block], written: str) -> str:
+    """Return blocks as a page: no script, no network, plots as inline SVG."""
+    shown = []
+    for block in blocks:
+        figure = _inline(drawn(block)) if isinstance(block, Chart) else ""
+        shown.append((type(block).__name__, block, figure))
+    text: str = _template().render(title=title, headline=headline, blocks=shown, written=written)
+    return text
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader
+
+    known = Environment(loader=PackageLoader("kvprof.report", "."), autoescape=True)
+    known.filters["printable"] = printable
+    return known.get_template("page.html")
+
+
+def _inline(figure: Any) -> Any:
+    """Return a figure's SVG element alone: no XML declaration, no document type."""
+    from markupsafe import Markup
+
+    return Markup(_PROLOGUE.sub("", figure_bytes(figure, "svg").decode("utf-8"), count=1).strip())
+
+
+# --- Markdown: plots are text.
 
 _WIDTH = 90  # columns of a plot
 _SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_{}[]<>#|~&$"})
@@ -30,7 +68,7 @@ _BEGINS = re.compile(r"^(\d*)([-+=.)])(?=[\s=-]|$)")
 _ADDRESS = re.compile(r"(?<=\w)(:)(?=//)|(?<=\bwww)(\.)|(@)(?=\w)", re.IGNORECASE)
 
 
-def page(title: str, blocks: Sequence[Block]) -> str:
+def markdown(title: str, blocks: Sequence[Block]) -> str:
     """Return blocks as Markdown (GitHub's, which has tables), under a title."""
     parts = [f"# {_line(title)}"]
     for block in blocks:
