@@ -22,17 +22,17 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 104_707,
-    "package_files": 415,
-    "docstring_share": 0.211,
-    "raises": 1093,
-    "functions_with_12_parameters": 74,
+    "package_lines": 104_554,
+    "package_files": 425,
+    "docstring_share": 0.203,
+    "raises": 1096,
+    "functions_with_12_parameters": 72,
     "modules_with_one_importer": 96,
-    "test_lines": 59_290,
-    "test_functions": 2760,
-    "tests_of_wording": 803,
-    "document_words": 37_030,
-    "readme_lines": 150,
+    "test_lines": 59_480,
+    "test_functions": 2746,
+    "tests_of_wording": 786,
+    "document_words": 37_051,
+    "readme_lines": 148,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
     "files_executed_spectrum": 138,

@@ -3,6 +3,7 @@
 import functools
 import pickle
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ def _stability_result(
         data=data,
         warnings=[*warnings, *found],
         complete=complete,
+        created=datetime(2026, 1, 1, tzinfo=UTC),
     )
 
 
