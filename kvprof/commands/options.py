@@ -29,6 +29,7 @@ __all__ = [
     "CalibrateOption",
     "CalibrateSeqLenOption",
     "CalibrateTokensOption",
+    "CalibrationOptions",
     "Command",
     "ContextOption",
     "DecodeOption",
@@ -38,6 +39,7 @@ __all__ = [
     "GgufOption",
     "GridOption",
     "MethodOption",
+    "MethodOptions",
     "MethodOptionsOption",
     "MinimumOption",
     "ModelArgument",
@@ -46,6 +48,7 @@ __all__ = [
     "RateOption",
     "RemovalOption",
     "RevisionOption",
+    "SampleOptions",
     "SeedOption",
     "SeqLenOption",
     "SequencesOption",
@@ -328,24 +331,27 @@ def method_option(
     )
 
 
-MethodOption = Annotated[list[str] | None, method_option()]
+MethodOption = Annotated[list[str] | None, method_option(), Mark.FREE]
 RateOption = Annotated[
     float | None,
     share_option(
         "--rate", "Share of the cache's bytes saved, everything counted; 0 is full.", METHOD
     ),
+    Mark.FREE,
 ]
 RemovalOption = Annotated[
     float | None,
     share_option(
         "--removal", "Instead of --rate: the removal rate of FDC eq. 1.", METHOD, parse_removal
     ),
+    Mark.FREE,
 ]
 PlanFileOption = Annotated[
     Path | None,
     typer.Option(
         "--plan", metavar="FILE", rich_help_panel=METHOD, help="A saved plan, instead of --method."
     ),
+    Mark.READS,
 ]
 CalibrateOption = Annotated[
     str | None,
@@ -355,6 +361,7 @@ CalibrateOption = Annotated[
         help="calibration (embedded text, the default), prose, code, tasks, random:8k, a file, or "
         "saved moments.",
     ),
+    Mark.READS,
 ]
 CalibrateTokensOption = Annotated[
     str | None,
@@ -363,6 +370,7 @@ CalibrateTokensOption = Annotated[
         rich_help_panel=METHOD,
         help="How many; k is 1,024. Default 8k, less of a text.",
     ),
+    Mark.FREE,
 ]
 CalibrateSeqLenOption = Annotated[
     str | None,
@@ -371,6 +379,7 @@ CalibrateSeqLenOption = Annotated[
         rich_help_panel=METHOD,
         help="Tokens per calibration sequence. Default --seq-len's.",
     ),
+    Mark.FREE,
 ]
 AllocationOption = Annotated[
     str | None,
@@ -380,6 +389,7 @@ AllocationOption = Annotated[
         help="removal, uniform, tail, fisher or budget; of kq-wf loss, budget or output. "
         "Default by method.",
     ),
+    Mark.FREE,
 ]
 GridOption = Annotated[
     int | None,
@@ -389,12 +399,14 @@ GridOption = Annotated[
         min=1,
         help="Ranks are multiples of this. Default by method.",
     ),
+    Mark.FREE,
 ]
 MinimumOption = Annotated[
     int | None,
     typer.Option(
         "--minimum", rich_help_panel=METHOD, min=1, help="Smallest rank. Default by method."
     ),
+    Mark.FREE,
 ]
 MethodOptionsOption = Annotated[
     list[str] | None,
@@ -404,6 +416,7 @@ MethodOptionsOption = Annotated[
         metavar="KEY=VALUE",
         help="Another option of the method; repeatable.",
     ),
+    Mark.FREE,
 ]
 
 
@@ -414,6 +427,7 @@ ContextOption = Annotated[
         rich_help_panel=METHOD,
         help="Tokens at which bytes are counted; k is 1,024. Default: an evaluation's mean.",
     ),
+    Mark.FREE,
 ]
 TextOption = Annotated[
     list[str] | None,
@@ -422,12 +436,14 @@ TextOption = Annotated[
         rich_help_panel=DATA,
         help="prose, code (embedded) or a file; repeatable. Default prose.",
     ),
+    Mark.READS,
 ]
 SequencesOption = Annotated[
     int | None,
     typer.Option(
         "--sequences", rich_help_panel=DATA, min=1, help="Of each text, at most. Default by device."
     ),
+    Mark.FREE,
 ]
 SeqLenOption = Annotated[
     str | None,
@@ -436,6 +452,7 @@ SeqLenOption = Annotated[
         rich_help_panel=DATA,
         help="Tokens per sequence; half is decoded. Default by device.",
     ),
+    Mark.FREE,
 ]
 TasksOption = Annotated[
     str,
@@ -445,6 +462,7 @@ TasksOption = Annotated[
         help="all (the four embedded ones), ruler (eleven of its thirteen: two need data sets), "
         "arithmetic, multi-rounds, open-questions, none, or single ones: needle,vt,niah-single-1 …",
     ),
+    Mark.FREE,
 ]
 TaskLengthsOption = Annotated[
     str | None,
@@ -453,6 +471,7 @@ TaskLengthsOption = Annotated[
         rich_help_panel=DATA,
         help="Tokens of generated questions, joined by commas. Default by device: 1k on a CPU.",
     ),
+    Mark.FREE,
 ]
 TaskItemsOption = Annotated[
     int | None,
@@ -463,6 +482,7 @@ TaskItemsOption = Annotated[
         max=10_000,  # they are all written down before the first is asked
         help="Questions of each task. Default by device.",
     ),
+    Mark.FREE,
 ]
 DecodeOption = Annotated[
     bool,
@@ -471,7 +491,53 @@ DecodeOption = Annotated[
         rich_help_panel=DATA,
         help="Decode text and answers step by step, not in one pass that reads the same.",
     ),
+    Mark.FREE,
 ]
+
+
+class CalibrationOptions(Request):
+    """What a method is calibrated on, and the options that most methods have."""
+
+    calibrate: CalibrateOption = None
+    calibrate_tokens: CalibrateTokensOption = None
+    allocation: AllocationOption = None
+    grid: GridOption = None
+    minimum: MinimumOption = None
+
+    def options(self, extra: list[str] | None = None) -> dict[str, Any]:
+        """Return the options of a method as keyword arguments; those not given are left out."""
+        return method_options(self.allocation, self.grid, self.minimum, extra)
+
+
+class MethodOptions(CalibrationOptions):
+    """Which plan, by its method and rate or its file."""
+
+    method: MethodOption = None
+    rate: RateOption = None
+    removal: RemovalOption = None
+    plan_file: PlanFileOption = None
+    option: MethodOptionsOption = None
+
+    def choice(self, method: str | None) -> dict[str, Any]:
+        """Return the plan that is asked for of one method, as `steps.make_plan` takes it."""
+        names = ("plan_file", "rate", "removal", "calibrate", "calibrate_tokens")
+        chosen = {name: getattr(self, name) for name in names}
+        choice = {**chosen, "method": method, "options": self.options(self.option)}
+        check_choice(**choice)
+        return choice
+
+
+class SampleOptions(Request):
+    """Which text and which tasks a plan is measured on, and how."""
+
+    text: TextOption = None
+    sequences: SequencesOption = None
+    seq_len: SeqLenOption = None
+    tasks: TasksOption = "all"
+    task_items: TaskItemsOption = None
+    task_lengths: TaskLengthsOption = None
+    decode: DecodeOption = False
+    calibrate_seq_len: CalibrateSeqLenOption = None
 
 
 def read_counts(text: str, *, what: str) -> list[int]:

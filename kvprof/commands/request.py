@@ -68,7 +68,7 @@ def needs(field: str, other: str) -> Rule:
 
     def check(request: Request) -> str | None:
         wrong = request.has(field) and not request.has(other)
-        return f"{request.option(field)} requires {request.option(other)}" if wrong else None
+        return f"{request.named(field)} requires {request.named(other)}" if wrong else None
 
     return check
 
@@ -80,7 +80,7 @@ def excludes(field: str, *others: str, unless: str = "") -> Rule:
         given = request.given(*others) if request.has(field) else ""
         if not given or (unless and request.has(unless)):
             return None
-        return f"{request.option(field)} cannot be combined with {given}"
+        return f"{request.named(field)} cannot be combined with {given}"
 
     return check
 
@@ -140,10 +140,10 @@ class Request(BaseModel):
 
     def given(self, *fields: str) -> str:
         """Return which of some options were given, as a sentence names them."""
-        return " and ".join(self.option(name) for name in fields if self.has(name))
+        return " and ".join(self.named(name) for name in fields if self.has(name))
 
     @classmethod
-    def option(cls, field: str) -> str:
+    def named(cls, field: str) -> str:
         """Return what a field is called at the command line."""
         return _option_name(field, cls.model_fields[field])
 
@@ -176,7 +176,7 @@ class Request(BaseModel):
 
     def files(self, mark: Mark) -> dict[str, Any]:
         """Return the values of the fields that carry a mark, by option."""
-        return {self.option(name): getattr(self, name) for name in self.marked(mark)}
+        return {self.named(name): getattr(self, name) for name in self.marked(mark)}
 
 
 def _option_info(field: FieldInfo) -> Any:
