@@ -19,11 +19,6 @@ def cpu_read_bandwidth(repeats: int = _REPEATS) -> float:
     """Read 256 MiB with every thread and return the best rate of a few, in TB/s.
 
     The figure is a first look (0.2 s), not a benchmark: NumPy's sum, on all usable threads.
-
-    Parameters
-    ----------
-    repeats : int
-        How often; the best counts, because anything else that runs can only slow it down.
     """
     threads = usable_threads()
     # Written once, or every page would be the same page of zeros.
@@ -41,16 +36,6 @@ def gpu_read_bandwidth(index: int) -> float:
     """Sum 2 GiB on a GPU and return the median rate, in TB/s.
 
     Imports torch and makes a CUDA context.
-
-    Parameters
-    ----------
-    index : int
-        As torch counts the GPUs (``CUDA_VISIBLE_DEVICES`` applies).
-
-    Raises
-    ------
-    torch.OutOfMemoryError
-        When the GPU has no 2 GiB left.
     """
     import torch
 

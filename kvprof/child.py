@@ -20,37 +20,17 @@ _SAFE_VARIABLE = "PYTHONSAFEPATH"
 
 
 def child_python(*words: str) -> list[str]:
-    """Return the command that gives these words to Python, without the working folder on its path.
-
-    Parameters
-    ----------
-    *words : str
-        Such as ``-c`` and a program.
-    """
+    """Return the command that gives these words to Python, the working folder off its path."""
     return [sys.executable, _SAFE_FLAG, *words]
 
 
 def module_command(module: str, *words: str) -> list[str]:
-    """Return the command that runs a module of this kvprof, wherever it was imported from.
-
-    Parameters
-    ----------
-    module : str
-        ``kvprof`` itself, or one below it.
-    *words : str
-        What the module is given.
-    """
+    """Return the command that runs a module of this kvprof, wherever it was imported from."""
     return child_python(str(Path(__file__).resolve()), module, *words)
 
 
 def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return a child's environment, in which its own children are as safe as it is.
-
-    Parameters
-    ----------
-    environment : mapping, optional
-        To start from; this process's when not given.
-    """
+    """Return a child's environment, in which its own children are as safe as it is."""
     given = os.environ if environment is None else environment
     return {**given, _SAFE_VARIABLE: "1"}
 

@@ -165,15 +165,7 @@ def status(description: str) -> Iterator[None]:
 
 @contextmanager
 def track(description: str, total: int) -> Iterator[Tracker]:
-    """Show a progress bar on stderr while the body runs; without a terminal a line now and then.
-
-    Parameters
-    ----------
-    description : str
-        What is being done.
-    total : int
-        Number of units the body will `advance`.
-    """
+    """Show a progress bar on stderr while the body runs; without a terminal a line now and then."""
     console = _stderr()
     if not console.is_terminal:
         note(f"{description} …")

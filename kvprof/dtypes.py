@@ -16,19 +16,7 @@ def long_name(name: str) -> str | None:
 
 
 def read_dtype(name: str, device_type: str) -> str:
-    """Read ``--dtype``: ``auto`` is bfloat16 on a GPU and float32 on a CPU.
-
-    Parameters
-    ----------
-    name : str
-    device_type : str
-        ``cpu``, or a GPU's.
-
-    Raises
-    ------
-    UsageError
-        When it names no dtype that kvprof computes in.
-    """
+    """Read ``--dtype``: ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return "float32" if device_type == "cpu" else "bfloat16"
     found = long_name(name)

@@ -50,11 +50,6 @@ def collect_environment() -> dict[str, Any]:
 
     Packages are looked up, not imported: torch's own settings (``torch``) are there only when the
     run has used torch.
-
-    Returns
-    -------
-    dict
-        As the result schema documents ``environment``.
     """
     gpus = read_gpus()
     return {

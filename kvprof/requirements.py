@@ -175,13 +175,7 @@ def extra_names() -> list[str]:
 
 
 def extra_command(extra: str) -> str:
-    """Return the command line that installs what an extra of kvprof brings; see `install_command`.
-
-    Parameters
-    ----------
-    extra : str
-        One of those in kvprof's metadata.
-    """
+    """Return the command line that installs an extra of kvprof; see `install_command`."""
     lines = (Requirement(line) for line in _metadata()[1][extra])
     return install_command(*(f"{line.name}{line.specifier}" for line in lines))
 
@@ -193,11 +187,6 @@ def install_command(*requirements: str) -> str:
     installed, and cannot fetch another package of kvprof's name from an index. Where kvprof was
     installed from a clone, the clone's constraints go with it, but for what they do not pin: that
     may ask for other versions, as vLLM does of torch.
-
-    Parameters
-    ----------
-    *requirements : str
-        As pip takes them, for example ``"matplotlib>=3.9"``.
     """
     words = [_nearest(sys.executable), "-m", "pip", "install"]
     clone = _clone()

@@ -16,12 +16,7 @@ fcntl: Any = import_module("fcntl") if os.name == "posix" else None
 
 @contextlib.contextmanager
 def new_temporary(folder: Path) -> Iterator[tuple[Path, IO[bytes]]]:
-    """Make a new file in a folder, to become another one; it is removed where that did not happen.
-
-    Raises
-    ------
-    OSError
-    """
+    """Make a new file in a folder, to become another one; it is removed if that fails."""
     path, file = open_temporary(folder)
     try:
         with file:
@@ -31,12 +26,7 @@ def new_temporary(folder: Path) -> Iterator[tuple[Path, IO[bytes]]]:
 
 
 def open_temporary(folder: Path) -> tuple[Path, IO[bytes]]:
-    """Make a new file as `new_temporary` does, unbuffered; whoever asks removes it.
-
-    Raises
-    ------
-    OSError
-    """
+    """Make a new file as `new_temporary` does, unbuffered; whoever asks removes it."""
     # Short, because the file's later name may be as long as the file system allows.
     path = folder / f".kvprof-{secrets.token_hex(6)}.tmp"
     return path, path.open("xb", buffering=0)

@@ -35,22 +35,7 @@ _LARGEST_SIZE = 2.0**60
 
 
 def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
-    """Read a count such as ``8192``, ``8k`` or ``1.5M`` (k = 1,024).
-
-    Parameters
-    ----------
-    text : str
-        What the user wrote; underscores, and commas between thousands (``8,192``), are allowed.
-    what : str
-        Named in the error, for example ``"--tokens"``.
-    minimum : int
-        Smallest value that makes sense.
-
-    Raises
-    ------
-    UsageError
-        When the text is no such number, is not whole, or is below `minimum`.
-    """
+    """Read a count such as ``8192``, ``8k`` or ``1.5M`` (k = 1,024)."""
     match = _COUNT.fullmatch(text.strip().replace("_", ""))
     if match is None:
         raise UsageError(f"{what}: {text[:40]!r} is not a count; write 8192, 8k or 1M (k is 1,024)")
@@ -65,13 +50,7 @@ def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
 
 
 def parse_counts(text: str, *, what: str = "counts", minimum: int = 1) -> list[int]:
-    """Read a comma-separated list of counts (``1k,2k,4k``), ascending and without repeats.
-
-    Raises
-    ------
-    UsageError
-        When one entry is not a count, or a comma was meant to mark thousands (``1,024``).
-    """
+    """Read a comma-separated list of counts (``1k,2k,4k``), ascending and without repeats."""
     entries = [entry for entry in text.split(",") if entry.strip()]
     if not entries:
         raise UsageError(f"{what}: {text!r} names no count; write for example 1k,2k,4k")
@@ -99,20 +78,7 @@ def second_reading(text: str) -> int | None:
 
 
 def parse_share(text: str | float, *, what: str) -> float:
-    """Read a share such as ``0.3``, ``.3`` or ``30%``; which shares make sense is the caller's.
-
-    Parameters
-    ----------
-    text : str or float
-        What the user wrote, or a default.
-    what : str
-        Named in the error, for example ``"--rate"``.
-
-    Raises
-    ------
-    UsageError
-        When the text is no number.
-    """
+    """Read a share such as ``0.3``, ``.3`` or ``30%``; which shares make sense is the caller's."""
     written = str(text).strip()
     number = written.removesuffix("%")
     try:
@@ -126,20 +92,7 @@ def parse_share(text: str | float, *, what: str) -> float:
 
 
 def parse_bytes(text: str, *, what: str) -> int:
-    """Read a size such as ``80GB``, ``512MiB`` or ``4096B``.
-
-    Parameters
-    ----------
-    text : str
-        What the user wrote; a GB is 1,024³ bytes, as GPUs are sold.
-    what : str
-        Named in the error, for example ``"--fit"``.
-
-    Raises
-    ------
-    UsageError
-        For what is no size, or more than any machine has.
-    """
+    """Read a size such as ``80GB``, ``512MiB`` or ``4096B``."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{what}: {text!r} is no size; write for example 80GB or 512MiB")

@@ -37,25 +37,7 @@ def save_tensors(
     format_name: str,
     force: bool = False,
 ) -> None:
-    """Write tensors so that `load_tensors` finds them unchanged, or not at all.
-
-    Parameters
-    ----------
-    path : Path
-    tensors : dict of str to Tensor
-        On any device; two names may share one tensor, which is then written twice.
-    metadata : dict of str to str
-        What belongs with them; ``format`` and ``digest`` are added.
-    format_name : str
-        Family and version, for example ``kvprof-plan/1``.
-    force : bool
-        Overwrite what is there.
-
-    Raises
-    ------
-    UsageError
-        When the file exists and `force` is not given.
-    """
+    """Write tensors so that `load_tensors` finds them unchanged, or not at all."""
     stored: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in tensors.items():
@@ -72,28 +54,7 @@ def save_tensors(
 def load_tensors(
     path: Path, *, format_name: str, what: str, made_by: str, former: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read what `save_tensors` wrote.
-
-    Parameters
-    ----------
-    path : Path
-    format_name : str
-        As it was saved.
-    what : str
-        Named in complaints, for example ``moments``.
-    made_by : str
-        The command that writes such files.
-    former : sequence of str
-        Formats of before that are read too.
-
-    Raises
-    ------
-    FailedError
-        When the file is damaged, of another version, or of another kind, or a tensor of it is none
-        of finite numbers in up to three dimensions.
-    UsageError
-        When it does not exist.
-    """
+    """Read what `save_tensors` wrote."""
     if path.is_dir():
         raise UsageError(f"{path}: a folder, and no file of {what} ({made_by})")
     if not path.is_file():

@@ -22,9 +22,9 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 104_620,
+    "package_lines": 101_260,
     "package_files": 425,
-    "docstring_share": 0.203,
+    "docstring_share": 0.176,
     "raises": 1096,
     "functions_with_12_parameters": 72,
     "modules_with_one_importer": 96,

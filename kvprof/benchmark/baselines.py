@@ -66,14 +66,7 @@ def full_width(workload: Workload) -> FullWidth:
 
 
 def baseline_builders(workload: Workload, free: int) -> dict[str, Callable[[FullWidth], Case]]:
-    """Return what can be tried here, by name; a builder raises `Lack` where it cannot run.
-
-    Parameters
-    ----------
-    workload : Workload
-    free : int
-        Bytes that may be allocated beside the full-width inputs.
-    """
+    """Return what can be tried here, by name; a builder raises `Lack` where it cannot run."""
     gpu = workload.device.type == "cuda"
     # First: what is much slower than one that was timed before it is given up after few samples.
     found: dict[str, Callable[[FullWidth], Case]] = {"kvprof": _own_full_width}
@@ -186,12 +179,7 @@ def _reasons() -> Iterator[list[str]]:
 
 
 def _try(run: Callable[[], Tensor]) -> None:
-    """Run once; a back end that refuses says why.
-
-    Raises
-    ------
-    Lack
-    """
+    """Run once; a back end that refuses says why."""
     problem: RuntimeError | None = None
     with _reasons() as said:
         try:
@@ -207,14 +195,7 @@ def _try(run: Callable[[], Tensor]) -> None:
 
 
 def full_samples(inputs: FullWidth, output: Tensor) -> Iterator[Sample]:
-    """Return what is checked of a full-width output, whose values lie in the order of its queries.
-
-    Parameters
-    ----------
-    inputs : FullWidth
-    output : Tensor
-        ``[batch, heads, queries, d]``, or any view of the same order.
-    """
+    """Return what is checked of a full-width output, whose values lie in its queries' order."""
     workload = inputs.workload
     shape = workload.shape
     keys, values = inputs.copies[0]
@@ -245,11 +226,6 @@ def flashinfer_case(inputs: FullWidth) -> Case:
 
     Decoding runs through the wrapper that is made for it (not through the prefill kernel, which is
     several times slower at one query), on pages of 16 tokens, planned beforehand.
-
-    Raises
-    ------
-    Lack
-        When FlashInfer is not installed, or refuses.
     """
     try:
         library = import_module("flashinfer")

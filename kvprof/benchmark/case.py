@@ -85,13 +85,7 @@ class Workload:
         return self.batch * (self.seq if self.phase == "decode" else self.seq * (self.seq + 1) // 2)
 
     def attention_flops(self, key_columns: int, value_columns: int) -> int:
-        """Return the flops of ``QKᵀ`` and ``PV``, two per multiplication and addition.
-
-        Parameters
-        ----------
-        key_columns, value_columns : int
-            Summed over the query heads.
-        """
+        """Return the flops of ``QKᵀ`` and ``PV``, two per multiplication and addition."""
         return 2 * self.visible * (key_columns + value_columns)
 
     def copies(self, nbytes: int) -> int:

@@ -58,19 +58,6 @@ def ragged_case(
     """Return attention over K and V whose widths differ from head to head.
 
     Cutting the work is not timed: a step does it once, and its layers share it.
-
-    Parameters
-    ----------
-    name : str
-        Of the method.
-    workload : Workload
-    widths : Widths
-    cut : bool
-        Whether the row tells how a GPU's work is cut, and how evenly by the cost model.
-    group : int, optional
-        Query heads per stored head where KV heads share latents; G by default.
-    path : str
-        Of a prefill.
     """
     shape = workload.shape
     layout = RaggedLayout(
@@ -183,19 +170,7 @@ def ragged_samples(
     stored: Callable[[int], tuple[Tensor, Tensor]],
     sinks: Tensor | None,
 ) -> Iterator[Sample]:
-    """Return what is checked of an output that lies head after head.
-
-    Parameters
-    ----------
-    workload : Workload
-    layout : RaggedLayout
-    query, output : Tensor
-        ``[batch, (queries,) Σ G·d]``.
-    stored : callable
-        From a head to its K and V, ``[batch, tokens, width]``.
-    sinks : Tensor or None
-        ``[heads, G]``.
-    """
+    """Return what is checked of an output that lies head after head."""
     positions = sampled_positions(workload).to(workload.device)
     queries = query.view(workload.batch, workload.queries, -1)
     found = output.view(workload.batch, workload.queries, -1)
@@ -221,15 +196,6 @@ def palu_case(name: str, workload: Workload, widths: Widths) -> Case:
 
     The rotary tables have the plain frequencies of the shape's θ: how they were stretched changes
     no time.
-
-    Parameters
-    ----------
-    name : str
-        Of the method.
-    workload : Workload
-        A decoding step of a model with RoPE.
-    widths : Widths
-        Per group of KV heads.
     """
     shape, source = workload.shape, workload.generator(3)
     heads = shape.num_kv_heads // len(widths.keys)
@@ -324,21 +290,7 @@ _DISTINCT = 31 * 256
 def segments_layout(
     plan: Plan, shape: Shape, batch: int, seq: int, dtype: torch.dtype
 ) -> SegmentsLayout:
-    """Return how a cache in segments lies in memory: those of a plan.
-
-    Parameters
-    ----------
-    plan : Plan
-    shape : Shape
-    batch, seq : int
-    dtype : torch.dtype
-        Of what is not quantised.
-
-    Raises
-    ------
-    UsageError
-        When a sequence is too short for the plan's levels.
-    """
+    """Return how a cache in segments lies in memory: those of a plan."""
     return SegmentsLayout(
         tuple(
             segment_of(
@@ -357,19 +309,7 @@ def segments_layout(
 
 
 def segments_case(method: Method, workload: Workload) -> Case:
-    """Return a decoding step over segments of tokens that are stored alike.
-
-    Parameters
-    ----------
-    method : Method
-        Whose form is ``segments``.
-    workload : Workload
-
-    Raises
-    ------
-    UsageError
-        When a sequence is too short for the plan's levels.
-    """
+    """Return a decoding step over segments of tokens that are stored alike."""
     shape = workload.shape
     layout = segments_layout(method.plan, shape, workload.batch, workload.seq, workload.dtype)
     segments = layout.segments
@@ -484,22 +424,7 @@ def _segments_samples(
 
 
 def build_case(method: Method, workload: Workload, *, path: str = "auto") -> Case:
-    """Make the inputs of a method and return its call.
-
-    Parameters
-    ----------
-    method : Method
-        Not ``full``, which is the best of the baselines.
-    workload : Workload
-    path : str
-        See `ragged_case`.
-
-    Raises
-    ------
-    UsageError
-        When the kernel refuses the shape.
-    torch.OutOfMemoryError
-    """
+    """Make the inputs of a method and return its call."""
     if method.form == "segments":
         return segments_case(method, workload)
     if method.form == "latents":

@@ -80,16 +80,7 @@ def flop_rate(machine: Machine, dtype: torch.dtype) -> float:
 
 
 def prefill_length(workload: Workload, machine: Machine, rate: float) -> int:
-    """Return the longest prefill that fits the time: the context itself, or a power of two below.
-
-    Parameters
-    ----------
-    workload : Workload
-        A prefill.
-    machine : Machine
-    rate : float
-        From `flop_rate`.
-    """
+    """Return the longest prefill that fits the time: the context, or a power of two below."""
     allowed = (_GPU_SECONDS if machine.is_gpu else _CPU_SECONDS) * rate * _ATTENTION_SHARE
     columns = workload.shape.num_heads * workload.shape.head_dim
     if workload.attention_flops(columns, columns) <= allowed:

@@ -68,13 +68,7 @@ def open_machine(device: torch.device) -> Machine:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes a run may allocate now.
-
-    Raises
-    ------
-    LackingError
-        When the GPU does not answer.
-    """
+    """Return how many bytes a run may allocate now."""
     if device.type == "cuda":
         try:
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -112,15 +106,7 @@ def _cpu_cache() -> int:
 
 
 def gpu_warnings(device: torch.device, *, before: bool) -> list[str]:
-    """Return why times on a GPU may be off: other work on it, or clocks held down.
-
-    Parameters
-    ----------
-    device : torch.device
-        A CPU has none of these.
-    before : bool
-        Whether nothing of the run's own is on the GPU yet, so that what works there is another's.
-    """
+    """Return why times on a GPU may be off: other work on it, or clocks held down."""
     if device.type != "cuda":
         return []
     try:

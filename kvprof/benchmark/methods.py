@@ -101,14 +101,7 @@ class Method:
         return self.layer.keys.fold_down
 
     def nbytes(self, batch: int, tokens: int, dtype: torch.dtype) -> int:
-        """Return the bytes that the measured layer stores for a whole batch.
-
-        Parameters
-        ----------
-        batch, tokens : int
-        dtype : torch.dtype
-            Of what is not quantised.
-        """
+        """Return the bytes that the measured layer stores for a whole batch."""
         return batch * layer_bytes(self.plan, self.layer, tokens, itemsize=dtype.itemsize).total
 
     def rate(self, tokens: int) -> float:
@@ -144,20 +137,7 @@ def laid_method(
     device: torch.device = _CPU,
     dtype: torch.dtype = torch.float32,
 ) -> Method:
-    """Return a method on a shape without weights.
-
-    Parameters
-    ----------
-    asked, shape, rate, tokens, ranks
-        As `kvprof.benchmark.shape_plans.shape_plan` takes them.
-    device, dtype
-        What the kernels shall run on, and in.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.benchmark.shape_plans.shape_plan`, and for what no kernel runs.
-    """
+    """Return a method on a shape without weights."""
     found = shape_plan(asked, shape, rate, tokens=tokens, ranks=ranks)
     return stored_method(asked.name, asked.base, found, shape, device=device, dtype=dtype)
 
@@ -178,39 +158,7 @@ def make_methods(
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Method]:
-    """Return every method on a shape, each one that the kernels run.
-
-    Parameters
-    ----------
-    names : sequence of str
-        See `parse_method`, or of `plans`.
-    shape : Shape
-    model : str
-        Whose shape it is; where it has weights, methods that need them are calibrated on it as
-        ``kvprof plan`` does.
-    rate : float
-    ranks : str or None
-        See `shape_plan`.
-    plans : mapping
-        Files of saved plans by name.
-    device, dtype
-        What the kernels shall run on, and in.
-    tokens : int
-        Context at which the rate is counted.
-    rate_given : bool
-        Whether the rate was asked for: then the only method has to have it.
-    seed : int
-        Of the calibration's random tokens.
-    progress : Progress
-    should_stop : callable
-
-    Raises
-    ------
-    UsageError
-        For what cannot be made here, or what no kernel runs, with why.
-    Interrupted
-        When `should_stop` said so.
-    """
+    """Return every method on a shape, each one that the kernels run."""
     alone = rate_given and sum(name not in ALWAYS for name in names) == 1
     read = {name: _read(plans[name], shape) for name in names if name in plans}
     asked = {name: parse_method(name) for name in names if name not in plans}
@@ -263,22 +211,7 @@ def stored_method(
     device: torch.device = _CPU,
     dtype: torch.dtype = torch.float32,
 ) -> Method:
-    """Return a plan on a shape with what stores it.
-
-    Parameters
-    ----------
-    name, base : str
-        As of `Method`.
-    found : ShapePlan
-    shape : Shape
-    device, dtype
-        What the kernels shall run on, and in.
-
-    Raises
-    ------
-    UsageError
-        When no kernel runs it, in the runtime's own words.
-    """
+    """Return a plan on a shape with what stores it."""
     plan = found.plan
     if base == FOLDED:
         form = "ragged" if plan.quantiser is None else "segments"
@@ -294,13 +227,7 @@ def stored_method(
 
 
 def named_plans(files: Sequence[str]) -> dict[str, str]:
-    """Return files of saved plans by their names, as which they stand among methods.
-
-    Raises
-    ------
-    UsageError
-        When two files have one name.
-    """
+    """Return files of saved plans by their names, as which they stand among methods."""
     found: dict[str, str] = {}
     for file in files:
         name = Path(file).name

@@ -66,19 +66,7 @@ def full_widths(shape: Shape) -> Widths:
 
 
 def check_heads(what: str, plan: Plan, shape: Shape) -> None:
-    """Refuse a centred plan, and one for KV heads of another number or width than a shape's.
-
-    Parameters
-    ----------
-    what : str
-        Names the plan to the user.
-    plan : Plan
-    shape : Shape
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse a centred plan, and one for KV heads of another number or width than a shape's."""
     for layer in plan.layers:
         if layer.centre is not None:
             raise UsageError(f"{what}: {CENTRED}")
@@ -117,14 +105,7 @@ def of_shape(plan: Plan, shape: Shape) -> Plan:
 
 
 def stored_widths(plan: Plan, source: str) -> Widths:
-    """Return the widths of a plan's measured layer, at the level that most tokens have.
-
-    Parameters
-    ----------
-    plan : Plan
-    source : str
-        Where they come from, in words that a reader of the result sees.
-    """
+    """Return the widths of a plan's measured layer, at the level that most tokens have."""
     layer = measured_layer(plan)
     level = max(range(len(plan.levels.shares)), key=lambda level: plan.levels.shares[level])
     keys, values = (
@@ -134,14 +115,7 @@ def stored_widths(plan: Plan, source: str) -> Widths:
 
 
 def layer_words(plan: Plan, words: str) -> str:
-    """Return which layer of a plan is measured, in words.
-
-    Parameters
-    ----------
-    plan : Plan
-    words : str
-        Name the plan to a reader of the result.
-    """
+    """Return which layer of a plan is measured, in words."""
     left = sum(layer.left_out for layer in plan.layers)
     of = f" (of those compressed: {left} of {len(plan.layers)} are left out)" if left else ""
     return f"{words}, the layer nearest to its mean bytes{of}"
@@ -174,18 +148,7 @@ class Part:
 
 
 def stored_parts(plan: Plan, tokens: int) -> list[Part]:
-    """Return how the measured layer of a plan stores a sequence, oldest tokens first.
-
-    Parameters
-    ----------
-    plan : Plan
-    tokens : int
-
-    Raises
-    ------
-    UsageError
-        When the sequence is too short for the plan's levels.
-    """
+    """Return how the measured layer of a plan stores a sequence, oldest tokens first."""
     layer, quantiser = measured_layer(plan), plan.quantiser
     found = []
     levels = set()

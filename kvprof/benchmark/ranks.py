@@ -39,18 +39,6 @@ def plan_pairs(file: Path, shape: Shape) -> tuple[list[tuple[int, int]], str]:
 
     One layer is measured; of a plan with layers of unlike ranks it is the one whose bytes are
     nearest to the mean over the layers without a sliding window.
-
-    Parameters
-    ----------
-    file : Path
-        From ``kvprof plan --save``.
-    shape : Shape
-
-    Raises
-    ------
-    UsageError
-        When the plan is for heads of another number or width, shares latents between heads, or has
-        token levels (no width per head stands for it).
     """
     plan = load_plan(file)
     check_heads(f"--ranks {file.name}", plan, shape)
@@ -99,29 +87,7 @@ def _profile() -> dict[str, Any]:
 def resampled_layers(
     shape: Shape, layers: int, rate: float, method: str = "fdc", *, kinds: int = 0, seed: int = 0
 ) -> list[Widths]:
-    """Return the reference model's profile, resampled to the heads of several layers together.
-
-    Parameters
-    ----------
-    shape : Shape
-    layers : int
-        Whose heads are unlike, as a calibrated model's are.
-    rate : float
-        Share of the layers' bytes that is saved; kept as nearly as multiples of 16 allow.
-    method : str
-        One that the recorded profile knows: ``fdc`` or ``kq``.
-    kinds : int
-        Distinct pairs of K's and V's width that there may be in all, 0 for no limit. They are
-        chosen as a plan's are; what a head loses is read off the rates at which it was recorded.
-    seed : int
-        Of the order in which the heads lie in the layers.
-
-    Raises
-    ------
-    UsageError
-        For a rate that widths from 16 to head_dim cannot have, or a head_dim that is no multiple
-        of 16.
-    """
+    """Return the reference model's profile, resampled to the heads of several layers together."""
     if shape.head_dim % STEP:
         raise UsageError(
             f"{shape.name} has heads of {shape.head_dim} dimensions; the kernels run multiples of "
@@ -173,20 +139,7 @@ def _of_few_kinds(
     full: int,
     kinds: int,
 ) -> NDArray[np.int64]:
-    """Return steps of 16 with at most so many distinct pairs, as many in all as `units` have.
-
-    Parameters
-    ----------
-    rates : list of float
-        At which shares were recorded, ascending.
-    curves : ndarray
-        ``[rates, heads, 2]``, the shares that heads keep.
-    units : ndarray
-        ``[heads, 2]``, without a limit.
-    full : int
-        Steps of a whole head.
-    kinds : int
-    """
+    """Return steps of 16 with at most so many distinct pairs, as many in all as `units` have."""
     ranks = range(1, full + 1)
     at = np.array(ranks) / full
     # A head keeps a rank up to the rate at which its recorded share falls below it.
@@ -249,16 +202,6 @@ def ranks_from(path: str | Path, shape: Shape) -> Widths:
     """Read widths from a file: a JSON list of [K, V] pairs, one per KV head, or a saved plan.
 
     One layer is measured: of a plan it is the one whose bytes are nearest to the mean.
-
-    Parameters
-    ----------
-    path : str or Path
-    shape : Shape
-
-    Raises
-    ------
-    UsageError
-        When there is no such file, it holds neither, or it is for another shape.
     """
     file = Path(path).expanduser()
     if not file.is_file():

@@ -120,20 +120,7 @@ class Timed:
 def add_row(
     timed: Timed, machine: Machine, repeats: int, found: Found, unsteady: SampleWarnings
 ) -> None:
-    """Add a row with all that follows from its samples, and note what makes it doubtful.
-
-    Parameters
-    ----------
-    timed : Timed
-    machine : Machine
-        Whose bandwidth it is held against.
-    repeats : int
-        Samples that were asked for.
-    found : Found
-        Where the row goes, and what is said of it alone.
-    unsteady : SampleWarnings
-        What is said of several rows together.
-    """
+    """Add a row with all that follows from its samples, and note what makes it doubtful."""
     case, seconds, middle = timed.case, timed.seconds, median(timed.seconds)
     workload = case.workload
     moved, limit = case.bytes_moved / middle / 1e12, machine.tb_per_s

@@ -96,19 +96,7 @@ class _Full:
 
 
 def measure(point: Point, methods: list[Method]) -> None:
-    """Measure one workload and add what is found to `point.found`.
-
-    Parameters
-    ----------
-    point : Point
-    methods : list of Method
-        Those that this phase has.
-
-    Raises
-    ------
-    Interrupted
-        When the user asked for the end; rows that were complete are in `point.found`.
-    """
+    """Measure one workload and add what is found to `point.found`."""
     workload, found = point.workload, point.found
     best: _Full | None = None
     with _spared(point, "full width"):
@@ -153,13 +141,7 @@ def _add(point: Point, timed: Timed) -> None:
 
 @contextmanager
 def _spared(point: Point, name: str) -> Iterator[None]:
-    """Let one row fail, for lack of memory or because a kernel does not run, and go on.
-
-    Raises
-    ------
-    DeviceLost
-        When nothing more can run on the GPU in this process.
-    """
+    """Let one row fail, for lack of memory or because a kernel does not run, and go on."""
     workload = point.workload
     try:
         yield
@@ -294,30 +276,7 @@ def run_bench(
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Time attention over compressed caches against the best full-width kernel found here.
-
-    Parameters
-    ----------
-    request : BenchRequest
-    progress : Progress
-        Shows how far the rows are.
-    should_stop : callable
-        Asked between samples; True ends the run, and complete rows are kept.
-
-    Returns
-    -------
-    tuple of dict and list of str
-        ``rows``, ``shape``, ``ranks``, ``bandwidth``, ``compute``, ``baselines`` and
-        ``stopped`` (why the run ended before its end, or None), as JSON values; and what makes
-        figures doubtful or was left out.
-
-    Raises
-    ------
-    UsageError
-        For an unknown shape, ranks of another shape, a rate out of reach.
-    LackingError
-        When the device is not there, or nothing that was asked for fits its memory.
-    """
+    """Time attention over compressed caches against the best full-width kernel found here."""
     shape = load_shape(request.shape)
     device = main_device(request.device)
     dtype = parse_dtype(request.dtype, device)
@@ -379,13 +338,7 @@ def _workloads(
     rate: float,
     found: Found,
 ) -> list[Workload]:
-    """Return what is measured, cut to what fits the time and the memory, and say what is not.
-
-    Raises
-    ------
-    LackingError
-        When nothing is left.
-    """
+    """Return what is measured, cut to what fits the time and the memory, and say what is not."""
     free = free_bytes(machine.device)
     workloads: list[Workload] = []
     refused: list[str] = []

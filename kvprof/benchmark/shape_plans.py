@@ -124,11 +124,6 @@ def parse_method(text: str) -> Asked:
     """Read a method as ``kvprof plan`` does: ``fdc``, ``fdc-4bit``, ``kq:grid=32``, ``palu+kivi``.
 
     The benchmark's own are ``uniform``, ``palu-folded`` and ``tale:bits=none``.
-
-    Raises
-    ------
-    UsageError
-        For a name or an option that there is not.
     """
     entries = method_entries(text)
     if len(entries) > 1:
@@ -178,28 +173,7 @@ def shape_plan(
     laid: Laid | None = None,
     alone: bool = False,
 ) -> ShapePlan:
-    """Return the plan of a method on a shape without weights.
-
-    Parameters
-    ----------
-    asked : Asked
-    shape : Shape
-    rate : float
-        The plan's own, as near as its widths are; ranks that are quantised follow from it.
-    tokens : int
-        At which the rate is counted.
-    ranks : str, optional
-        A file with the widths of every KV head, instead of recorded ones.
-    laid : Laid, optional
-        Layers of their own, which may be unlike; by default one stands for all of the shape's.
-    alone : bool
-        As `plan_for_rate` takes it.
-
-    Raises
-    ------
-    UsageError
-        For a rate out of reach, ranks of another shape, and what is known by calibration alone.
-    """
+    """Return the plan of a method on a shape without weights."""
     if asked.base == "palu-folded":
         shape = replace(shape, rope=Rope("none", None), qk_norm=False)
     if asked.known:
@@ -231,19 +205,7 @@ def shape_plan(
 def plan_of_widths(
     method: str, shape: Shape, widths: Sequence[Widths], laid: Laid | None = None
 ) -> Plan:
-    """Return a low-rank method's plan on a shape with ranks that are given.
-
-    Parameters
-    ----------
-    method : str
-        One of `kvprof.methods.registry.METHODS` whose plans can be given ranks.
-    shape : Shape
-    widths : sequence of Widths
-        Of each layer of `laid`, or of the one that stands for all of the shape's: per KV head, or
-        per group of them with ``palu``.
-    laid : Laid, optional
-        As `shape_plan` takes it.
-    """
+    """Return a low-rank method's plan on a shape with ranks that are given."""
     where = Bare(laid.layout, laid.fingerprint) if laid else _standing(shape)
     family = _low_rank(where, method, shape.num_kv_heads // len(widths[0].values))
     assert family.at_ranks is not None  # of low ranks all can be given them

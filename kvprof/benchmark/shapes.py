@@ -148,20 +148,7 @@ def shape_names() -> list[str]:
 
 
 def load_shape(name: str | Path) -> Shape:
-    """Return a shape that ships, or read one from a model's folder or its ``config.json``.
-
-    Parameters
-    ----------
-    name : str or Path
-        A name of `shape_names` (in any case), or what `shape_of_config` takes.
-
-    Raises
-    ------
-    UsageError
-        For an unknown name, and for a config that names no decoder whose attention can be read.
-    FailedError
-        When a config is damaged.
-    """
+    """Return a shape that ships, or read one from a model's folder or its ``config.json``."""
     given = str(name)
     known = {one.lower(): one for one in shape_names()}
     if (found := known.get(given.lower())) is not None:
@@ -233,22 +220,7 @@ def _from_data(name: str, entry: dict[str, Any]) -> Shape:
 
 
 def shape_of_config(given: str) -> Shape:
-    """Return the shape that a model's folder or its ``config.json`` describes.
-
-    Parameters
-    ----------
-    given : str
-        A folder with a ``config.json``, that file, a GGUF file or a folder with one and no
-        safetensors, ``smollm2`` or ``reference``.
-
-    Raises
-    ------
-    UsageError
-        When there is no config, or the model's attention cannot be read (MLA, hybrid models, those
-        that need code of their own).
-    FailedError
-        When the config is damaged.
-    """
+    """Return the shape that a model's folder or its ``config.json`` describes."""
     gguf = locate(given).gguf if is_gguf(given) else None
     path = gguf.path if gguf is not None else _folder(given)
     if gguf is None:

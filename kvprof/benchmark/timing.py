@@ -168,21 +168,7 @@ class _GpuSampler:
 
 
 def sampler(runs: Runs, device: torch.device, *, settle: bool = True, pool: Pool = None) -> Sampler:
-    """Warm a call up and prepare it for timing.
-
-    Parameters
-    ----------
-    runs : sequence of callable
-        The same call on each copy of its inputs.
-    device : torch.device
-        Where it computes.
-    settle : bool
-        Repeat a long call on a GPU until the clocks are its own, before each sample. Without it
-        they are those that the calls before it left.
-    pool : Pool, optional
-        Graphs of samplers with one pool share their memory: an output is good until another of
-        them is sampled.
-    """
+    """Warm a call up and prepare it for timing."""
     return _GpuSampler(runs, settle, pool) if device.type == "cuda" else _CpuSampler(runs)
 
 
@@ -193,28 +179,7 @@ def interleaved(
     seconds: float,
     should_stop: Callable[[], bool],
 ) -> list[list[float]]:
-    """Take turns: one sample of each per round, every second round in reverse.
-
-    Parameters
-    ----------
-    samplers : sequence of Sampler
-    repeats : int
-        Rounds.
-    seconds : float
-        After which no further round begins once there are three, nor after three times as long.
-    should_stop : callable
-        Asked before every round.
-
-    Returns
-    -------
-    list of list of float
-        Seconds per sampler.
-
-    Raises
-    ------
-    Interrupted
-        When `should_stop` says so: half-measured rows are not kept.
-    """
+    """Take turns: one sample of each per round, every second round in reverse."""
     found: list[list[float]] = [[] for _ in samplers]
     order = list(range(len(samplers)))
     begin = time.perf_counter()

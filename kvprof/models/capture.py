@@ -63,23 +63,6 @@ def capture(
 
     The model's output does not change, and its attention is put back afterwards, also after an
     exception. At the end of each forward pass every layer is proven to have been seen.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    receive : callable
-        Called once per layer and forward pass, in the order of the layers. It must not change the
-        tensors and should not keep them.
-    pre_rope : bool
-        Also give Q and K before RoPE.
-
-    Raises
-    ------
-    UsageError
-        When the pass used a cache that held a past (its keys would be counted twice), or when Q and
-        K before RoPE cannot be had for this model.
-    FailedError
-        When a forward pass left a layer unseen.
     """
     layout = loaded.layout
     if pre_rope and any(layer.rotary_offset is None for layer in layout.layers):
@@ -135,12 +118,6 @@ def run_batch(loaded: LoadedModel, input_ids: Tensor) -> None:
 
     The head is left out: 8k tokens times a vocabulary of 128k would cost more memory than the
     moments of the whole model.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    input_ids : Tensor
-        ``[B, T]`` token ids, no padding.
     """
     with torch.inference_mode():
         text_decoder(loaded.model)(input_ids=input_ids.to(loaded.device), use_cache=False)

@@ -39,19 +39,7 @@ class ChatWriter:
         self._pipe: Connection | None = None
 
     def __call__(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> str:
-        """Return a chat as text.
-
-        Parameters
-        ----------
-        messages : sequence of dict
-        add_generation_prompt : bool
-            Begin the model's answer.
-
-        Raises
-        ------
-        FailedError
-            When the template refuses, takes longer than `SECONDS`, or more than a gigabyte.
-        """
+        """Return a chat as text."""
         if self._pipe is None:
             self._start()
         assert self._pipe is not None

@@ -32,13 +32,7 @@ _BESIDE = ("architectures", "dtype", "torch_dtype", "transformers_version", "use
 
 
 def file_digest(path: Path) -> str:
-    """Digest a file by its size and contents; above 64 MiB by samples of its contents.
-
-    Raises
-    ------
-    FailedError
-        When it cannot be read.
-    """
+    """Digest a file by its size and contents; above 64 MiB by samples of its contents."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -233,12 +233,6 @@ def _as_llama3(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
     between the two ``1 / factor`` grows linearly with the number of waves in the context that the
     model was trained at first. Only the products of that context with the two borders count, so
     that the lower one may be taken for 1.
-
-    Parameters
-    ----------
-    factors : sequence of float
-        What each frequency is divided by, highest frequency first.
-    theta : float
     """
     most = max(factors)
     if not (min(factors) >= 1 and 1 < most < math.inf):

@@ -18,21 +18,7 @@ _PATIENCE = 1.5  # seconds for the hub to answer
 
 
 def check_reachable(spec: str, revision: str | None, file: str | None = None) -> None:
-    """Refuse a hub id at once that is neither in the cache nor to be had, before torch is loaded.
-
-    Parameters
-    ----------
-    spec : str
-        A hub id; a folder, or anything else, is left to `kvprof.models.locate`.
-    revision : str or None
-    file : str or None
-        What has to be in the cache: a GGUF file that was asked for; without it, the config.
-
-    Raises
-    ------
-    LackingError
-        When it cannot be had.
-    """
+    """Refuse a hub id that is neither in the cache nor to be had, before torch is loaded."""
     path = Path(spec).expanduser()
     if spec in ("reference", "smollm2") or path.exists() or path.suffix == ".gguf":
         return

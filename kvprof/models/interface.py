@@ -188,14 +188,7 @@ def watched_rotations(decoder: PreTrainedModel, watching: Interception) -> Itera
 def wrapped_rotations(
     decoder: PreTrainedModel, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replace the rotary functions that the decoder's attention modules look up in their file.
-
-    Parameters
-    ----------
-    decoder : PreTrainedModel
-    wrap : callable
-        From a function to what is called in its place while the body runs.
-    """
+    """Replace the rotary functions that the decoder's attention modules look up in their file."""
     originals: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
     namespaces = {id(space): space for space in map(forward_namespace, decoder.modules())}
     try:
@@ -216,24 +209,7 @@ def wrapped_rotations(
 def intercept(
     model: PreTrainedModel, observe: Callable[[AttentionCall], Tensor | None], *, rotary: bool
 ) -> Iterator[None]:
-    """Show every attention call of the model's decoder to `observe` while the body runs.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Keeps computing what it computed: SDPA where it was set to SDPA, its own eager function
-        where it needs that (soft caps, sinks).
-    observe : callable
-        Gets one `AttentionCall` per layer and forward pass. What it returns stands for the call's
-        output from there on; None leaves that as it is.
-    rotary : bool
-        Also record the calls of the rotary function.
-
-    Raises
-    ------
-    UsageError
-        When the model's attention does not go through the interface, or is watched already.
-    """
+    """Show every attention call of the model's decoder to `observe` while the body runs."""
     decoder = text_decoder(model)
     identities = [id(module) for module in decoder.modules()]
     if any(identity in _active for identity in identities):
@@ -271,15 +247,7 @@ def refusal(model: PreTrainedModel) -> str:
 
 
 def find_rotation(call: AttentionCall) -> tuple[int, int | None, bool] | None:
-    """Say how a layer rotates Q and K, checked on the call's own values.
-
-    Returns
-    -------
-    tuple or None
-        Rotary dimensions, offset of the rotated slice in a head (None when Q and K before RoPE
-        cannot be had), and whether the function sees ``[B, T, heads, width]``; None when no rotary
-        function ran.
-    """
+    """Say how a layer rotates Q and K, checked on the call's own values."""
     width = call.query.shape[-1]
     if not call.rotations:
         return None
@@ -316,20 +284,6 @@ def rotary_pairs(
 
     A pair becomes ``(x cos - s y sin, y cos + s x sin)`` with the cosine and sine of one column of
     the function's tables. Found by what it makes of unit vectors.
-
-    Parameters
-    ----------
-    rotation : Rotation
-        A layer's call of it.
-    offset : int
-        Where the slice that it rotates starts in a head.
-    transposed : bool
-        As `find_rotation` found it.
-
-    Returns
-    -------
-    tuple or None
-        None where the function does anything else, or takes no tables of cosines and sines.
     """
     names = ("q", "k", "cos", "sin")
     named = dict(zip(names, rotation.args, strict=False)) | rotation.kwargs
@@ -383,17 +337,7 @@ def rotary_pairs(
 def before_rotation(
     rotation: Rotation, query: Tensor, key: Tensor, offset: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return Q and K with the rotated slice as it was before the rotary function.
-
-    Parameters
-    ----------
-    rotation : Rotation
-        The layer's call of the rotary function.
-    query, key : Tensor
-        After RoPE, ``[B, heads, T, width]``.
-    offset, transposed
-        As `find_rotation` found them.
-    """
+    """Return Q and K with the rotated slice as it was before the rotary function."""
     pair = _pair(rotation)
     assert pair is not None  # find_rotation has seen to it
     return (

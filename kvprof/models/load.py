@@ -65,16 +65,6 @@ def read_config(
 
     With `gguf` that file's own description takes its place, held against what the file says
     (`kvprof.models.gguf_config`).
-
-    Raises
-    ------
-    UsageError
-        An unknown or unsupported architecture, or one that needs ``trust_remote_code``; a GGUF
-        file that would be another model.
-    FailedError
-        A config that contradicts itself.
-    LackingError
-        A package that its code needs is missing.
     """
     given = {} if gguf is None else {"gguf_file": gguf.path.name}
     where = "config.json" if gguf is None else gguf.path.name
@@ -339,16 +329,7 @@ class OpenedModel:
         return frozenset(i for i in ids if isinstance(i, int) and 0 <= i < self.vocab_size)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer, read on first use.
-
-        Raises
-        ------
-        UsageError
-            When the model has none, or a GGUF file one that would cut texts otherwise than the
-            model's own.
-        FailedError
-            When its files are damaged.
-        """
+        """Return the model's tokenizer, read on first use."""
         if not self._tokenizers:
             trusted = self.trust_remote_code
             found = read_tokenizer(self.spec, self.folder, self.gguf, trust_remote_code=trusted)
@@ -480,37 +461,7 @@ def load_model(
     gguf: str | None = None,
     before: Callable[[OpenedModel], object] = lambda _: None,
 ) -> LoadedModel:
-    """Load a decoder for measuring, and refuse it in one clear line where it cannot be trusted.
-
-    Parameters
-    ----------
-    spec : str
-        ``reference``, ``smollm2``, a local folder, a hub id, or a GGUF file. Weights of
-        safetensors and GGUF only.
-    device : str
-        ``auto`` (a GPU if there is one; spread out when the model does not fit), ``cpu``, ``cuda``,
-        ``cuda:N``, ``mps``, ``balanced`` (evenly over GPUs) or ``offload`` (one layer at a time).
-    dtype : str
-        ``auto`` (bfloat16 on a GPU, float32 on a CPU), ``float32``, ``bfloat16`` or ``float16``.
-    trust_remote_code : bool
-        Run the Python code that a model brings along.
-    revision : str, optional
-        Of a hub id.
-    gguf : str, optional
-        Name of a GGUF file in the folder or on the hub, to read in place of safetensors.
-    before : callable
-        Called before weights are read, to refuse what needs none of them.
-
-    Raises
-    ------
-    UsageError
-        No such model, no weights that are read, an unknown device or dtype, an unsupported
-        architecture.
-    FailedError
-        A damaged, incomplete or mismatched checkpoint; NaN or infinite weights.
-    LackingError
-        No GPU, not enough memory, a gated model, a hub out of reach, a missing package.
-    """
+    """Load a decoder for measuring, and refuse it in one clear line where it cannot be trusted."""
     target = main_device(device)
     kind = parse_dtype(dtype, target)
     checkpoint = locate(spec, revision=revision, with_code=trust_remote_code, gguf=gguf)
@@ -550,20 +501,7 @@ def load_model(
 
 
 def wrap_model(model: PreTrainedModel, spec: str = "<python>") -> LoadedModel:
-    """Take a model that is already in memory; it is put into eval mode.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model, anywhere accelerate or the user put it.
-    spec : str
-        What results call it.
-
-    Raises
-    ------
-    UsageError, FailedError
-        As `load_model`, for an unsupported architecture and for weights that are not finite.
-    """
+    """Take a model that is already in memory; it is put into eval mode."""
     return _examined(model, spec, None, False, None, [])
 
 

@@ -142,30 +142,7 @@ class Checkpoint:
 def locate(
     spec: str, *, revision: str | None = None, with_code: bool = False, gguf: str | None = None
 ) -> Checkpoint:
-    """Find a model's files and check that they are whole.
-
-    Parameters
-    ----------
-    spec : str
-        ``reference``, ``smollm2``, a local folder, a GGUF file, or a hub id. What is local never
-        touches the network.
-    revision : str, optional
-        Branch, tag or commit of a hub id.
-    with_code : bool
-        Also fetch the Python files of a hub repository.
-    gguf : str, optional
-        Name of a GGUF file in the folder or the repository.
-
-    Raises
-    ------
-    UsageError
-        No such model, no config, or neither safetensors nor GGUF weights.
-    FailedError
-        A file is damaged or a part is missing.
-    LackingError
-        The model is gated, the hub cannot be reached and the model is not in its cache, or a
-        package is missing.
-    """
+    """Find a model's files and check that they are whole."""
     path = Path(spec).expanduser()
     chosen: Path | None = None
     if spec == "reference":

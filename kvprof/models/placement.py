@@ -22,27 +22,13 @@ _SHARE = 0.9
 
 
 def parse_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Read ``--dtype``: ``auto`` is bfloat16 on a GPU and float32 on a CPU.
-
-    Raises
-    ------
-    UsageError
-        When it names no dtype that kvprof computes in.
-    """
+    """Read ``--dtype``: ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
     found: torch.dtype = getattr(torch, read_dtype(name, device.type))
     return found
 
 
 def main_device(name: str) -> torch.device:
-    """Read ``--device``: where the model computes, or starts to when it is spread out.
-
-    Raises
-    ------
-    UsageError
-        When it names no device.
-    LackingError
-        When the machine does not have that device.
-    """
+    """Read ``--device``: where the model computes, or starts to when it is spread out."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name in _STRATEGIES:
         if name == "balanced" and gpus < 2:
@@ -68,33 +54,7 @@ def main_device(name: str) -> torch.device:
 def device_map_for(
     name: str, device: torch.device, needed: int, config: Any, build: Callable[[], PreTrainedModel]
 ) -> str | dict[str, Any] | None:
-    """Decide how weights are spread, in the form that transformers' ``device_map`` takes.
-
-    Parameters
-    ----------
-    name : str
-        ``--device``. ``auto`` spreads a model over all GPUs, host memory and disk (through
-        accelerate) only when it does not fit its one device; ``balanced`` spreads it evenly over
-        the GPUs; ``offload`` keeps the layers off the device (in host memory; on disk without a
-        GPU) and brings in one at a time.
-    device : torch.device
-        As `main_device` gave it.
-    needed : int
-        Bytes of the weights in the dtype they are loaded in.
-    config : PretrainedConfig
-    build : callable
-        Makes the config's model.
-
-    Returns
-    -------
-    str, dict or None
-        None for plain loading on a CPU.
-
-    Raises
-    ------
-    LackingError
-        When the user named one device and the model does not fit it.
-    """
+    """Decide how weights are spread, in the form that transformers' ``device_map`` takes."""
     if name == "balanced":
         return "balanced"
     if name == "offload":

@@ -281,16 +281,7 @@ def _hook(observer: _Observer) -> Callable[[nn.Module, tuple[Any, ...], dict[str
 
 
 def inspect_layout(model: PreTrainedModel) -> ModelLayout:
-    """Find how each layer's attention is built, by one forward pass of 16 tokens.
-
-    Raises
-    ------
-    UsageError
-        When some layer has no attention that can be tapped (another route than transformers'
-        attention interface, or a hybrid model whose layers are not all attention).
-    FailedError
-        When the forward pass itself fails.
-    """
+    """Find how each layer's attention is built, by one forward pass of 16 tokens."""
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     expected, hidden_size = config.num_hidden_layers, config.hidden_size

@@ -14,18 +14,7 @@ __all__ = ["head_columns", "output_slices", "value_weight"]
 
 
 def output_slices(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Tensor:
-    """Return each head's slice of the output projection, ``W_O^h``.
-
-    Returns
-    -------
-    Tensor
-        ``[num_heads, v_head_dim, hidden]``; head h adds ``out_h @ W_O^h`` to the residual stream.
-
-    Raises
-    ------
-    UsageError
-        When the heads' outputs do not go straight into a linear projection (gated attention).
-    """
+    """Return each head's slice of the output projection, ``W_O^h``."""
     facts = layout.layers[layer]
     if facts.output_projection is None:
         raise UsageError(
@@ -38,18 +27,7 @@ def output_slices(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Te
 
 
 def value_weight(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Tensor:
-    """Return each KV head's value projection, ``W_V``.
-
-    Returns
-    -------
-    Tensor
-        ``[num_kv_heads, hidden, v_head_dim]``; ``x @ W`` is V without its bias.
-
-    Raises
-    ------
-    UsageError
-        For MLA, and wherever V is not a plain projection of the layer's input.
-    """
+    """Return each KV head's value projection, ``W_V``."""
     facts = layout.layers[layer]
     if facts.mla:
         raise UsageError(
@@ -74,30 +52,7 @@ def value_weight(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Ten
 def head_columns(
     model: PreTrainedModel, facts: LayerLayout, kind: str, heads: Sequence[int]
 ) -> tuple[str, Tensor]:
-    """Find the output columns of heads of Q, K or V, and the projection that they are in.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    facts : LayerLayout
-        Of the layer.
-    kind : str
-        ``q``, ``k`` or ``v``.
-    heads : sequence of int
-        Query heads for ``q``, KV heads otherwise.
-
-    Returns
-    -------
-    name : str
-        Of the projection in the model.
-    columns : Tensor
-        Indices into the projection's output, head after head; rows of an ``nn.Linear``'s weight.
-
-    Raises
-    ------
-    UsageError
-        Where the layer has no plain projection of them.
-    """
+    """Find the output columns of heads of Q, K or V, and the projection that they are in."""
     if facts.value_projection is None:
         raise UsageError(f"layer {facts.index} has no plain projection of {kind.upper()}")
     qk, v = facts.qk_head_dim, facts.v_head_dim

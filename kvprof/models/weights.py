@@ -43,13 +43,7 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_finite(model: PreTrainedModel, spec: str) -> None:
-    """Make sure that no weight is NaN or infinite.
-
-    Raises
-    ------
-    FailedError
-        Naming the first tensor that is not finite.
-    """
+    """Make sure that no weight is NaN or infinite."""
     for name, weight in named_weights(model):
         if not weight.is_floating_point() or weight.numel() == 0:
             continue
@@ -64,15 +58,7 @@ def check_finite(model: PreTrainedModel, spec: str) -> None:
 
 
 def projection_matrix(module: nn.Module, width: int) -> Tensor:
-    """Return ``W`` of a projection ``y = x @ W + b`` as ``[width, out]``, in its compute dtype.
-
-    Parameters
-    ----------
-    module : Module
-        ``nn.Linear``, GPT-2's transposed ``Conv1D``, or any other linear map (quantised, wrapped).
-    width : int
-        Width of its input.
-    """
+    """Return ``W`` of a projection ``y = x @ W + b`` as ``[width, out]``, in its compute dtype."""
     with align_module_device(module), torch.no_grad():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.dtype.itemsize >= 2:
@@ -99,13 +85,7 @@ def _input_kind(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def compute_device(module: nn.Module) -> torch.device:
-    """Return the device that a module with weights computes on, wherever they are kept.
-
-    Raises
-    ------
-    FailedError
-        When the module has no weights.
-    """
+    """Return the device that a module with weights computes on, wherever they are kept."""
     for part in module.modules():
         if any(True for _ in part.parameters(recurse=False)):
             with align_module_device(part):

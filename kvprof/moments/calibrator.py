@@ -123,16 +123,7 @@ class MomentStore:
         self._expected.append(needs)
 
     def get(self, needs: CalibrationNeeds) -> Moments:
-        """Return moments that hold what is needed, collected now or before.
-
-        Raises
-        ------
-        UsageError
-            When the source is too short, heads cannot be grouped so, or saved moments are of
-            another model.
-        Interrupted
-            When the user asked for the end.
-        """
+        """Return moments that hold what is needed, collected now or before."""
         given = self._options.source
         if given is not None and given.kind is SourceKind.MOMENTS:
             moments = self._saved(given)
@@ -183,17 +174,7 @@ class MomentStore:
         )
 
     def notes(self, method: str, needs: CalibrationNeeds, moments: Moments) -> list[str]:
-        """Return in words where a method got fewer tokens than it takes.
-
-        Parameters
-        ----------
-        method : str
-            Its name.
-        needs : CalibrationNeeds
-            Of the method.
-        moments : Moments
-            That `get` returned for them.
-        """
+        """Return in words where a method got fewer tokens than it takes."""
         found = list(moments.info.get("labels", []))
         name, seen = moments.info.get("source", "the source"), moments.tokens
         # A paper's count also where the user says another; kvprof's own default is only that.
@@ -336,36 +317,13 @@ class Calibrator:
         self._sensitivities: dict[tuple[object, ...], _Weighed] = {}
 
     def expect(self, method: str, **options: Any) -> None:
-        """Announce a method, so that one pass collects what all announced ones need.
-
-        Raises
-        ------
-        UsageError
-            For an unknown method.
-        """
+        """Announce a method, so that one pass collects what all announced ones need."""
         needs = calibration_needs(method, **options)
         if needs is not None:
             self._moments.expect(needs)
 
     def inputs(self, method: str, **options: Any) -> MethodInputs:
-        """Return what `plan_family` needs for a method with these options.
-
-        Parameters
-        ----------
-        method : str
-            A method's or a combination's name.
-        **options
-            The method's own. ``allocation`` ``fisher`` and ``budget`` have their measurements made;
-            with ``fisher`` also ``fisher_form`` (`FISHER_FORMS`), which the method itself must not
-            be given.
-
-        Raises
-        ------
-        UsageError
-            For an unknown method, a source that is too short, or moments of another model.
-        Interrupted
-            When `should_stop` said so.
-        """
+        """Return what `plan_family` needs for a method with these options."""
         loaded, allocation = self._loaded, allocation_of(method, options)
         form = options.pop("fisher_form", None)
         if form is not None and (allocation != "fisher" or form not in FISHER_FORMS):
@@ -398,13 +356,7 @@ class Calibrator:
         return inputs
 
     def family(self, method: str, **options: Any) -> PlanFamily:
-        """Return the plans of a method, calibrated.
-
-        Raises
-        ------
-        UsageError, Interrupted
-            As `inputs`; and for an option that the method does not have.
-        """
+        """Return the plans of a method, calibrated."""
         inputs = self.inputs(method, **options)
         own = {key: value for key, value in options.items() if key != "fisher_form"}
         return plan_family(method, inputs, **own)

@@ -138,13 +138,7 @@ def model_tokens(loaded: OpenedModel) -> ModelTokens:
 def moment_shapes(
     layer: LayerLayout, *, pre_rope: bool, joint_heads: int | None, outputs: bool = False
 ) -> dict[str, tuple[int, int]]:
-    """Return which vectors of a layer are kept, each with its heads and their width.
-
-    Raises
-    ------
-    UsageError
-        When its KV heads cannot be split into groups of `joint_heads`.
-    """
+    """Return which vectors of a layer are kept, each with its heads and their width."""
     query = (layer.num_heads, layer.qk_head_dim)
     key = (layer.num_kv_heads, layer.qk_head_dim)
     shapes = {"q": query, "k": key, "v": (layer.num_kv_heads, layer.v_head_dim)}
@@ -169,13 +163,7 @@ def empty_moments(
     magnitudes: bool = False,
     outputs: bool = False,
 ) -> Moments:
-    """Return moments of a model with nothing counted yet, the weights' own filled in.
-
-    Raises
-    ------
-    UsageError
-        When a layer's KV heads cannot be split into groups of `joint_heads`.
-    """
+    """Return moments of a model with nothing counted yet, the weights' own filled in."""
     layers = []
     for index, layer in enumerate(loaded.layout.layers):
         c_o = c_wv = None
@@ -203,12 +191,6 @@ def count_tokens(loaded: OpenedModel, source: Source, options: CollectOptions) -
     """Return how many tokens a pass will see, before anything is run.
 
     Tokenising is cheap beside the forward pass: a text that is too short is found out now.
-
-    Raises
-    ------
-    UsageError
-        When the source is too short, a sequence longer than the model's context, or nothing
-        would be left to count.
     """
     if options.seq_len > loaded.context_length:
         raise UsageError(
@@ -250,37 +232,6 @@ def collect_moments(
 
     The moments of one layer are accumulated in float64 on the device that computes the layer
     (FDC §5.1 and ZACK §4.3 stack all vectors instead; the Gram matrix is the same).
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        The model.
-    source : Source
-        Any kind but saved moments; checked by `count_tokens` beforehand.
-    options : CollectOptions
-        Token count, lengths, seed.
-    snapshots : sequence of int
-        Token counts at which a copy is yielded on the way; each a multiple of the sequence length.
-    advance : callable
-        Called with the number of tokens of each batch that is done.
-    should_stop : callable
-        Asked after each batch; True ends the pass with what was counted, marked incomplete.
-    abandon : callable
-        Asked after each layer, for whom the moments of an unfinished pass are of no use.
-
-    Yields
-    ------
-    Moments
-        Independent copies at each snapshot below the total, then the final ones.
-
-    Raises
-    ------
-    UsageError
-        When nothing is left to count, or a snapshot falls inside a sequence.
-    FailedError
-        When the model produces values that are not finite.
-    PassAbandoned
-        When `abandon` said so.
     """
     moments = empty_moments(
         loaded,
@@ -418,11 +369,6 @@ def undefined_pairs(layout: ModelLayout) -> tuple[str, ...]:
     """Return the pairs that a model does not have, in the order of `PAIRS`.
 
     ``vo`` needs a slice of W_O per head, ``w_v`` a plain projection of the layer's input.
-
-    Parameters
-    ----------
-    layout : ModelLayout
-        Of the model; one layer without is enough.
     """
     lacking = {
         "vo": any(layer.output_projection is None for layer in layout.layers),

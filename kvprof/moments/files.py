@@ -24,13 +24,7 @@ _MOST_DIGITS = 18
 
 
 def save_moments(moments: Moments, path: Path, *, force: bool = False) -> None:
-    """Write moments so that `load_moments` finds them unchanged, or not at all.
-
-    Raises
-    ------
-    UsageError
-        When the file exists and `force` is not given.
-    """
+    """Write moments so that `load_moments` finds them unchanged, or not at all."""
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(moments.layers):
         for part, grams in (("rest", layer.rest), ("first", layer.first)):
@@ -61,22 +55,7 @@ def save_moments(moments: Moments, path: Path, *, force: bool = False) -> None:
 
 
 def load_moments(path: Path, *, fingerprint: str | None = None) -> Moments:
-    """Read saved moments.
-
-    Parameters
-    ----------
-    path : Path
-        Written by `save_moments`.
-    fingerprint : str or None
-        Of the model that they must belong to; None accepts any.
-
-    Raises
-    ------
-    FailedError
-        When the file is damaged, from a newer version, or no file of moments.
-    UsageError
-        When it belongs to another model, or does not exist.
-    """
+    """Read saved moments."""
     tensors, metadata = load_tensors(
         path,
         format_name=FORMAT,

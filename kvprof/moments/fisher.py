@@ -42,33 +42,6 @@ def fisher_information(
 
     Nothing of the model changes: gradients are taken for these weights alone, no ``.grad`` is
     written, and ``requires_grad`` is put back, also after an exception.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    batches : iterable of Tensor
-        ``[B, T]`` token ids of text, T at least 2.
-    form : str
-        ``paper`` or ``code``.
-    advance : callable
-        Called with the number of tokens of each sequence that is done.
-    should_stop : callable
-        Asked after each sequence; True ends with None.
-
-    Returns
-    -------
-    mapping or None
-        ``{"keys": [layer][kv_head], "values": …}``, none negative; a head's figure is over its own
-        columns, ``[hidden, head_dim]``. Of the heads of a group the sum (``paper``) and the mean
-        (``code``) of the group's matrix is a multiple of the mean over its heads.
-
-    Raises
-    ------
-    UsageError
-        Where K or V has no plain projection, the weights are offloaded or quantised, or there is no
-        sequence.
-    FailedError
-        When a gradient is not finite.
     """
     if form not in FISHER_FORMS:
         raise UsageError(f"fisher_form: {form!r} is none of {', '.join(FISHER_FORMS)}")

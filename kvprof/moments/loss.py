@@ -43,30 +43,6 @@ def loss_moments(
     the moment is the mean of ``g_t g_tᵀ``. Drawn tokens, not the text's, make it the Hessian of the
     divergence whatever the model thinks of the text. Positions are drawn independently, so that the
     products between them are 0 in the mean.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Left as it was: gradients go to what heads put out, and to nothing else.
-    batches : iterable of Tensor
-        ``[B, T]`` token ids of text. Sequences go through the model one by one.
-    sink, window : int
-        First and newest tokens that stay exact. Query i reads token t as it is stored where
-        ``sink <= t < i - window``, and only that counts.
-    seed : int
-        Of the drawn tokens.
-    advance : callable
-        Called with the number of tokens of each sequence that is done.
-    should_stop : callable
-        Asked after each sequence; True ends with None.
-
-    Raises
-    ------
-    UsageError
-        Where weights are offloaded, a layer's attention is none that is known here, or no text is
-        long enough.
-    FailedError
-        When a gradient is not finite.
     """
     for name, weight in loaded.model.named_parameters():
         if weight.is_meta:

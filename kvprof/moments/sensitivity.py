@@ -68,26 +68,6 @@ def measure_sensitivities(
     rounding): it is subtracted, and it is the least that a target counts. A smaller figure, or a
     negative one, is not a smaller loss, it is one that could not be seen; and a weight of 0 would
     let the allocation take everything from that head.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    family : PlanFamily
-        With ``targets`` and ``at_ranks``; its predicted errors are per token, so comparable between
-        heads.
-    batches : sequence of Tensor
-        ``[B, T]`` token ids of calibration text. Logits of all of them are kept.
-    advance : callable
-        Called with 1 for each target that is done.
-    should_stop : callable
-        Asked after each target; True ends with None.
-
-    Raises
-    ------
-    UsageError
-        When there is no text.
-    FailedError
-        When the divergence is not finite.
     """
     if not batches:
         raise UsageError("sensitivities need text of two tokens or more")

@@ -76,29 +76,7 @@ def read_tokens(
     seq_len: int,
     seed: int = 0,
 ) -> CalibrationTokens:
-    """Read the sequences of a source before anything is run.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        Its tokenizer, vocabulary and context.
-    source : Source
-        Any kind but moments.
-    tokens : int or None
-        How many; a source that has fewer is refused. None: what the source's name asks for, else
-        at most `most`, fewer where a text is shorter.
-    most : int
-        See `tokens`.
-    seq_len : int
-        Longest sequence; capped at the model's context.
-    seed : int
-        For random tokens.
-
-    Raises
-    ------
-    UsageError
-        When the source has fewer tokens than were asked for, or none.
-    """
+    """Read the sequences of a source before anything is run."""
     length = min(seq_len, loaded.context_length)
     if tokens is None:
         tokens = source.tokens
@@ -153,20 +131,6 @@ def check_separate(
     Compared are files, and the token ids themselves: runs of 32 tokens that both hold, so that the
     same text is found under another name and cut into other sequences. The embedded ``prose``,
     ``code`` and ``tasks`` mean different splits on the two sides and never clash.
-
-    Parameters
-    ----------
-    calibrated : Plan or mapping
-        The plan, or the ``made`` of one.
-    sources : iterable of Source
-        What the evaluation reads.
-    samples : iterable of Sample
-        The token ids that it reads.
-
-    Raises
-    ------
-    UsageError
-        When calibration data is evaluation data, or saved moments do not tell.
     """
     made = calibrated.made if isinstance(calibrated, Plan) else calibrated
     data = [made[part] for part in ("calibration", "fisher", "sensitivity") if part in made]
@@ -198,13 +162,6 @@ def chosen_on(made: Mapping[str, Any], samples: Iterable[Sample]) -> list[str]:
 
     Whoever chooses among hundreds of settings by what they cost on a text chooses a little for that
     text. It is no calibration, so it is not refused: the figures of the whole were measured there.
-
-    Parameters
-    ----------
-    made : mapping
-        How a plan was made.
-    samples : iterable of Sample
-        What it is evaluated on.
     """
     cells = made.get("cells") or {}
     found = []
@@ -236,25 +193,12 @@ def content_sketch(sequences: Sequence[NDArray[np.int64]]) -> str:
 
     A bottom-k sketch: whatever part of a text it stands for, the same runs have the same hashes in
     another text, wherever they begin there.
-
-    Parameters
-    ----------
-    sequences : sequence of arrays
-        Token ids; those shorter than 32 tokens leave no trace.
     """
     return _hashes(sequences)[:_KEPT].astype(">u4").tobytes().hex()
 
 
 def shared_content(sketch: str, sequences: Sequence[NDArray[np.int64]]) -> float:
-    """Return the share of the smaller text that both hold; 0 where it is too little to matter.
-
-    Parameters
-    ----------
-    sketch : str
-        From `content_sketch`.
-    sequences : sequence of arrays
-        The other text.
-    """
+    """Return the share of the smaller text that both hold; 0 where it is too little to matter."""
     kept = np.frombuffer(bytes.fromhex(sketch), dtype=">u4").astype(np.uint32)
     if not len(kept):
         return 0.0

@@ -46,45 +46,13 @@ class Laid(Protocol):
 
 
 def uncalibrated_family(loaded: Laid, method: str, **options: Any) -> PlanFamily | None:
-    """Return plans that store what the method's own would, on bases that mean nothing.
-
-    Parameters
-    ----------
-    loaded, method, **options
-        As `stand_in_family` takes them.
-
-    Returns
-    -------
-    PlanFamily or None
-        None for a method that has to be calibrated and is not kvprof's own, what its ranks hang on
-        not being known here, or whose bytes are measured.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.methods.registry.plan_family`: what cannot be planned cannot be planned so
-        either.
-    """
+    """Return plans that store what the method's own would, on bases that mean nothing."""
     given = {key: value for key, value in options.items() if key != "fisher_form"}
     return stand_in_family(loaded, method, **given) if follows_from_rate(method, **given) else None
 
 
 def stand_in_family(loaded: Laid, method: str, **options: Any) -> PlanFamily:
-    """Return the plans that a method makes of moments which are the same for all heads.
-
-    Parameters
-    ----------
-    loaded : Laid
-    method : str
-        A method's or a combination's name.
-    **options
-        The method's own.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.methods.registry.plan_family`, and for a method that needs more than moments.
-    """
+    """Return the plans that a method makes of moments which are the same for all heads."""
     if skips_layers(method):
         options["centre"] = False  # there are no means, and they cost no byte
     needs = calibration_needs(method, **options)

@@ -14,20 +14,7 @@ __all__ = ["at_rest", "into_latents"]
 
 
 def at_rest(plan: Plan, cache: CompressedCache) -> int:
-    """Code what a cache holds, put back what comes out, and return the bytes in between.
-
-    Parameters
-    ----------
-    plan : Plan
-        With `Plan.across`.
-    cache : CompressedCache
-        Of the plan, after its prompt; every tensor in it is plain.
-
-    Returns
-    -------
-    int
-        Of all sequences: streams, and everything that stays at full precision.
-    """
+    """Code what a cache holds, put back what comes out, and return the bytes in between."""
     across = plan.across
     assert across is not None
     total = cache.nbytes
@@ -82,15 +69,7 @@ def _coded(
 
 
 def into_latents(plan: Plan, cache: CompressedCache) -> None:
-    """Let what is due become latents of several layers, after a pass.
-
-    Parameters
-    ----------
-    plan : Plan
-        With `Plan.across`, not at rest.
-    cache : CompressedCache
-        Of the plan.
-    """
+    """Let what is due become latents of several layers, after a pass."""
     across = plan.across
     assert across is not None
     for layers in dict.fromkeys(group.layers for group in across.groups):

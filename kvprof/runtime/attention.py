@@ -143,21 +143,7 @@ def bundled(
     online: bool,
     copies: int = 1,
 ) -> list[Bundle]:
-    """Put head groups of the same shape together.
-
-    Parameters
-    ----------
-    groups : sequence of HeadGroup
-        One side of one layer.
-    device, dtype
-        Where and in what the projections run.
-    folded : bool
-        ``fold_down`` of the side.
-    online : bool
-        ``online_bases`` of the plan.
-    copies : int
-        ``key_copies`` of the layer, for its keys.
-    """
+    """Put head groups of the same shape together."""
     alike: dict[tuple[object, ...], list[HeadGroup]] = {}
     for group in groups:
         based = group.down is not None
@@ -278,15 +264,7 @@ def block_scores(block: KeyBlock, queries: slice) -> Tensor:
 
 
 def block_output(probabilities: Tensor, value: Tensor) -> Tensor:
-    """Return ``p @ v`` of a block: ``[rows, g, n, G, t', w]``.
-
-    Parameters
-    ----------
-    probabilities : Tensor
-        ``[rows, g, n, G, t', N]``.
-    value : Tensor
-        ``[rows, g, n or 1, N, w]``.
-    """
+    """Return ``p @ v`` of a block: ``[rows, g, n, G, t', w]``."""
     return unflatten((probabilities.flatten(3, 4) @ value), 3, probabilities.shape[3:5])
 
 

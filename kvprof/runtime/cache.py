@@ -75,13 +75,7 @@ class StaticBuffers:
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def take(self, row_groups: list[RowGroup]) -> None:
-        """Move what the groups of rows store into the buffers.
-
-        Raises
-        ------
-        UsageError
-            When a sequence has outgrown the capacity.
-        """
+        """Move what the groups of rows store into the buffers."""
         for number, row_group in enumerate(row_groups):
             check_room(self.capacity, row_group.seen)
             kinds = [
@@ -182,13 +176,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take notice of new tokens and return them, uncompressed and without the past.
-
-        Raises
-        ------
-        UsageError
-            Outside the `compressed` context, where nobody would read the past.
-        """
+        """Take notice of new tokens and return them, uncompressed and without the past."""
         if not self._compression.active:
             raise UsageError(
                 "a compressed cache works inside its own kvprof.compressed context only; "
@@ -305,19 +293,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
         return "what came before lies no longer in its sliding window" if lost else None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens; with 0 let go of what is kept for that alone.
-
-        Parameters
-        ----------
-        tokens_to_remove : int
-            Negative, as transformers counts them.
-
-        Raises
-        ------
-        UsageError
-            Where tokens were quantised, evicted or cut again on the way, or what came before is out
-            of a sliding window.
-        """
+        """Take back the newest tokens; with 0 let go of what is kept for that alone."""
         if tokens_to_remove and (reason := self.fixed(-tokens_to_remove)) is not None:
             raise UsageError(not_croppable(reason))
         if not -self.seen <= tokens_to_remove <= 0:
@@ -458,15 +434,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
         return self._tables[self._table_of[layer]]
 
     def take_angles(self, kernels: KernelState, past: int) -> None:
-        """Take over the angles of the tokens that the kernels have stored.
-
-        Parameters
-        ----------
-        kernels : KernelState
-            Which the layers leave.
-        past : int
-            Tokens so far, padding included.
-        """
+        """Take over the angles of the tokens that the kernels have stored."""
         for layers, table in kernels.tables.unslotted(kernels.first, past):
             self._table_of.update(dict.fromkeys(layers, len(self._tables)))
             self._tables.append(table)
@@ -487,19 +455,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
             self.kernels.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens (assisted decoding), where every layer can.
-
-        Parameters
-        ----------
-        tokens_to_remove : int
-            Negative; a positive number is how many are to be left, as older versions of
-            transformers count.
-
-        Raises
-        ------
-        UsageError
-            As `CompressedLayer.crop` does; then no layer has changed.
-        """
+        """Take back the newest tokens (assisted decoding), where every layer can."""
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
         reasons = [layer.fixed(-tokens_to_remove) for layer in self.layers]
@@ -517,12 +473,6 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
 
         Layers with a sliding window keep what a pass pushes out of it until then. On the kernels
         there is no room for it, so such a cache leaves them.
-
-        Raises
-        ------
-        UsageError
-            Where what is stored of a token is not what its pass made of it, and where nothing but
-            the kernels is to run.
         """
         if reason := next(filter(None, (layer.lossy for layer in self.layers)), None):
             raise UsageError(not_croppable(reason))
@@ -537,17 +487,6 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
 
         While a pass is captured nothing is stored. A replay stores, and the device counts; the host
         has to be told, or lengths and bytes that it reports stay behind.
-
-        Parameters
-        ----------
-        tokens : int
-            New tokens of every row, over all replays.
-
-        Raises
-        ------
-        UsageError
-            When they had no room (what came after the last slot was lost), or when nothing runs on
-            the kernels.
         """
         if self.kernels is None or any(layer.planes is None for layer in self.layers):
             raise UsageError("only a cache that the kernels keep can be captured and replayed")

@@ -45,15 +45,7 @@ _running: "Clock | None" = None
 
 
 def part(name: str, layer: int | None = None) -> AbstractContextManager[None]:
-    """Mark what the body does as a part, where a clock runs; to be used in ``with`` at once.
-
-    Parameters
-    ----------
-    name : str
-        One of `kvprof.records.parts.PARTS`.
-    layer : int, optional
-        By default that of the mark around it.
-    """
+    """Mark what the body does as a part, where a clock runs; to be used in ``with`` at once."""
     clock = _running
     if clock is None or clock.muted or torch.compiler.is_compiling():
         return _OFF

@@ -39,20 +39,7 @@ _GROUP = 8  # so many codes fill whole bytes at any number of bits
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack each row of codes into ``ceil(r * bits / 8)`` bytes, lowest bits first.
-
-    Parameters
-    ----------
-    codes : Tensor
-        ``[..., r]`` integers in ``0 … 2^bits - 1``.
-    bits : int
-        1 to 8.
-
-    Returns
-    -------
-    Tensor
-        ``[..., ceil(r * bits / 8)]`` uint8.
-    """
+    """Pack each row of codes into ``ceil(r * bits / 8)`` bytes, lowest bits first."""
     if bits == 8:
         return codes.to(torch.uint8)
     columns = codes.shape[-1]
@@ -65,21 +52,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """Undo `pack`.
-
-    Parameters
-    ----------
-    packed : Tensor
-        As `pack` returned it.
-    bits : int
-    columns : int
-        Codes per row, r.
-
-    Returns
-    -------
-    Tensor
-        ``[..., columns]``, uint8 or int64.
-    """
+    """Undo `pack`."""
     if bits == 8:
         return packed
     if 8 % bits == 0:  # no code lies in two bytes
@@ -462,22 +435,7 @@ def codec_for(
     level: int,
     column_bits: tuple[tuple[int, int], ...] = (),
 ) -> Codec:
-    """Return how a side's quantised tokens of a level are kept.
-
-    Parameters
-    ----------
-    quantiser : Quantiser
-    side : SideQuantiser or None
-        Its keys or values.
-    level : int
-    column_bits : tuple of (int, int)
-        Of a group of heads that is quantised, see `kvprof.methods.plan.HeadGroup`.
-
-    Raises
-    ------
-    LackingError
-        When the quantiser is a library's and the library is not installed.
-    """
+    """Return how a side's quantised tokens of a level are kept."""
     if side is None:
         return PLAIN
     kind = quantiser.kind_of(side)
@@ -655,20 +613,6 @@ class _Quanto(_LibraryCodec):
 
 
 def library_codec(kind: str, bits: int, group: int | None) -> Codec:
-    """Return the codec of a library.
-
-    Parameters
-    ----------
-    kind : str
-        ``hqq`` or ``quanto``.
-    bits : int
-    group : int or None
-        Most columns that share a scale; None for the row.
-
-    Raises
-    ------
-    LackingError
-        When the library is not installed.
-    """
+    """Return the codec of a library."""
     load_library(kind)
     return {"hqq": _Hqq, "quanto": _Quanto}[kind](bits, group)

@@ -36,25 +36,7 @@ class OutputSwitch(nn.Module):
 
 
 def folded_modules(loaded: LoadedModel, plan: Plan) -> dict[str, nn.Module]:
-    """Build every projection that a plan folds something into.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    plan : Plan
-        One that fits the model (`check_fits`).
-
-    Returns
-    -------
-    dict
-        From a module's name in the model to what takes its place; each has the same input, and
-        the same output unless it is an output projection.
-
-    Raises
-    ------
-    UsageError
-        Where a projection cannot be found or a latent has no room in it.
-    """
+    """Build every projection that a plan folds something into."""
     modules: dict[str, nn.Module] = {}
     for layer, facts in zip(plan.layers, loaded.layout.layers, strict=True):
         for name, changes in _changes(loaded, layer, facts).items():

@@ -69,20 +69,7 @@ class Generated:
 
 
 def prompt_ids(loaded: OpenedModel, prompt: str, *, chat: bool) -> tuple[str, list[int]]:
-    """Return the prompt as the model gets it, as text and as ids.
-
-    Parameters
-    ----------
-    loaded : OpenedModel
-    prompt : str
-    chat : bool
-        Put it into the model's chat template as a user's message.
-
-    Raises
-    ------
-    UsageError
-        Without a tokenizer or a chat template, or when no token is left of the prompt.
-    """
+    """Return the prompt as the model gets it, as text and as ids."""
     tokenizer = loaded.tokenizer()
     if chat:
         if tokenizer.chat_template is None:
@@ -125,18 +112,6 @@ def generate_text(
     """Continue a prompt with transformers' own ``generate``.
 
     Inside `kvprof.runtime.compressed.compressed` the cache is the compressed one.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    prompt : sequence of int
-    settings : GenerationSettings
-    write : callable, optional
-        Given each piece of text as soon as it is complete.
-    keep_logits : bool
-        Needs memory for every step's logits.
-    should_stop : callable
-        Asked after each token.
     """
     tokenizer = loaded.tokenizer()
     own = loaded.model.generation_config
@@ -183,18 +158,6 @@ def difference(
 
     Up to the first different token both models saw the same text, so that their probabilities can
     be compared; after it they cannot.
-
-    Parameters
-    ----------
-    compressed, full : Generated
-        With logits.
-    decode : callable
-        From ids to text.
-
-    Returns
-    -------
-    dict
-        As ``difference`` in the schema of kind ``generate``.
     """
     ours, theirs = compressed.tokens, full.tokens
     assert compressed.logits is not None
@@ -267,12 +230,7 @@ class _Streamer(TextStreamer):  # type: ignore[misc]  # transformers carries no 
 
 
 def end_ids(loaded: LoadedModel) -> list[int]:
-    """Return the ids with which a model ends a text; none where it has no such token.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    """
+    """Return the ids with which a model ends a text; none where it has no such token."""
     value = loaded.model.generation_config.eos_token_id
     if value is None:
         return []

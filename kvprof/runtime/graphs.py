@@ -467,13 +467,7 @@ def _marks(cache: CompressedCache) -> list[Any]:
 
 
 def capturable(session: GraphOwner, model: PreTrainedModel) -> bool:
-    """Whether steps of a model may be captured: on one GPU, with all layers on the kernels.
-
-    Parameters
-    ----------
-    session : GraphOwner
-    model : PreTrainedModel
-    """
+    """Whether steps of a model may be captured: on one GPU, with all layers on the kernels."""
     decoder = text_decoder(model)
     placed = getattr(model, "hf_device_map", None)
     return (
@@ -487,19 +481,7 @@ def capturable(session: GraphOwner, model: PreTrainedModel) -> bool:
 
 @contextmanager
 def replaying(session: GraphOwner, model: PreTrainedModel) -> Iterator[DecodingGraphs]:
-    """Let decoding steps of a model be captured and replayed while the body runs.
-
-    Parameters
-    ----------
-    session : GraphOwner
-        Whose hooks are in place.
-    model : PreTrainedModel
-        That is `capturable`.
-
-    Yields
-    ------
-    DecodingGraphs
-    """
+    """Let decoding steps of a model be captured and replayed while the body runs."""
     graphs = DecodingGraphs(session, model)
     before = model.__dict__.get("forward")
 

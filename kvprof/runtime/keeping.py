@@ -88,11 +88,6 @@ def gumbel(
 
     They depend on the seed, the layer and the token's position only, so that a sequence is treated
     the same alone and in a batch.
-
-    Returns
-    -------
-    Tensor
-        ``[units, stop - start]`` float32.
     """
     pieces = []
     for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
@@ -119,25 +114,7 @@ def token_scores(
     progress: Tensor,
     units: list[tuple[int, int]],
 ) -> Tensor:
-    """Return what a run of queries adds to each key's score.
-
-    Parameters
-    ----------
-    eviction : Eviction
-    logits, probabilities : Tensor
-        ``[rows, Hkv, G, t, N]`` float32, masked.
-    noise : Tensor or None
-        Keyformer's samples, ``[rows, units, N]``.
-    progress : Tensor
-        ``[t]``, from 0 for the first query of a sequence to 1 for the last that it may reach.
-    units : list of (first KV head, heads)
-        What is evicted together.
-
-    Returns
-    -------
-    Tensor
-        ``[rows, units, N]`` float32.
-    """
+    """Return what a run of queries adds to each key's score."""
     totals = []
     for unit, (first, heads) in enumerate(units):
         if noise is None:
@@ -153,25 +130,7 @@ def token_scores(
 
 
 def snapped(eviction: Eviction, scores: Tensor, tokens: int, heads: Tensor, seen: int) -> Tensor:
-    """Return SnapKV's scores after a pass over more than one token.
-
-    Parameters
-    ----------
-    eviction : Eviction
-    scores : Tensor
-        ``[rows, units, N]``, what the pass's last queries gave each token, summed.
-    tokens : int
-        Of the pass.
-    heads : Tensor
-        ``[units]``, query heads that are summed.
-    seen : int
-        Tokens of the sequence after the pass.
-
-    Returns
-    -------
-    Tensor
-        ``[rows, units, N]``: up to 1 before the window, above it the window's own tokens in order.
-    """
+    """Return SnapKV's scores after a pass over more than one token."""
     window = min(eviction.window, tokens)
     before = scores[..., : scores.shape[-1] - window] / (window * heads[:, None])
     if before.shape[-1]:
@@ -190,24 +149,7 @@ def written(start: int, stop: int, device: torch.device) -> Tensor:
 def survivors(
     eviction: Eviction, seen: int, candidates: int, scores: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Return the indices of the tokens that stay.
-
-    Parameters
-    ----------
-    eviction : Eviction
-    seen : int
-        Tokens of the sequence so far.
-    candidates : int
-        Tokens that are there: stored before plus new.
-    scores : Tensor or None
-        ``[rows, units, candidates]``; None for ``recent``.
-    device : torch.device
-
-    Returns
-    -------
-    Tensor
-        ``[rows, units, kept]`` (``[1, 1, kept]`` for ``recent``), ascending.
-    """
+    """Return the indices of the tokens that stay."""
     count = kept(eviction, seen)
     sink = min(eviction.sink, count)
     newest = min(math.floor(eviction.recent_share * count + 1e-9), count - sink)

@@ -165,15 +165,6 @@ class LayerRuntime:
         """Attend to a whole sequence as prefill of `prompt` tokens and decoding of the rest would.
 
         Nothing is stored. For plans that neither evict nor code across layers.
-
-        Parameters
-        ----------
-        row_group : RowGroup
-            Empty.
-        own : OwnTokens
-            The whole sequence.
-        prompt : int
-            Tokens that one another read as in a prompt; plans that read by age need none.
         """
         own, scoring = self._centred(row_group, own)
         keys, values, latents = self._latents(row_group, own, prompt)

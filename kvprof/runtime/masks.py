@@ -87,22 +87,7 @@ class MaskFacts:
 def mask_facts(
     mask: Any, batch: int, tokens: int, past: int, positions: Tensor | None = None
 ) -> MaskFacts:
-    """Read a pass's attention mask; a GPU is asked once.
-
-    Parameters
-    ----------
-    mask : object
-        As the model was given it: None, or ``[batch, keys]``; others cannot be read.
-    batch, tokens, past : int
-        Of the pass, and tokens before it.
-    positions : Tensor, optional
-        By which transformers tells texts in a row apart, where there is no mask.
-
-    Raises
-    ------
-    UsageError
-        When a CUDA graph is being captured, which no mask can be read in.
-    """
+    """Read a pass's attention mask; a GPU is asked once."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         packed = False
         if mask is None and positions is not None:  # of M-RoPE the first, where there are several

@@ -30,15 +30,7 @@ _WIDEST = 16384
 
 @contextmanager
 def few_launches(model: PreTrainedModel, *, rotations: bool) -> Iterator[None]:
-    """Run the norms, rotations and gated units of a model's decoder so while the body runs.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        On one GPU.
-    rotations : bool
-        The rotary functions too; not where somebody else looks at their calls.
-    """
+    """Run the norms, rotations and gated units of a model's decoder so while the body runs."""
     decoder = text_decoder(model)
     with torch.inference_mode(), on(model.device):
         found = {

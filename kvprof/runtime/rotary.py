@@ -37,32 +37,13 @@ class RotaryTable:
         return RotaryTable(torch.cat([self.cos, cos], 1), torch.cat([self.sin, sin], 1))
 
     def at(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up tokens.
-
-        Parameters
-        ----------
-        rows : Tensor
-            ``[rows]``, in the batch.
-        positions : Tensor
-            ``[rows, groups, N]``, in the sequence as the model saw it, padding included.
-
-        Returns
-        -------
-        cos, sin : Tensor
-            ``[rows, groups, N, rotary width]``.
-        """
+        """Look up tokens."""
         index = rows.view(-1, 1, 1)
         return self.cos[index, positions], self.sin[index, positions]
 
 
 def angles(rotation: Rotation, batch: int) -> RotaryTable:
-    """Return the cosines and sines that a call of a rotary function got.
-
-    Raises
-    ------
-    UsageError
-        For a function of another form than ``f(q, k, cos, sin)``.
-    """
+    """Return the cosines and sines that a call of a rotary function got."""
     tables = rotary_tables(rotation)
     if tables is None:
         name = getattr(rotation.function, "__name__", "its rotary function")
@@ -73,19 +54,7 @@ def angles(rotation: Rotation, batch: int) -> RotaryTable:
 def rotated(
     rotation: Rotation, keys: Tensor, cos: Tensor, sin: Tensor, offset: int, transposed: bool
 ) -> Tensor:
-    """Rotate keys by the model's own function.
-
-    Parameters
-    ----------
-    rotation : Rotation
-        A call of it by the same layer.
-    keys : Tensor
-        ``[rows, g, n, N, d]`` before RoPE.
-    cos, sin : Tensor
-        ``[rows, g, N, rotary width]``.
-    offset, transposed
-        As `kvprof.models.interface.find_rotation` found them.
-    """
+    """Rotate keys by the model's own function."""
     flat = keys.flatten(0, 1)
     width = (rotation.args[1] if len(rotation.args) > 1 else rotation.kwargs["k"]).shape[-1]
     part = flat[..., offset : offset + width]

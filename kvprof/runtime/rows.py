@@ -131,12 +131,6 @@ def joined(pieces: Sequence[tuple[Part, int, int]], codec: Codec, width: int) ->
 
     What is kept that way already is taken over as it is, so that nothing is quantised twice;
     adjacent other pieces are quantised together, because they may share scales.
-
-    Parameters
-    ----------
-    pieces : sequence of (part, start, stop)
-    codec : Codec
-    width : int
     """
     done: list[Part] = []
     raw: list[Tensor] = []
@@ -162,17 +156,7 @@ def joined(pieces: Sequence[tuple[Part, int, int]], codec: Codec, width: int) ->
 
 
 def picked(parts: Sequence[Part], index: Tensor, codec: Codec, width: int) -> Part:
-    """Pick tokens out of adjacent parts, other ones for every row and head group.
-
-    Parameters
-    ----------
-    parts : sequence of Part
-        Oldest first; none whose tokens share scales.
-    index : Tensor
-        ``[rows, groups, M]``, ascending, among all the parts' tokens.
-    codec : Codec
-    width : int
-    """
+    """Pick tokens out of adjacent parts, other ones for every row and head group."""
     if all(part.codec == codec and part.width == width for part in parts):
         # Nothing to recode, so no need to know which parts are meant: asking would make a GPU wait.
         candidates, skipped = list(parts), 0
@@ -361,13 +345,7 @@ class RowGroup:
         self.values = [cut(parts) for parts in self.values]
 
     def selected(self, members: list[int], rows: list[int]) -> "RowGroup":
-        """Return some rows, by their number in the group, as the rows `rows` of a new batch.
-
-        Raises
-        ------
-        UsageError
-            Where tokens are stored together with other layers.
-        """
+        """Return some rows, by their number in the group, as the rows `rows` of a new batch."""
         if self.shared is not None:
             raise UsageError(
                 "latents that layers share cannot be reordered or repeated by row (beams, "

@@ -155,16 +155,6 @@ class Compression:
         """Compile what the plan's layers run on the kernels, on all cores at once.
 
         The first prompt does it by itself; a process that comes later finds it on disk.
-
-        Parameters
-        ----------
-        progress : Progress, optional
-            Shows how far it is; nothing by default.
-
-        Returns
-        -------
-        int
-            Kernels that were compiled or found; 0 without a GPU.
         """
         return self.route.compile_ahead(1, progress)
 
@@ -177,23 +167,11 @@ class Compression:
         return self.route.new_store(index, capacity)
 
     def leave_kernels(self, cache: CompressedCache, reason: str) -> None:
-        """Take a cache off the kernels, with what is in it.
-
-        Raises
-        ------
-        UsageError
-            When nothing but the kernels is to run.
-        """
+        """Take a cache off the kernels, with what is in it."""
         self.route.leave(cache, cache.get_seq_length(), self._layers, reason)
 
     def new_cache(self, capacity: int | None = None) -> CompressedCache:
-        """Make an empty cache to pass as ``past_key_values``.
-
-        Parameters
-        ----------
-        capacity : int, optional
-            Tokens per sequence to reserve at once (a static cache).
-        """
+        """Make an empty cache to pass as ``past_key_values``."""
         across = self.plan.across
         if capacity is not None and across is not None and not across.at_rest:
             raise UsageError(

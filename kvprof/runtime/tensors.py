@@ -103,11 +103,6 @@ def aside(device: torch.device) -> Iterator[None]:
     In a graph that `capturing` captures, of a single step, it becomes a branch, which begins after
     what was queued so far and ends with the graph, so that the device need not wait for it;
     elsewhere, and where parts are timed (`kvprof.runtime.clock`), it is queued as it comes.
-
-    Parameters
-    ----------
-    device : torch.device
-        Where the body runs.
     """
     if not _capture.under_way or is_timing() or not is_capturing(device):
         yield
@@ -126,15 +121,6 @@ def capturing(
 
     The garbage collector is held off meanwhile: a graph or an event that it finds frees memory of
     the GPU, and CUDA gives up every capture under which that happens.
-
-    Parameters
-    ----------
-    graph : torch.cuda.CUDAGraph
-    pool : Pool, optional
-        Of graphs that never run at the same time; what one of them leaves there another overwrites.
-    device : torch.device, optional
-        Where the body runs, the current one by default: a capture sees one device alone. What other
-        threads do meanwhile is then their own business, and neither fails.
     """
     before = gc.isenabled()
     options: dict[str, Any] = {}

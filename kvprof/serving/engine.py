@@ -59,16 +59,7 @@ logger = init_logger("vllm.kvprof")
 
 
 def check_engine(config: Any) -> None:
-    """Refuse settings of the engine with which a plan cannot be served.
-
-    Parameters
-    ----------
-    config : VllmConfig
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse settings of the engine with which a plan cannot be served."""
     parallel, cache = config.parallel_config, config.cache_config
     reasons = {
         "speculation (--speculative-config)": config.speculative_config is not None,
@@ -92,18 +83,6 @@ def check_model(plan: Plan, config: Any) -> None:
 
     Random weights (``load_format="dummy"``) are nobody's: there the plan has to have the model's
     shape, and what the engine answers means nothing, as ever with them.
-
-    Parameters
-    ----------
-    plan : Plan
-    config : VllmConfig
-
-    Raises
-    ------
-    UsageError
-        For another model's plan.
-    KvprofError
-        As `load_model`, when the model cannot be identified.
     """
     model = config.model_config
     kv_heads, parallel = model.get_total_num_kv_heads(), config.parallel_config
@@ -131,14 +110,7 @@ def check_model(plan: Plan, config: Any) -> None:
 
 
 def page_spec(layer: Any, plan: Plan, config: Any) -> FullAttentionSpec:
-    """Return what a layer stores of a token, as one head of as many columns.
-
-    Parameters
-    ----------
-    layer : Attention
-    plan : Plan
-    config : VllmConfig
-    """
+    """Return what a layer stores of a token, as one head of as many columns."""
     ranks, dtype = config.parallel_config.tensor_parallel_size, layer.kv_cache_torch_dtype
     own = layer_pages(plan, ranks)[extract_layer_index(layer.layer_name)]
     return FullAttentionSpec(
@@ -151,15 +123,7 @@ def page_spec(layer: Any, plan: Plan, config: Any) -> FullAttentionSpec:
 
 
 def tell_tokens(plan: Plan, config: Any, pages: int) -> None:
-    """Say how many tokens of cache fit, against full width in the same memory.
-
-    Parameters
-    ----------
-    plan : Plan
-    config : VllmConfig
-    pages : int
-        That every rank has room for.
-    """
+    """Say how many tokens of cache fit, against full width in the same memory."""
     ranks, itemsize = (
         config.parallel_config.tensor_parallel_size,
         config.model_config.dtype.itemsize,
@@ -238,21 +202,7 @@ def _attention_layers(model: Any) -> Iterator[_Found]:
 
 
 def prepare(model: Any, plan: Plan, longest: int) -> None:
-    """See to it that each rank loads the heads that it serves, and keys come as they are stored.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Before its weights are loaded.
-    plan : Plan
-    longest : int
-        Tokens that a sequence may have.
-
-    Raises
-    ------
-    UsageError
-        When the model's layers are not built as they have to be.
-    """
+    """See to it that each rank loads the heads that it serves, and keys come as they are stored."""
     ranks = get_tensor_model_parallel_world_size()
     pages = layer_pages(plan, ranks)
     for one in _attention_layers(model):
@@ -307,16 +257,7 @@ def _wrap_loader(parameter: Any, reorder: Callable[[Tensor, Any], Tensor]) -> No
 
 @torch.no_grad()
 def fold(model: Any, plan: Plan, longest: int) -> None:
-    """Fold V's bases into the weights, and give every layer the bases of its keys.
-
-    Parameters
-    ----------
-    model : nn.Module
-        With its weights, before the engine brings them into the form that it runs.
-    plan : Plan
-    longest : int
-        Tokens that a sequence may have.
-    """
+    """Fold V's bases into the weights, and give every layer the bases of its keys."""
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
     pages, served = layer_pages(plan, ranks), ServedModel()
     for found in _attention_layers(model):
@@ -394,12 +335,6 @@ def run_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Run a layer; what it puts out is as wide as the latents, or as values, as W_O is.
 
     Without torch.compile the operator that hides attention from it would only cost a copy.
-
-    Parameters
-    ----------
-    layer : Attention
-    query, key, value : Tensor
-        ``[tokens, heads · d]`` or ``[tokens, heads, d]``.
     """
     impl = layer.impl
     query = query.view(-1, layer.num_heads, layer.head_size)

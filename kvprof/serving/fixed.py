@@ -106,25 +106,13 @@ class RebuiltPages:
 
 
 def most_own_pages(tokens: int, rows: int) -> int:
-    """Return the pages of a step's own pool that any of its batches may fill.
-
-    Parameters
-    ----------
-    tokens, rows : int
-        Room of the step.
-    """
+    """Return the pages of a step's own pool that any of its batches may fill."""
     # Those that decode side by side, then whole pages, of which each sequence's last is not full.
     return 2 * -(-tokens // PAGE_TOKENS) + min(tokens, rows)
 
 
 def own_columns(pages: int) -> int:
-    """Return the columns of a table of own pages, always the same: kernels are compiled for it.
-
-    Parameters
-    ----------
-    pages : int
-        Of the pool.
-    """
+    """Return the columns of a table of own pages, always the same: kernels are compiled for it."""
     return -(-pages // 16) * 16
 
 
@@ -148,13 +136,7 @@ class FixedStep(EngineStep):
         return _Numbers(token, lengths, torch.maximum(starts, first), others[:, None])
 
     def decoding(self, step: Any) -> Tensor:
-        """Return the tokens of each row of a decoding step; 0 where it has nothing to do.
-
-        Parameters
-        ----------
-        step : DecodeStep or SegmentsStep
-            Over latents as they are its rows are sequences, over quantised ones tokens.
-        """
+        """Return the tokens of each row of a decoding step; 0 where it has nothing to do."""
         if isinstance(step, SegmentsStep):
             return self.once("seen", self._seen)
         return self._numbers.lengths
@@ -182,11 +164,6 @@ class FixedStep(EngineStep):
 
         Those that decode lie side by side; the tokens of every other sequence have pages of their
         own behind them.
-
-        Parameters
-        ----------
-        pages : int
-            Of the pool: `most_own_pages` of the step's room or more.
         """
         assert pages >= most_own_pages(len(self.slots), self.rows)
 
@@ -205,15 +182,7 @@ class FixedStep(EngineStep):
         return self.once(("own", pages), made)
 
     def rebuilt(self, room: int, page: int) -> RebuiltPages:
-        """Return which pages are rebuilt for sequences with several new tokens, one after another.
-
-        Parameters
-        ----------
-        room : int
-            Pages that are rebuilt at most.
-        page : int
-            Tokens of one.
-        """
+        """Return which pages are rebuilt for sequences with several new tokens, in turn."""
 
         def made() -> RebuiltPages:
             numbers, sequences, token = self._numbers, self._sequences(), self._numbers.token
@@ -244,16 +213,7 @@ class FixedStep(EngineStep):
         return self.once(("rebuilt", room, page), made)
 
     def cut_rows(self, step: RowsStep, lengths: Tensor) -> RowsCut:
-        """Return how the rows of several new tokens are cut, for all layers alike.
-
-        Parameters
-        ----------
-        step : RowsStep
-            Of as many sequences as there are.
-        lengths : Tensor
-            ``[rows]`` int32: tokens of each that lie in the step's pages; the same tensor for
-            layers that share a cut.
-        """
+        """Return how the rows of several new tokens are cut, for all layers alike."""
         return self.once(
             (step.heights, id(lengths)),
             lambda: step.cut(self._numbers.starts, lengths, len(self.slots)),
@@ -263,25 +223,12 @@ class FixedStep(EngineStep):
         """Return ``[tokens, columns]`` float32 for log2 of what the other sequences' tokens sum up.
 
         Layers write to it in turn, at the same places; elsewhere it is -inf.
-
-        Parameters
-        ----------
-        columns : int
-            Query heads.
         """
         shape, device = (len(self.slots), columns), self.starts.device
         return self.once(("sums", columns), lambda: torch.full(shape, float("-inf"), device=device))
 
     def joined(self, decoded: Tensor, attended: Tensor) -> Tensor:
-        """Return each token's output, and zeros for padding.
-
-        Parameters
-        ----------
-        decoded : Tensor
-            ``[decodes, columns]``, zeros where a sequence does not decode.
-        attended : Tensor
-            ``[tokens, columns]``, anything but for tokens of sequences with several; overwritten.
-        """
+        """Return each token's output, and zeros for padding."""
         others, count = self._numbers.others, len(decoded)
         front = attended[:count]
         torch.where(others[:count], front, decoded, out=front)
@@ -297,14 +244,7 @@ def fixed_step(
     starts: Tensor,
     lengths: Tensor,
 ) -> FixedStep:
-    """Return a step in the form that a graph holds.
-
-    Parameters
-    ----------
-    alike, slots, table, starts, lengths
-        As `EngineStep` has them. Sequences with one new token come first, those without any last;
-        tokens behind those of the last sequence are padding.
-    """
+    """Return a step in the form that a graph holds."""
     rows = len(lengths)
     # A sequence that decodes has its token at its own number, so there are no more than tokens.
     return FixedStep(alike, slots, table, starts, lengths, min(rows, len(slots)), rows)

@@ -61,12 +61,6 @@ class ServedModel:
         """Hold as much memory as layers share once they are bound, until they are.
 
         So the engine, which measures what a step takes beside its pages, finds it taken all along.
-
-        Parameters
-        ----------
-        like : Tensor
-            Of the model's dtype and device.
-        values : int
         """
         if self.layers and self.layers[0].steps is not None:
             return  # a step without attention, of an engine that warms up: layers hold their own
@@ -82,26 +76,7 @@ class ServedModel:
         table: int | None = None,
         captured: tuple[int, int] = (0, 0),
     ) -> None:
-        """Prepare every layer's steps over the pages that the engine has given it.
-
-        Parameters
-        ----------
-        page : int
-            Tokens of a page.
-        most_tokens : int
-            Of a step of the engine.
-        longest : int
-            Tokens that a sequence may have.
-        table : int, optional
-            Columns of the engine's table of pages; as many as `longest` asks for by default.
-        captured : tuple of int, optional
-            Tokens and sequences of the largest step in the form that a graph holds.
-
-        Raises
-        ------
-        FailedError
-            When a layer has no pages.
-        """
+        """Prepare every layer's steps over the pages that the engine has given it."""
         if all(
             layer.steps is not None and layer.steps.pages == len(layer.attention.kv_cache)
             for layer in self.layers
@@ -210,11 +185,6 @@ class ServedModel:
         """Return a step in the form that a graph holds, which each layer has run once.
 
         A kernel that is first met while a graph is captured could not be loaded.
-
-        Parameters
-        ----------
-        slots, table, starts, lengths : Tensor
-            As `kvprof.serving.fixed.fixed_step` takes them, of padding alone: nothing is stored.
         """
 
         def made() -> FixedStep:

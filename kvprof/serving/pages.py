@@ -68,21 +68,7 @@ class Assignment:
 
 
 def assign(widths: Sequence[int], ranks: int, shared: int = 1) -> Assignment:
-    """Give each rank as many KV heads, of widths that add up alike.
-
-    Parameters
-    ----------
-    widths : sequence of int
-        Stored columns of each KV head, or of each latent that several share, K's and V's together.
-    ranks : int
-    shared : int
-        KV heads that have a latent together.
-
-    Raises
-    ------
-    UsageError
-        When the heads cannot be dealt out evenly.
-    """
+    """Give each rank as many KV heads, of widths that add up alike."""
     count = len(widths)
     if ranks < 1 or count % ranks:
         what = "KV heads" if shared == 1 else f"latents that {shared} KV heads share each"
@@ -171,27 +157,13 @@ def plan_codes(plan: Plan) -> Codes | None:
 
 
 def quantised_layout(pool: RaggedLayout, codes: Codes, dtype: torch.dtype) -> SegmentsLayout:
-    """Return how quantised latents of a pool of pages lie.
-
-    Parameters
-    ----------
-    pool : RaggedLayout
-        The widths, as many rows as pages, and a page's tokens.
-    codes : Codes
-    dtype : torch.dtype
-        Of the model.
-    """
+    """Return how quantised latents of a pool of pages lie."""
     segment = Segment(pool, codes.keys, codes.values, codes.columns, paged=True)
     return SegmentsLayout((segment,), dtype)
 
 
 def check_page(plan: Plan, page: int) -> None:
-    """Refuse pages that hold no whole blocks.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse pages that hold no whole blocks."""
     step = 16 if plan.quantiser is None else 64
     if page % step:
         raise UsageError(
@@ -237,13 +209,7 @@ class LayerPages:
         return self.assignment.widest
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a token in a page, the same on every rank.
-
-        Parameters
-        ----------
-        itemsize : int
-            Bytes of a value of the model's dtype.
-        """
+        """Return the bytes of a token in a page, the same on every rank."""
         if self.codes is None:
             return self.columns * itemsize
         dtype, page = {2: torch.bfloat16, 4: torch.float32}[itemsize], 64
@@ -262,20 +228,7 @@ class LayerPages:
 
 
 def layer_pages(plan: Plan, ranks: int = 1) -> list[LayerPages]:
-    """Return what each layer of a plan stores.
-
-    Parameters
-    ----------
-    plan : Plan
-        One that can be served (`kvprof.serving.refusals`).
-    ranks : int
-        Of tensor parallelism.
-
-    Raises
-    ------
-    UsageError
-        When heads cannot be dealt out evenly, or a width cannot run.
-    """
+    """Return what each layer of a plan stores."""
     found = []
     for layer in plan.layers:
         keys = tuple(widened(group.rank) for group in layer.keys.groups)

@@ -31,13 +31,6 @@ def check_found() -> None:
 
     They look for entry points, and one that found none, or could not import it, would serve full
     width without a word. So a process like theirs is asked.
-
-    Raises
-    ------
-    LackingError
-        When kvprof's installation does not name it, or they would find another kvprof or none.
-    UsageError
-        When ``VLLM_PLUGINS`` leaves it out.
     """
     group = entry_points(group="vllm.general_plugins")
     names = {one.name for one in group if one.module == register.__module__}

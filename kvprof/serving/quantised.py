@@ -65,14 +65,6 @@ def own_pages(layer: ServedLayer, most_tokens: int, captured: tuple[int, int]) -
 
     Those of a step that is no graph fill as many pages as they have tokens for, and as many again;
     what finds no page there goes another way. A graph's batches find one always.
-
-    Parameters
-    ----------
-    layer : ServedLayer
-    most_tokens : int
-        Of a step.
-    captured : tuple of int
-        Tokens and sequences of the largest step that a graph holds.
     """
     pages = max(2 * -(-most_tokens // PAGE_TOKENS) + 1, most_own_pages(*captured))
     return layer.layout(pages, PAGE_TOKENS)
@@ -260,14 +252,6 @@ def _own(step: EngineStep, tokens: int, pages: int) -> _Own:
 
     Prompts of which nothing came before have pages of their own, those that stand together in the
     step and find room. All other tokens lie side by side before them.
-
-    Parameters
-    ----------
-    step : EngineStep
-    tokens : int
-        With padding.
-    pages : int
-        Of the pool.
     """
     device = step.starts.device
     order = torch.arange(tokens, device=device)
@@ -338,24 +322,7 @@ def quantised_steps(
     kinds: Sequence[tuple[int, int]] | None,
     pairs: Sequence[tuple[int, int]],
 ) -> QuantisedSteps:
-    """Prepare a layer's steps over the pages that the engine has given it.
-
-    Parameters
-    ----------
-    layer : ServedLayer
-    page : int
-        Tokens of a page.
-    most_tokens : int
-        Of a step of the engine.
-    captured : tuple of int
-        Tokens and sequences of the largest step that a graph holds.
-    scratch : Tensor
-        In the model's dtype.
-    kinds : sequence of (key width, value width) or None
-        Of the heads of all layers, where one kernel serves them.
-    pairs : sequence of (key width, value width)
-        Of the heads of all layers.
-    """
+    """Prepare a layer's steps over the pages that the engine has given it."""
     cache = layer.attention.kv_cache
     assert layer.codes is not None
     layout = quantised_layout(layer.layout(len(cache), page), layer.codes, scratch.dtype)

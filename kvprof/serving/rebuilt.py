@@ -249,20 +249,7 @@ def rebuilt_steps(
     kinds: tuple[tuple[int, int], ...],
     scratch: Tensor,
 ) -> RebuiltSteps:
-    """Prepare a layer's steps over the pages that the engine has given it.
-
-    Parameters
-    ----------
-    layer : ServedLayer
-    page : int
-        Tokens of a page.
-    longest : int
-        Tokens that a sequence may have.
-    kinds : tuple of (key width, value width)
-        Of the heads of all layers whose keys are rebuilt.
-    scratch : Tensor
-        As much as the layer works in (`ServedLayer.working`) or more, in the model's dtype.
-    """
+    """Prepare a layer's steps over the pages that the engine has given it."""
     cache, rebuilding = layer.attention.kv_cache, layer.rebuilding
     assert rebuilding is not None
     layout, device = layer.layout(len(cache), page), cache.device

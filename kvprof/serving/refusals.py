@@ -35,34 +35,14 @@ _LOAD_FORMATS = (
 
 
 def check_servable(plan: Plan) -> None:
-    """Refuse a plan that the plug-in cannot serve.
-
-    Raises
-    ------
-    UsageError
-        With the reason.
-    """
+    """Refuse a plan that the plug-in cannot serve."""
     reason = refusal(plan)
     if reason is not None:
         raise UsageError(f"{plan.method} cannot be served: {reason}")
 
 
 def check_method(laid: Laid, method: str, **options: Any) -> None:
-    """Refuse a method whose plans the plug-in cannot serve, before anything is calibrated.
-
-    Parameters
-    ----------
-    laid : Laid
-        A model, or a shape without weights.
-    method : str
-    **options
-        The method's own.
-
-    Raises
-    ------
-    UsageError
-        With the reason. Of a method that is not kvprof's own nothing is known: its plan will tell.
-    """
+    """Refuse a method whose plans the plug-in cannot serve, before anything is calibrated."""
     if options.get("centre", centred_by_default(method)) is not False:
         raise UsageError(f"{method} cannot be served: {CENTRED}")
     family = uncalibrated_family(laid, method, **options)
@@ -79,12 +59,7 @@ def check_method(laid: Laid, method: str, **options: Any) -> None:
 
 
 def refusal(plan: Plan) -> str | None:
-    """Return why a plan cannot be served by pages of an engine; None where it can.
-
-    Parameters
-    ----------
-    plan : Plan
-    """
+    """Return why a plan cannot be served by pages of an engine; None where it can."""
     if any(layer.centre is not None for layer in plan.layers):
         return CENTRED
     if plan.across is not None:
@@ -156,12 +131,7 @@ def _rebuilding_refusal(layer: LayerPlan, *, quantised: bool) -> str | None:
 
 
 def check_positions(plan: Plan) -> None:
-    """Refuse to rebuild keys whose positions are several numbers a token (M-RoPE).
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse to rebuild keys whose positions are several numbers a token (M-RoPE)."""
     if any(layer.keys.placement is Placement.PRE_ROPE for layer in plan.layers):
         raise UsageError(
             f"{plan.method} cannot be served: the model gives a token several positions, and keys "
@@ -170,18 +140,7 @@ def check_positions(plan: Plan) -> None:
 
 
 def check_shared(plan: Plan, group: int) -> None:
-    """Refuse latents that more query heads share than a kernel takes.
-
-    Parameters
-    ----------
-    plan : Plan
-    group : int
-        Query heads per KV head.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse latents that more query heads share than a kernel takes."""
     shared = group * max(own.heads for layer in plan.layers for own in layer.keys.groups)
     if shared > LARGEST_GROUP:
         raise UsageError(
@@ -191,12 +150,7 @@ def check_shared(plan: Plan, group: int) -> None:
 
 
 def check_dtype(plan: Plan, dtype: torch.dtype) -> None:
-    """Refuse a dtype in which quantised pages do not run on a GPU.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse a dtype in which quantised pages do not run on a GPU."""
     if plan.quantiser is not None and dtype == torch.float32:
         raise UsageError(
             f"{plan.method} is served in bfloat16 or float16 on a GPU, not in float32: give --dtype"
@@ -204,12 +158,7 @@ def check_dtype(plan: Plan, dtype: torch.dtype) -> None:
 
 
 def check_load_format(name: str) -> None:
-    """Refuse ways of loading in which weights would not lie where the plan expects them.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse ways of loading in which weights would not lie where the plan expects them."""
     if name not in _LOAD_FORMATS:
         raise UsageError(
             f"a plan cannot be served with --load-format {name[:40]}: it copies weights past the "
@@ -218,19 +167,7 @@ def check_load_format(name: str) -> None:
 
 
 def check_shape(plan: Plan, layers: int, kv_heads: int, head_dim: int) -> None:
-    """Refuse a plan of another shape than the model's.
-
-    Parameters
-    ----------
-    plan : Plan
-    layers, kv_heads, head_dim : int
-        Of the model as the engine sees it.
-
-    Raises
-    ------
-    UsageError
-        When any of them differs.
-    """
+    """Refuse a plan of another shape than the model's."""
     groups = plan.layers[0].values.groups if plan.layers else ()
     own = (
         len(plan.layers),

@@ -46,21 +46,7 @@ class QueriesAlone(nn.Module):
 
 
 def keep_keys(parent: nn.Module, head_dim: int, longest: int) -> None:
-    """Let a layer's keys reach its attention as they are before RoPE.
-
-    Parameters
-    ----------
-    parent : nn.Module
-        That calls the attention, with its rotary embedding as a child.
-    head_dim : int
-    longest : int
-        Tokens that a sequence may have.
-
-    Raises
-    ------
-    UsageError
-        When there is no embedding of the form that keys can be rebuilt with.
-    """
+    """Let a layer's keys reach its attention as they are before RoPE."""
     found: list[tuple[str, Any]] = [
         (name, child)
         for name, child in parent.named_children()

@@ -53,13 +53,7 @@ class _Eager:
 
 
 def take_runners(path: str) -> None:
-    """Change both of vLLM's model runners, whichever it is going to take.
-
-    Parameters
-    ----------
-    path : str
-        Of the plan.
-    """
+    """Change both of vLLM's model runners, whichever it is going to take."""
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
@@ -145,16 +139,7 @@ def _decode_apart_second(manager: Any) -> None:
 
 
 def _let_run_eagerly(place: Any, name: str, option: str, eager: _Eager) -> None:
-    """Let a step run without its graph where that is asked for, if vLLM lets a step run so.
-
-    Parameters
-    ----------
-    place : type or module
-        Where vLLM decides how a step runs: what `name` returns.
-    name, option : str
-        The option with which it runs without a graph.
-    eager : _Eager
-    """
+    """Let a step run without its graph where that is asked for, if vLLM lets a step run so."""
     chosen = getattr(place, name, None)
     if chosen is None or option not in signature(chosen).parameters:
         return
@@ -177,11 +162,6 @@ def graph_pays(rows: Iterable[tuple[int, int]]) -> bool:
     one is where chunks read no more of what came before them than a prompt as long as the step
     reads of itself, which no form of a step saves. Sequences that decode read theirs in either form
     and do not count.
-
-    Parameters
-    ----------
-    rows : iterable of (int, int)
-        Of each sequence its new tokens, and those that came before them.
     """
     tokens = again = 0
     for new, before in rows:
@@ -191,12 +171,7 @@ def graph_pays(rows: Iterable[tuple[int, int]]) -> bool:
 
 
 def scheduled_rows(scheduled: Any) -> Iterator[tuple[int, int]]:
-    """Give what `graph_pays` takes of a step that vLLM's scheduler has made up.
-
-    Parameters
-    ----------
-    scheduled : SchedulerOutput
-    """
+    """Give what `graph_pays` takes of a step that vLLM's scheduler has made up."""
     new, known = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
     for one in scheduled.scheduled_new_reqs:
         yield new[one.req_id], one.num_computed_tokens

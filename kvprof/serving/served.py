@@ -16,13 +16,7 @@ __all__ = ["check_identity", "longest_graph", "plan_digest", "served_plan"]
 
 @cache
 def served_plan(path: str) -> Plan:
-    """Return the plan that is served, read once in a process.
-
-    Raises
-    ------
-    UsageError, FailedError
-        As `load_plan`, and for a plan that cannot be served.
-    """
+    """Return the plan that is served, read once in a process."""
     plan = load_plan(Path(path).expanduser())
     check_servable(plan)
     return plan
@@ -35,11 +29,6 @@ def longest_graph(plan: Plan) -> int:
     and over quantised ones where little came before its chunks, which is looked at step by step
     (`kvprof.serving.runners`). Where keys are rebuilt, sequences that find no room among the
     rebuilt pages decode token by token: the more tokens a graph has, the more of them.
-
-    Parameters
-    ----------
-    plan : Plan
-        That can be served.
     """
     if any(layer.keys.placement is Placement.PRE_ROPE for layer in plan.layers):
         return SHORT_GRAPH
@@ -59,21 +48,6 @@ def check_identity(
 
     The checkpoint is read on the CPU as kvprof reads it; its files are mapped, and the engine finds
     them in memory afterwards.
-
-    Parameters
-    ----------
-    plan : Plan
-    spec : str
-        Hub id or folder.
-    revision : str, optional
-    trust_remote_code : bool
-
-    Raises
-    ------
-    UsageError
-        When its weights, configuration or shape are not those that the plan was made for.
-    KvprofError
-        As `load_model`.
     """
     loaded = load_model(spec, device="cpu", revision=revision, trust_remote_code=trust_remote_code)
     check_fits(plan, loaded.layout, loaded.fingerprint)

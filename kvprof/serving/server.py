@@ -11,13 +11,7 @@ __all__ = ["main"]
 
 
 def main(words: list[str]) -> int:
-    """Run ``vllm serve`` and return an exit code; what kvprof refuses is one line on stderr.
-
-    Parameters
-    ----------
-    words : list of str
-        What ``vllm`` is given, ``serve`` first.
-    """
+    """Run ``vllm serve`` and return an exit code; what kvprof refuses is one line on stderr."""
     # Not vllm's `main`: it asks for metadata by a name that builds for a CPU do not have.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup

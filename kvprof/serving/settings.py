@@ -86,29 +86,7 @@ def engine_options(
     chosen: bool = False,
     given: Sequence[str] = (),
 ) -> list[Setting]:
-    """Return the options of ``vllm serve``.
-
-    Parameters
-    ----------
-    host : str
-    port : int
-    dtype : str
-    ranks : int
-        Of tensor parallelism.
-    longest_graph : int
-        Tokens of the longest step that may be a graph (`kvprof.serving.served.longest_graph`).
-    chosen : bool
-        Whether steps of more than `SHORT_GRAPH` tokens are graphs only where little came before
-        their chunks (`kvprof.serving.runners`).
-    given : sequence of str
-        What somebody gives to vLLM, which refuses sizes of graphs that are given twice.
-
-    Raises
-    ------
-    UsageError
-        For parts of ``--compilation-config`` by themselves, which vLLM would take in place of all
-        of it.
-    """
+    """Return the options of ``vllm serve``."""
     parts = [word for word in given if _PARTS.match(word)]
     if parts:
         raise UsageError(
@@ -162,13 +140,7 @@ def _graphs(longest: int, most: int | None) -> list[int]:
 
 
 def most_tokens(given: Sequence[str]) -> int | None:
-    """Return the tokens that somebody lets a step have; None where vLLM decides, or refuses.
-
-    Parameters
-    ----------
-    given : sequence of str
-        Words of vLLM's command line.
-    """
+    """Return the tokens that somebody lets a step have; None where vLLM decides, or refuses."""
     said = option_value(given, "--max-num-batched-tokens", least="--max-num-b") or ""
     found = _COUNT.fullmatch(said.strip())
     if found is None:
@@ -185,13 +157,7 @@ def model_runner() -> str:
 
 
 def engine_variables(plan: str) -> list[Setting]:
-    """Return what the server's environment gets.
-
-    Parameters
-    ----------
-    plan : str
-        File of the plan.
-    """
+    """Return what the server's environment gets."""
     return [
         Setting("KVPROF_PLAN", plan, "what is stored"),
         Setting(RUNNER_VARIABLE, model_runner(), "0 is the first, as figures were measured"),
@@ -200,13 +166,7 @@ def engine_variables(plan: str) -> list[Setting]:
 
 
 def named(given: list[str]) -> set[str]:
-    """Return the options that somebody gave to vLLM, which then are not set a second time.
-
-    Parameters
-    ----------
-    given : list of str
-        Words of a command line.
-    """
+    """Return the options that somebody gave to vLLM, which then are not set a second time."""
     whole = [word.partition("=")[0] for word in given]
     return {
         "--compilation-config" if word == "-cc" else word.replace("_", "-")
@@ -216,18 +176,7 @@ def named(given: list[str]) -> set[str]:
 
 
 def option_value(given: Sequence[str], option: str, *, least: str, short: str = "") -> str | None:
-    """Return what somebody gave to vLLM by an option, the last time; None where they did not.
-
-    Parameters
-    ----------
-    given : sequence of str
-        Words of a command line.
-    option : str
-    least : str
-        The shortest beginning of its name that is no other option's: vLLM takes beginnings.
-    short : str, optional
-        Its short name.
-    """
+    """Return what somebody gave to vLLM by an option, the last time; None where they did not."""
     found = None
     for word, behind in pairwise((*given, "")):
         name, equals, value = word.partition("=")
@@ -238,11 +187,5 @@ def option_value(given: Sequence[str], option: str, *, least: str, short: str = 
 
 
 def load_format_of(given: Sequence[str]) -> str | None:
-    """Return the load format that somebody gave to vLLM; None where they did not.
-
-    Parameters
-    ----------
-    given : sequence of str
-        Words of a command line.
-    """
+    """Return the load format that somebody gave to vLLM; None where they did not."""
     return option_value(given, "--load-format", least="--load-f")

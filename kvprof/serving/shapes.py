@@ -20,19 +20,7 @@ _TOKENIZERS = (
 
 
 def write_shape(model: ModelShape, folder: Path) -> None:
-    """Write the configuration that an engine reads of a shape.
-
-    Parameters
-    ----------
-    model : ModelShape
-    folder : Path
-        Is made.
-
-    Raises
-    ------
-    UsageError
-        For a shape that no Llama has.
-    """
+    """Write the configuration that an engine reads of a shape."""
     check_llama(model)
     config = llama_config(model)
     config.architectures = ["LlamaForCausalLM"]
@@ -41,15 +29,7 @@ def write_shape(model: ModelShape, folder: Path) -> None:
 
 @contextmanager
 def shape_folder(model: str, layers: int | None = None) -> Iterator[str]:
-    """Give a folder that an engine can read, which for a shape's name lies there meanwhile.
-
-    Parameters
-    ----------
-    model : str
-        A shape's name, or a folder with a ``config.json``, which is given back as it is.
-    layers : int, optional
-        Take only so many.
-    """
+    """Give a folder that an engine can read, which for a shape's name lies there meanwhile."""
     named = model.lower() in {name.lower() for name in shape_names()}
     if not named and layers is None:
         yield model
@@ -62,14 +42,7 @@ def shape_folder(model: str, layers: int | None = None) -> Iterator[str]:
 
 
 def words_for_shape(folder: str, given: Sequence[str]) -> list[str]:
-    """Return the options of vLLM that a folder without weights, and maybe a tokenizer, asks for.
-
-    Parameters
-    ----------
-    folder : str
-    given : sequence of str
-        Options that are given anyway.
-    """
+    """Return the options of vLLM that a folder without weights, and maybe a tokenizer, asks for."""
     words = [] if load_format_of(given) else ["--load-format", "dummy"]
     if "--skip-tokenizer-init" not in named(list(given)) and not any(
         (Path(folder) / name).exists() for name in _TOKENIZERS
@@ -79,22 +52,6 @@ def words_for_shape(folder: str, given: Sequence[str]) -> list[str]:
 
 
 def drawn_plan(method: str, shape: Shape, rate: float, *, alone: bool = False) -> ShapePlan:
-    """Return a plan for random weights: ranks of the recorded profile, unlike in every layer.
-
-    Parameters
-    ----------
-    method : str
-        With its options: ``fdc:kinds=4``.
-    shape : Shape
-    rate : float
-        The plan's own.
-    alone : bool
-        Whether a method with one setting has to have it.
-
-    Raises
-    ------
-    UsageError
-        As `shape_plan`.
-    """
+    """Return a plan for random weights: ranks of the recorded profile, unlike in every layer."""
     laid = Bare(layout_of(shape), shape.name)
     return shape_plan(parse_method(method), shape, rate, tokens=1, laid=laid, alone=alone)

@@ -156,13 +156,7 @@ class ServedLayer:
         return RaggedLayout(self.keys.widths, self.value_widths, self.group, rows, capacity)
 
     def whole(self, pages: int, page: int) -> RaggedLayout:
-        """Return how rebuilt keys lie in pages, with a KV head's values or its latent of V.
-
-        Raises
-        ------
-        UsageError
-            When keys of their width cannot run.
-        """
+        """Return how rebuilt keys lie in pages, with a KV head's values or its latent of V."""
         assert self.rebuilding is not None
         heads, width = self.rebuilding.heads, self.rebuilding.head_dim
         keys = (width,) * (len(self.value_widths) * heads)
@@ -172,13 +166,7 @@ class ServedLayer:
         return RaggedLayout(keys, values, self.group // heads, pages, page)
 
     def working(self, tokens: int) -> int:
-        """Return the values of working memory that chunks of prompts take beside the pages.
-
-        Parameters
-        ----------
-        tokens : int
-            Of the longest sequence.
-        """
+        """Return the values of working memory that chunks of prompts take beside the pages."""
         if self.rebuilding is not None:  # whole pages of it
             return self.whole(-(-tokens // PAGE_TOKENS), PAGE_TOKENS).elements
         return 0 if self.codes is None else self.layout(1, tokens).elements
@@ -189,13 +177,6 @@ def value_lifts(value_ups: Sequence[Tensor], heads: int, queries: int) -> tuple[
 
     One for all latents beside one another that are as wide, with a matrix for every query head: so
     one product takes what lies in a row of outputs as it lies there.
-
-    Parameters
-    ----------
-    value_ups : sequence of Tensor
-        As `Rebuilding` has them.
-    heads, queries : int
-        KV heads of a latent, and query heads of a KV head.
     """
     return tuple(
         torch.cat([unflatten(up, 0, (heads, -1)).mT for up in ups])
@@ -214,12 +195,7 @@ def filled_up(found: Sequence[Tensor], tokens: int) -> Tensor:
 
 
 def cut_key(step: Any) -> Any:
-    """Return what decoding steps have in common whose work one launch may cut.
-
-    Parameters
-    ----------
-    step : DecodeStep or SegmentsStep
-    """
+    """Return what decoding steps have in common whose work one launch may cut."""
     room = step.capacity if isinstance(step, DecodeStep) else step.layout.heads
     return type(step), step.tuning, room, len(step.cut_table), step.multiprocessors
 
@@ -260,12 +236,7 @@ class EngineStep:
     _made: dict[Any, Any] = field(default_factory=dict)
 
     def decoding(self, step: Any) -> Tensor:
-        """Return the tokens of each row of a decoding step: of the sequences that decode.
-
-        Parameters
-        ----------
-        step : DecodeStep or SegmentsStep
-        """
+        """Return the tokens of each row of a decoding step: of the sequences that decode."""
         return self.lengths[: self.decodes]
 
     def schedule(self, step: Any) -> Schedule:
@@ -291,26 +262,13 @@ class EngineStep:
         """Return some sequences' rows of the table, beginning at a multiple of 16 bytes.
 
         Triton compiles a kernel anew for a table that does not, in the middle of somebody's wait.
-
-        Parameters
-        ----------
-        first, stop : int
         """
         if not first:
             return self.table[:stop]
         return self.once(("pages", first, stop), lambda: self.table[first:stop].clone())
 
     def cut(self, step: RowsStep, tokens: int, first: int, stop: int) -> RowsCut:
-        """Return how the rows of several new tokens are cut, for all layers alike.
-
-        Parameters
-        ----------
-        step : RowsStep
-        tokens : int
-            Rows of queries.
-        first, stop : int
-            Of the sequences, as the step has them.
-        """
+        """Return how the rows of several new tokens are cut, for all layers alike."""
 
         def made() -> RowsCut:
             # Copies, as `pages_of` says why.
@@ -323,17 +281,7 @@ class EngineStep:
 def attend(
     layer: ServedLayer, step: EngineStep, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Store a step's tokens and return what its queries see, ``[tokens, ServedLayer.outputs]``.
-
-    Parameters
-    ----------
-    layer : ServedLayer
-    step : EngineStep
-    query, key, value : Tensor
-        ``[tokens, heads, d]``, after RoPE, or keys that are rebuilt before it; the first columns of
-        V, or of the heads that share a latent, are its latents.
-    scale : float
-    """
+    """Store a step's tokens and return what its queries see, ``[tokens, ServedLayer.outputs]``."""
     assert layer.steps is not None
     if layer.key_mean is not None:
         key = (key - layer.key_mean).to(key.dtype)

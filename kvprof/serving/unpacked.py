@@ -89,20 +89,7 @@ class UnpackedModel:
             self._written = load_model(str(folder), device="cpu", dtype=name).fingerprint
 
     def plan_of(self, path: Path) -> Path:
-        """Write a plan of the file's model as one of the folder's, which are the same numbers.
-
-        Parameters
-        ----------
-        path : Path
-            Of the plan.
-
-        Raises
-        ------
-        UsageError
-            For a plan of another model.
-        KvprofError
-            As `load_plan`.
-        """
+        """Write a plan of the file's model as one of the folder's, which are the same numbers."""
         plan = load_plan(path)
         check_fits(plan, self._layout, self._of_file)
         self._plans += 1
@@ -120,24 +107,7 @@ def unpacked(
     revision: str | None = None,
     gguf: str | None = None,
 ) -> Iterator[UnpackedModel | None]:
-    """Give a GGUF file's model as a folder that lies there meanwhile; None for any other model.
-
-    Parameters
-    ----------
-    spec : str
-        As the user names it.
-    dtype : torch.dtype
-        What an engine is told to compute in.
-    words : sequence of str
-        What it is told besides: where that is another dtype, it rounds to it by itself.
-    revision, gguf : str, optional
-        As `load_model`.
-
-    Raises
-    ------
-    KvprofError
-        As `UnpackedModel`.
-    """
+    """Give a GGUF file's model as a folder that lies there meanwhile; None for any other model."""
     if gguf is None and not is_gguf(spec):
         yield None
         return

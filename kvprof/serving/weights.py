@@ -35,15 +35,7 @@ def narrowed(group: HeadGroup, width: int) -> tuple[Tensor, Tensor]:
 
 
 def folded_value(weight: Tensor, downs: Sequence[Tensor]) -> Tensor:
-    """Return ``W_V``, or its bias, whose heads' first columns are latents.
-
-    Parameters
-    ----------
-    weight : Tensor
-        ``[heads · d, hidden]``, or ``[heads · d]`` of a bias.
-    downs : sequence of Tensor
-        ``[d, width]`` of each KV head.
-    """
+    """Return ``W_V``, or its bias, whose heads' first columns are latents."""
     blocks = wide(weight).unflatten(0, (len(downs), -1))
     made = torch.zeros_like(blocks)
     for head, down in enumerate(downs):
@@ -52,17 +44,7 @@ def folded_value(weight: Tensor, downs: Sequence[Tensor]) -> Tensor:
 
 
 def folded_output(weight: Tensor, ups: Sequence[Tensor], group: int) -> Tensor:
-    """Return ``W_O`` for latents, ``[hidden, Σ group · width]``.
-
-    Parameters
-    ----------
-    weight : Tensor
-        ``[hidden, heads · group · d]``.
-    ups : sequence of Tensor
-        ``[d, width]`` of each KV head.
-    group : int
-        Query heads of a KV head.
-    """
+    """Return ``W_O`` for latents, ``[hidden, Σ group · width]``."""
     blocks = wide(weight).unflatten(1, (len(ups) * group, -1))
     made = [blocks[:, head] @ ups[head // group].to(blocks) for head in range(len(ups) * group)]
     return torch.cat(made, dim=1).to(weight.dtype)

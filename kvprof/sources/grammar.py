@@ -82,20 +82,7 @@ class Source:
 
 
 def parse_source(text: str, *, what: str = "--source") -> Source:
-    """Tell what a source is from its name.
-
-    Parameters
-    ----------
-    text : str
-        What the user wrote.
-    what : str
-        The option, named in errors.
-
-    Raises
-    ------
-    UsageError
-        When it is neither a known name nor a file that exists.
-    """
+    """Tell what a source is from its name."""
     name, _, amount = text.partition(":")
     if name in RANDOM:
         tokens = parse_count(amount, what=f"{what} {text}") if amount else None
@@ -123,13 +110,7 @@ def _holds(question: Callable[[], bool]) -> bool:
 
 
 def file_source(paths: list[Path], *, token_ids: bool) -> Source:
-    """Return the source that reads `paths` in order, as text or as token ids.
-
-    Raises
-    ------
-    UsageError
-        When a file does not exist.
-    """
+    """Return the source that reads `paths` in order, as text or as token ids."""
     for path in paths:
         if not _holds(path.is_file):
             raise UsageError(f"{str(path)!r}: there is no such file")

@@ -46,14 +46,6 @@ def read_documents(
 
     A text file is one document. A row of JSON Lines is one; it has ``text``, ``prompt`` with
     ``answer``, or ``messages`` (a chat log, written out with the model's chat template).
-
-    Raises
-    ------
-    FailedError
-        When a line is no JSON or beyond what is read at once, the file is not UTF-8, or the chat
-        template refuses a row.
-    UsageError
-        When a row has none of the known keys.
     """
     if path.suffix not in {".jsonl", ".ndjson"}:
         yield _pieces(path)
@@ -147,11 +139,6 @@ def read_token_ids(path: Path) -> Iterator[Iterable[NDArray[np.integer[Any]]]]:
 
     Each comes in pieces, to be used before the next one is asked for. An array stays on disk, in
     one piece, and a line is read in parts, so that memory does not follow the file.
-
-    Raises
-    ------
-    FailedError
-        When the file is damaged or holds something other than whole numbers.
     """
     if path.suffix == ".npy":
         try:
@@ -243,24 +230,6 @@ def windows(
     Every sequence but the last has `seq_len` tokens (``calibration`` ends with up to three
     shorter ones; sequences of a token-id file that are shorter stay as they are). Text starts
     each sequence with what the tokenizer adds (BOS), random tokens only as ``random-bos``.
-
-    Parameters
-    ----------
-    source : Source
-        Any kind but moments.
-    model : ModelTokens
-        Vocabulary and tokenizer.
-    tokens : int or None
-        How many tokens in all; None means all that the source has (not for random tokens).
-    seq_len : int
-        Longest sequence.
-    seed : int
-        For random tokens.
-
-    Raises
-    ------
-    UsageError
-        When the source has fewer tokens than asked, or an id outside the vocabulary.
     """
     if source.kind is SourceKind.RANDOM:
         if tokens is None:
@@ -386,22 +355,7 @@ def _interleave(streams: Sequence[Iterator[Ids]], seq_len: int) -> Iterator[Ids]
 def batches(
     sequences: Iterable[Ids], batch_size: int, stops: Sequence[int] = ()
 ) -> Iterator[NDArray[np.int64]]:
-    """Group sequences of equal length into batches ``[batch, length]``.
-
-    Parameters
-    ----------
-    sequences : iterable of arrays
-        As `windows` yields them.
-    batch_size : int
-        Most sequences in a batch.
-    stops : sequence of int
-        Token counts at which a batch must end, so that a snapshot can be taken there.
-
-    Raises
-    ------
-    UsageError
-        When a stop falls inside a sequence.
-    """
+    """Group sequences of equal length into batches ``[batch, length]``."""
     ahead = sorted(set(stops), reverse=True)
     pending: list[Ids] = []
     seen = 0

@@ -56,12 +56,7 @@ class Variant:
         return self.name == _STRAWMAN or bool(self.without)
 
     def refuse_on(self, kind: str) -> None:
-        """Refuse what would change nothing on a device.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse what would change nothing on a device."""
         if "no-balancing" in self.without and kind == "cpu":
             raise UsageError(
                 f"{self.name} changes nothing on a CPU, whose threads share work in another way; "
@@ -70,13 +65,7 @@ class Variant:
 
 
 def parse_variant(text: str) -> Variant:
-    """Read a method's name: those of ``bench``, ``strawman``, ``fdc:no-post-rope`` and its like.
-
-    Raises
-    ------
-    UsageError
-        For a name or an option that there is not, and for options that exclude each other.
-    """
+    """Read a method's name: those of ``bench``, ``strawman``, ``fdc:no-post-rope`` and its like."""
     name, *options = text.split(":")
     without = tuple(option for option in options if option.startswith("no-"))
     if not without:
@@ -99,21 +88,7 @@ def parse_variant(text: str) -> Variant:
 
 
 def composed_method(variant: Variant, shape: Shape, rate: float, **given: Any) -> Method:
-    """Return a method of a composed run on a shape without weights.
-
-    Parameters
-    ----------
-    variant : Variant
-    shape : Shape
-    rate : float
-    **given
-        As `kvprof.benchmark.methods.laid_method` takes them.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.benchmark.methods.laid_method`.
-    """
+    """Return a method of a composed run on a shape without weights."""
     if not variant.own:
         return laid_method(variant.asked, shape, rate, **given)
     if "no-adaptive-rates" in variant.without or variant.name == _STRAWMAN:
@@ -144,21 +119,7 @@ def make_variants(
     plans: Mapping[str, str],
     **given: Any,
 ) -> list[Method]:
-    """Return every method of a composed run on a shape, each once.
-
-    Parameters
-    ----------
-    names : sequence of str
-        See `parse_variant`, or of `plans`.
-    shape, rate, ranks, tokens, device, dtype, plans, **given
-        As `kvprof.benchmark.methods.make_methods` takes them.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.benchmark.methods.make_methods`, and for what changes nothing on the device.
-    Interrupted
-    """
+    """Return every method of a composed run on a shape, each once."""
     names = list(dict.fromkeys(names))
     placed: dict[str, Any] = {
         "tokens": tokens,

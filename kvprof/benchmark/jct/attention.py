@@ -68,13 +68,7 @@ class FullAttention:
     def call(
         self, workload: Workload, window: int | None = None
     ) -> tuple[PartCall, dict[str, str]]:
-        """Return the fastest kernel's call, and its name as a label.
-
-        Raises
-        ------
-        LackingError
-            When no kernel can run.
-        """
+        """Return the fastest kernel's call, and its name as a label."""
         where = (workload.phase, workload.batch, workload.seq)
         if window is not None and workload.phase == "prefill" and window < workload.seq:
             widths = full_widths(workload.shape)
@@ -175,15 +169,7 @@ def full_attention(workload: Workload, full: FullAttention, window: int | None) 
 
 
 def ragged_attention(method: Method, workload: Workload, window: int | None) -> AttentionCalls:
-    """Return projection, attention and what cuts its work.
-
-    Parameters
-    ----------
-    method : Method
-    workload : Workload
-    window : int or None
-        Tokens that a prefill's token sees.
-    """
+    """Return projection, attention and what cuts its work."""
     shape, widths = workload.shape, method.kept
     group = shape.num_heads // len(widths.keys)
     layout = RaggedLayout(widths.keys, widths.values, group, workload.batch, workload.seq)

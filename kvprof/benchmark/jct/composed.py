@@ -56,27 +56,7 @@ def measure_composed(
     emit: Emit,
     now: Callable[[], float],
 ) -> ComposedRequest:
-    """Compose one request and tell what happens as events.
-
-    Parameters
-    ----------
-    composer : Composer
-        Of the method and the batch; it may have measured other requests already.
-    request : RequestLengths
-    case : str
-        Its name in the run.
-    emit : callable
-        Given every event.
-    now : callable
-        Seconds since the start of the run.
-
-    Raises
-    ------
-    Interrupted
-        When the bench was asked to stop; what was measured has been emitted.
-    UsageError, LackingError, RuntimeError
-        When the method cannot run there.
-    """
+    """Compose one request and tell what happens as events."""
     return _ComposedCase(composer, request, case, emit, now).run()
 
 
@@ -236,12 +216,7 @@ class _ComposedCase:
 
 
 def run_composed(run: Run) -> None:
-    """Measure one layer of the shape and compose every case.
-
-    Parameters
-    ----------
-    run : Run
-    """
+    """Measure one layer of the shape and compose every case."""
     request = run.request
     model = load_model_shape(request.model).of_layers(request.layers).per_gpu(request.tp)
     dtype = parse_dtype(request.dtype, run.device)

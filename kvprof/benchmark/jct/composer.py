@@ -72,17 +72,7 @@ def decode_rungs(
     sampled: Iterable[RequestLengths] = (),
     window: int | None = None,
 ) -> list[int]:
-    """Return contexts at which a decoding step is measured; none where nothing is decoded.
-
-    Parameters
-    ----------
-    requests : iterable of RequestLengths
-        Whose first and last steps are measured.
-    sampled : iterable of RequestLengths
-        Whose steps have to lie between measured ones.
-    window : int or None
-        Of layers with a sliding window: no step of theirs reads more.
-    """
+    """Return contexts at which a decoding step is measured; none where nothing is decoded."""
     ends = [end for one in requests if one.last >= one.first for end in (one.first, one.last)]
     between = [end for one in sampled if one.last >= one.first for end in (one.first, one.last)]
     ends += [min(between), max(between)] if between else []
@@ -126,21 +116,6 @@ def prefill_rungs(
     """Return prompts to measure, and the longest that can be measured here.
 
     A prompt that takes too long, or whose hidden states do not fit, is predicted from shorter ones.
-
-    Parameters
-    ----------
-    model : ModelShape
-    batch : int
-    lengths : sequence of int
-        Of the requests' prompts.
-    rate : float
-        Of a matrix product, in flop/s.
-    free, itemsize : int
-        Bytes that may be allocated, and of a value.
-    kind : str
-        ``cuda`` or ``cpu``.
-    sampled : sequence of int
-        Prompts that have to lie between measured ones.
     """
     longest = max((*lengths, *sampled))
 
@@ -296,10 +271,6 @@ class Composer:
 
         Layers of the first kind stand for all, and the next shorter length that is measured for one
         that is not.
-
-        Parameters
-        ----------
-        request : RequestLengths
         """
         _, window = self._kinds()[0]
         found = [self._point("prefill", below(self._prefill_rungs, request.input_len), window)]
@@ -311,14 +282,7 @@ class Composer:
     def prefill(
         self, tokens: int, tell: Callable[[dict[str, float], float], None] | None = None
     ) -> tuple[dict[str, float], float]:
-        """Return a prompt's parts and its whole time.
-
-        Parameters
-        ----------
-        tokens : int
-        tell : callable, optional
-            Given one layer's (or the pass's own) parts and how often they occur.
-        """
+        """Return a prompt's parts and its whole time."""
         parts: dict[str, float] = {}
         groups, whole = self._forward(
             [(count, *self._prefill_layer(tokens, window)) for count, window in self._kinds()]
@@ -398,17 +362,7 @@ class Composer:
         tell: Callable[[int, float, dict[str, float], float], None] | None = None,
         finished: Callable[[int, float, float], None] | None = None,
     ) -> tuple[dict[str, float], list[ComposedStep], float | None]:
-        """Return the parts of all decoding steps, the steps that stand for them, and the error.
-
-        Parameters
-        ----------
-        request : RequestLengths
-        tell : callable, optional
-            Given a context, the steps that it stands for, one layer's (or the pass's own) parts and
-            how often they occur in a step.
-        finished : callable, optional
-            Given a context, a pass's seconds and the steps that it stands for.
-        """
+        """Return the parts of all decoding steps, the steps that stand for them, and the error."""
         first, last = request.first, request.last
         if last < first:
             return {}, [], None
@@ -530,17 +484,7 @@ class Composer:
         return found
 
     def watts(self, request: RequestLengths) -> list[float | None]:
-        """Return what the device takes in prefill, and in decode where anything is decoded.
-
-        Parameters
-        ----------
-        request : RequestLengths
-
-        Returns
-        -------
-        list of float or None
-            None where nothing tells.
-        """
+        """Return what the device takes in prefill, and in decode where anything is decoded."""
         return [self._point(*workload).watts for workload in self._powered(request)]
 
     def _energy(self, request: RequestLengths, prefill: float, decode: float) -> float | None:

@@ -20,12 +20,6 @@ def level_tokens(plan: Plan, tokens: int) -> dict[str, int]:
 
     Those of the first layer without a sliding window. Levels are counted from the lowest; sinks
     are apart, and so is what is not quantised yet.
-
-    Parameters
-    ----------
-    plan : Plan
-    tokens : int
-        Seen so far.
     """
     aged = (x for x in plan.layers if x.sliding_window is None and not x.left_out)
     layer = next(aged, None)
@@ -60,16 +54,7 @@ def memory_sample(
     itemsize: int,
     peak: int,
 ) -> MemorySample:
-    """Return what a cache holds at a context.
-
-    Parameters
-    ----------
-    time, case, context, peak
-        As in the event.
-    plan, cache
-    batch, itemsize : int
-        Sequences, and bytes of a value at full width.
-    """
+    """Return what a cache holds at a context."""
     return MemorySample(
         time,
         case,
@@ -86,15 +71,6 @@ def layer_facts(plan: Plan, tokens: int, *, itemsize: int, batch: int) -> list[d
     """Return what `kvprof.records.events.CaseStarted` tells of each layer.
 
     Heads that share a latent have an equal part of its columns each.
-
-    Parameters
-    ----------
-    plan : Plan
-    tokens : int
-        In the cache at the end of the request.
-    itemsize : int
-        Bytes of a value in the model's dtype.
-    batch : int
     """
     found = []
     for index, layer in enumerate(plan.layers):

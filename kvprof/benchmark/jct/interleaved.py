@@ -88,13 +88,7 @@ class RequestRun:
 
 
 def told_steps(steps: int) -> dict[int, int]:
-    """Return the passes whose parts are told, prefill first, and how many each stands for.
-
-    Parameters
-    ----------
-    steps : int
-        Of decoding.
-    """
+    """Return the passes whose parts are told, prefill first, and how many each stands for."""
     block = max(1, math.ceil(steps / _MOST_STEPS))
     found = {0: 1}
     for first in range(1, steps + 1, block):
@@ -114,28 +108,7 @@ def run_request(
     after: list[float] | None = None,
     on_step: Callable[[int, Step], None] | None = None,
 ) -> None:
-    """Run a request once.
-
-    Parameters
-    ----------
-    runner : Runner
-    steps : int
-        Of decoding.
-    should_stop, now : callable
-    into : list of RequestRun
-        Where the run is kept, from its beginning on.
-    marked : collection of int
-        Passes that are timed part by part.
-    after : list of float, optional
-        Per step, for `Runner.step`.
-    on_step : callable, optional
-        Told each step, while no step runs.
-
-    Raises
-    ------
-    Interrupted
-        When `should_stop` says so.
-    """
+    """Run a request once."""
     runner.begin()
     with _no_collection():
         done = RequestRun(now())
@@ -182,15 +155,7 @@ def run_warnings(
     marked: Sequence[RequestRun],
     shares: Sequence[float] = (),
 ) -> list[str]:
-    """Return why a request's times may be off, one sentence each.
-
-    Parameters
-    ----------
-    plain, marked : sequence of RequestRun
-        Whole runs without marks and with them.
-    shares : sequence of float
-        Per pair of runs, the time in its parts over that of the run without marks.
-    """
+    """Return why a request's times may be off, one sentence each."""
     for runs in (plain, marked):
         walls = [run.seconds for run in runs]
         if max(walls) - min(walls) > _UNSTEADY * statistics.median(walls):
@@ -407,19 +372,7 @@ class InterleavedRuns:
         self.marked: list[RequestRun] = []
 
     def run(self, repeats: int, most: int) -> None:
-        """Run the request in rounds, and emit each step and its parts.
-
-        Parameters
-        ----------
-        repeats, most : int
-            At least and at most so many rounds; between them only as many as change the share of
-            the time that is in parts.
-
-        Raises
-        ------
-        Interrupted
-            When `should_stop` says so; what was measured so far is emitted.
-        """
+        """Run the request in rounds, and emit each step and its parts."""
         ways = [self._without, self._with]
         begun = time.perf_counter()
         try:

@@ -242,11 +242,6 @@ def graph_launch(workload: Workload) -> PartCall:
     A pass that is captured has them at its two ends, though launching its many nodes takes longer
     than launching these few. A composed prompt is taken to be captured too, though the runtime
     captures steps only.
-
-    Parameters
-    ----------
-    workload : Workload
-        On a GPU.
     """
     start = _GraphLaunch(workload)
     return PartCall(

@@ -102,21 +102,7 @@ def measure_all_reduce(
     count: Callable[[], int] = torch.cuda.device_count,
     program: Sequence[str] = tuple(child_python("-c", _PROGRAM)),
 ) -> AllReduce | None:
-    """Measure NCCL's all-reduce over `tp` GPUs; None where there are not as many.
-
-    Parameters
-    ----------
-    tp : int
-    count : callable
-        How many GPUs there are.
-    program : sequence of str
-        What each process runs; given its rank, the number of processes, sizes and a port.
-
-    Raises
-    ------
-    FailedError
-        When the processes fail, with their last words.
-    """
+    """Measure NCCL's all-reduce over `tp` GPUs; None where there are not as many."""
     if count() < tp:
         return None
     sizes = [size for power in range(12, 31, 2) if _LEAST <= (size := 2**power) <= _MOST]
@@ -258,24 +244,7 @@ class LayerBench:
         *,
         powered: bool = False,
     ) -> LayerTimes:
-        """Measure a layer and its parts at one length, once.
-
-        Parameters
-        ----------
-        method : Method
-        workload : Workload
-        window : int or None
-            Of a layer with a sliding window: tokens that a prefill's token sees.
-        powered : bool
-            Ask for power too: a GPU repeats the layer for most of a second.
-
-        Raises
-        ------
-        Interrupted
-            When the user asked for the end.
-        UsageError, LackingError, RuntimeError
-            When the method cannot run there.
-        """
+        """Measure a layer and its parts at one length, once."""
         key = (method.name, method.widths, workload.phase, workload.batch, workload.seq, window)
         if key not in self._points:
             try:

@@ -42,11 +42,6 @@ def find_timed_modules(loaded: LoadedModel) -> TimedModules:
     """Sort a model's modules into parts, by where they lie and by the names of their classes.
 
     Inside `kvprof.runtime.compressed.compressed` these are the modules with bases folded in.
-
-    Raises
-    ------
-    UsageError
-        When a layer is no entry of a list of layers, so that nothing tells where it begins.
     """
     model, layers = loaded.model, []
     stacks: set[int] = set()
@@ -150,13 +145,7 @@ class Instrument:
 
     @contextmanager
     def attached(self, clock: Clock) -> Iterator[None]:
-        """Mark the modules while the body runs.
-
-        Parameters
-        ----------
-        clock : Clock
-            Running (`kvprof.runtime.clock.timing`) whenever the model runs.
-        """
+        """Mark the modules while the body runs."""
         with ExitStack() as stack:
             for module, name in self._modules.outside:
                 _marked(stack, module, clock, name, None)

@@ -39,15 +39,7 @@ __all__ = [
 
 
 def check_names(request: JctRequest) -> None:
-    """Refuse methods that the model of a request cannot run, before it is loaded.
-
-    Raises
-    ------
-    UsageError
-        For a name that there is not, or one that needs weights where there are none.
-    LackingError
-        When a method quantises with a library that is not installed.
-    """
+    """Refuse methods that the model of a request cannot run, before it is loaded."""
     weights = has_weights(request.model)
     plans = named_plans(request.plans)
     for method in request.methods:
@@ -65,13 +57,7 @@ def check_names(request: JctRequest) -> None:
 
 
 def load_run_model(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]:
-    """Load the model, or draw one of the shape; the shape is None where the model is its own.
-
-    Raises
-    ------
-    UsageError, FailedError, LackingError
-        As `kvprof.models.load.load_model`.
-    """
+    """Load the model, or draw one of the shape; the shape is None where the model is its own."""
     if has_weights(request.model):
         if request.layers is not None:
             raise UsageError("--layers is for a shape without weights; a model has those it has")
@@ -85,12 +71,7 @@ def load_run_model(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]
 
 
 def check_llama(model: ModelShape) -> None:
-    """Refuse a shape that no Llama has, of which no model with random weights is made.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse a shape that no Llama has, of which no model with random weights is made."""
     shape, dense = model.attention, model.dense
     odd = {
         "experts": dense.experts,
@@ -111,13 +92,7 @@ def check_llama(model: ModelShape) -> None:
 def random_model(
     model: ModelShape, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> LoadedModel:
-    """Return a Llama of a shape with random weights.
-
-    Raises
-    ------
-    UsageError
-        For a shape that no Llama has.
-    """
+    """Return a Llama of a shape with random weights."""
     check_llama(model)
     with quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -140,15 +115,7 @@ def make_plans(
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> dict[str, Plan]:
-    """Return a plan for every method, at the rate asked for.
-
-    Raises
-    ------
-    UsageError
-        For a method or a rate that there is not.
-    Interrupted
-        When `should_stop` said so.
-    """
+    """Return a plan for every method, at the rate asked for."""
     methods = list(dict.fromkeys(request.methods))
     if shape is not None:
         return {name: _drawn(name, loaded, shape, request) for name in methods}

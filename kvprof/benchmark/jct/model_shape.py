@@ -67,13 +67,7 @@ class ModelShape:
         return {**self.attention.described(), **asdict(self.dense), "tp": self.tp}
 
     def of_layers(self, layers: int | None) -> "ModelShape":
-        """Return a model of the first `layers` layers; all for None.
-
-        Raises
-        ------
-        UsageError
-            When it has fewer.
-        """
+        """Return a model of the first `layers` layers; all for None."""
         if layers is None:
             return self
         if not 1 <= layers <= self.layers:
@@ -81,13 +75,7 @@ class ModelShape:
         return replace(self, attention=replace(self.attention, layers=layers))
 
     def per_gpu(self, tp: int) -> "ModelShape":
-        """Return one GPU's part under tensor parallelism.
-
-        Raises
-        ------
-        UsageError
-            When something does not divide.
-        """
+        """Return one GPU's part under tensor parallelism."""
         if tp == 1:
             return self
         attention, dense = self.attention, self.dense
@@ -128,15 +116,7 @@ class ModelShape:
         return all(size % tp == 0 for size in sizes)
 
     def weight_values(self, key_columns: int, value_columns: int, output_columns: int) -> int:
-        """Return how many weights one GPU holds.
-
-        Parameters
-        ----------
-        key_columns, value_columns : int
-            That a layer's projections make of K and V: fewer where a basis is folded.
-        output_columns : int
-            That the output projection takes: more where heads share a latent.
-        """
+        """Return how many weights one GPU holds."""
         attention, dense = self.attention, self.dense
         hidden = attention.hidden_size
         queries = attention.num_heads * attention.head_dim
@@ -153,13 +133,7 @@ def _shipped() -> dict[str, Any]:
 
 
 def load_model_shape(name: str | Path) -> ModelShape:
-    """Return the shape of a whole model; names are those of `kvprof.benchmark.shapes.load_shape`.
-
-    Raises
-    ------
-    UsageError
-        For an unknown name, or a config that does not say how wide its MLP is.
-    """
+    """Return the shape of a whole model; names are those of `benchmark.shapes.load_shape`."""
     shape = load_shape(name)
     known = _shipped().get(shape.name)
     return ModelShape(shape, Dense(**known) if known is not None else _of_config(shape))

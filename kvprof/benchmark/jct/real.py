@@ -61,49 +61,6 @@ def measure_real(
     Steps are emitted as the first run without marks takes them, and again as the medians of all
     such runs; parts in the last run with marks, each step's as its median run had them; the times
     of the whole request are sums of every step's median.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        On one CPU or one GPU.
-    plan : Plan
-    case : str
-        Its name in the run.
-    input_ids : Tensor
-        ``[batch, input_len]`` token ids, no padding.
-    output_len : int
-        Tokens to write, greedily and past any end of text: prefill gives the first, then there are
-        ``output_len - 1`` decoding steps.
-    emit : callable
-        Given every event.
-    now : callable
-        Seconds since the start of the run.
-    should_stop : callable
-        Asked after every forward pass.
-    repeats : int
-        Runs without marks, and as many with them.
-    most : int, optional
-        Up to so many are made, until the share of the time that is in parts stays the same from
-        pair to pair. Without it, exactly `repeats`.
-    kernels : str, optional
-        As `kvprof.runtime.compressed.compressed` takes it.
-    graph : bool or None
-        Replay decoding steps as CUDA graphs; None where that can be, as ``generate`` does.
-    energy : callable, optional
-        From two times of `now` to joules (`kvprof.benchmark.jct.telemetry`).
-
-    Returns
-    -------
-    CaseFinished or None
-        The last event; None when the request was interrupted before it had run once each way.
-
-    Raises
-    ------
-    UsageError
-        For a request that makes no sense or does not fit the model's context, a model spread over
-        several devices, and whatever `compressed` refuses.
-    LackingError
-        When memory runs out.
     """
     _check(loaded, input_ids, output_len, repeats)
     try:

@@ -250,13 +250,7 @@ class Run:
 
     @contextmanager
     def spared(self, name: str) -> Iterator[None]:
-        """Let something fail for lack of memory or because it does not run, and go on.
-
-        Raises
-        ------
-        DeviceLost
-            When nothing more can run on the GPU in this process.
-        """
+        """Let something fail for lack of memory or because it does not run, and go on."""
         try:
             yield
         except (DeviceLost, Interrupted):

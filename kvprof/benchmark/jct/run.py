@@ -36,12 +36,7 @@ _REPEATS = {"cuda": (3, 10), "cpu": (3, 9)}
 
 
 def run_real(run: Run) -> None:
-    """Load the model, plan every method, and let the model answer every case.
-
-    Parameters
-    ----------
-    run : Run
-    """
+    """Load the model, plan every method, and let the model answer every case."""
     request = run.request
     check_names(request)
     with run.progress(f"loading {request.model}", 1) as bar:
@@ -127,22 +122,6 @@ def run_jct(
 
     The last event says whether all was measured. What was measured stays in the journal however the
     run ends.
-
-    Parameters
-    ----------
-    request : JctRequest
-    journal : Journal
-        Entered.
-    progress : Progress
-        Shows how far the cases are.
-    should_stop : callable
-        Asked between samples and forward passes; True ends the run.
-
-    Raises
-    ------
-    UsageError, LackingError, FailedError
-        When nothing can be measured, before the first event or with the reason in the last one; and
-        FailedError when the GPU stops (what was measured before is in the journal).
     """
     device = main_device(request.device)
     run = Run(request, journal, progress, should_stop, device)

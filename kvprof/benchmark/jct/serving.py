@@ -30,23 +30,7 @@ WARNED_ERROR = 0.02
 
 
 def summary(trace: Trace, seed: int, found: dict[str, list[ComposedRequest]]) -> dict[str, Any]:
-    """Return ``data.requests``.
-
-    Parameters
-    ----------
-    trace : Trace
-    seed : int
-        Of the lengths.
-    found : dict
-        The composed requests of each method; all of the same lengths.
-
-    Returns
-    -------
-    dict
-        The trace, the distribution, and per method the mean and percentiles over requests of TTFT,
-        of each request's mean TBT, of JCT, of JCT per output token (normalised latency), and of the
-        share of JCT of each part that compression brings.
-    """
+    """Return ``data.requests``."""
     figures: dict[str, list[dict[str, Any]]] = {
         "ttft": [],
         "tbt": [],
@@ -88,13 +72,7 @@ def summary(trace: Trace, seed: int, found: dict[str, list[ComposedRequest]]) ->
 
 
 def trace_warnings(method: str, requests: Sequence[ComposedRequest]) -> list[str]:
-    """Return what a reader of a method's percentiles must know of its requests.
-
-    Parameters
-    ----------
-    method : str
-    requests : sequence of ComposedRequest
-    """
+    """Return what a reader of a method's percentiles must know of its requests."""
     found = []
     if predicted := [one for one in requests if one.predicted_from is not None]:
         found.append(

@@ -127,16 +127,7 @@ class Runner:
         self._steps_done = 0
 
     def step(self, marked: bool = False, *, after: float | None = None) -> Step:
-        """Run the next forward pass: prefill, then decoding steps.
-
-        Parameters
-        ----------
-        marked : bool
-            Time it part by part.
-        after : float, optional
-            On a GPU: keep it waiting until the host has queued the step, which took it so many
-            seconds before, so that no stretch holds a gap. A replayed graph has none anyway.
-        """
+        """Run the next forward pass: prefill, then decoding steps."""
         prefill = self._steps_done == 0
         self._steps_done += 1
         if self._graph and not prefill and self._ran_eagerly:
@@ -207,14 +198,7 @@ class Runner:
 
 
 def warm_up(runner: Runner, steps: int) -> None:
-    """Run the beginning of a request: what is compiled or awaited then would stand in its times.
-
-    Parameters
-    ----------
-    runner : Runner
-    steps : int
-        Of the request's decoding.
-    """
+    """Run the beginning of a request: what is compiled or awaited then would stand in its times."""
     for marked in (False, True) if runner.on_gpu else (True,):
         runner.begin()
         for _ in range(min(_WARMING, 1 + steps)):
@@ -222,14 +206,7 @@ def warm_up(runner: Runner, steps: int) -> None:
 
 
 def uncaptured(loaded: LoadedModel, session: Compression) -> str | None:
-    """Return why a model's decoding steps cannot be captured in a CUDA graph; None where they can.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    session : Compression
-        Open.
-    """
+    """Return why a model's decoding steps cannot be captured in a CUDA graph; None if they can."""
     if loaded.device.type != "cuda":
         return f"the model is on {loaded.device}"
     reasons: Sequence[str | None] = session.kernel_reasons

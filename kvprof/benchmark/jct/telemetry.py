@@ -175,15 +175,6 @@ class Telemetry:
 
         From the driver's counter, or from power integrated over time; between samples it is taken
         to grow evenly.
-
-        Parameters
-        ----------
-        start, stop : float
-
-        Returns
-        -------
-        float or None
-            None where nothing tells, and for a time that holds fewer than two samples.
         """
         times, joules = self._times[:], self._joules[:]
         times = times[: len(joules)]

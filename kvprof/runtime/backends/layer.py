@@ -234,26 +234,7 @@ class KernelLayer(ABC):
         options: dict[str, Any],
         reach: int | None,
     ) -> Tensor:
-        """Store and attend; return the heads' outputs side by side, ``[batch, t, Σ_h w_h]``.
-
-        Parameters
-        ----------
-        store : KernelStore
-            That `new_store` made.
-        state : KernelState
-            With the pass begun.
-        query, key, value : Tensor
-            ``[batch, heads, t, width]`` as the attention function got them.
-        options : dict
-            The attention function's other arguments.
-        reach : int or None
-            Longest sequence that is to come, where it is known.
-
-        Raises
-        ------
-        UsageError
-            When a static cache is too small.
-        """
+        """Store and attend; return the heads' outputs side by side, ``[batch, t, Σ_h w_h]``."""
         with on(query.device):
             return self._run(store, state, (query, key, value), options, reach)
 
@@ -287,15 +268,7 @@ class KernelLayer(ABC):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Run a prompt and a step over nothing, for the kernels that they launch to be compiled.
-
-        Parameters
-        ----------
-        kinds : ModelKinds
-        batch : int
-            Rows.
-        device, dtype
-        """
+        """Run a prompt and a step over nothing, for the kernels that they launch to be compiled."""
         store, state = self.new_store(None), KernelState(kinds)
         heads, facts, past = self.facts.num_kv_heads, self.facts, 0
         shapes = (
@@ -325,19 +298,7 @@ class KernelLayer(ABC):
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
-        """Store and attend, as `run` does; latents stay latents.
-
-        Parameters
-        ----------
-        store : KernelStore
-            That `new_store` made, with room for the pass.
-        state : KernelState
-        passing : KernelPass
-        states : tuple of Tensor
-            Queries, keys and values.
-        scoring : dict
-            Scaling, soft-cap and sinks.
-        """
+        """Store and attend, as `run` does; latents stay latents."""
 
     @abstractmethod
     def row_groups(
@@ -347,18 +308,7 @@ class KernelLayer(ABC):
         total: int,
         bundles: tuple[list[Bundle], list[Bundle]],
     ) -> list[RowGroup]:
-        """Return what a store holds as `kvprof.runtime.layer` keeps it.
-
-        Parameters
-        ----------
-        store : KernelStore
-        state : KernelState
-            Of tokens so far.
-        total : int
-            Tokens so far, padding included.
-        bundles : pair of list of Bundle
-            Of the keys and of the values.
-        """
+        """Return what a store holds as `kvprof.runtime.layer` keeps it."""
 
     def _projected(
         self,
@@ -483,22 +433,7 @@ def prefilled(
     scoring: dict[str, Any],
     window: int | None = None,
 ) -> Tensor:
-    """Attend with several tokens to planes that hold them too.
-
-    Parameters
-    ----------
-    query : Tensor
-        ``[batch, t, Σ_g G·dk_g]``.
-    buffer, layout
-        The planes.
-    lengths : Tensor
-        ``[batch]`` int32: tokens of each row there.
-    host_lengths : list of int
-        The same, known to the host.
-    scoring : dict
-        Scaling, soft-cap and sinks.
-    window : int or None
-    """
+    """Attend with several tokens to planes that hold them too."""
     from kvprof.kernels.prefill.step import prefill  # Triton is for Linux only
 
     output: Tensor = prefill(
@@ -523,13 +458,7 @@ def attended(
     scoring: dict[str, Any],
     window: int = 0,
 ) -> "Attended":
-    """Attend as `prefilled` does, to be merged with what is attended to beside.
-
-    Parameters
-    ----------
-    query, buffer, layout, lengths, scoring, window
-        As there.
-    """
+    """Attend as `prefilled` does, to be merged with what is attended to beside."""
     from kvprof.kernels.parts import Attended  # Triton is for Linux only
 
     batch, tokens, _ = query.shape

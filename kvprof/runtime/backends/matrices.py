@@ -68,18 +68,7 @@ def matrices_of(
     *,
     narrow: bool = False,
 ) -> Matrices:
-    """Return a layer's matrices, where and in what the layer runs.
-
-    Parameters
-    ----------
-    layer : LayerPlan
-    facts : LayerLayout
-        The model's layer.
-    device, dtype
-    narrow : bool
-        Where W_K is folded, let `Matrices.keys` meet those columns of a group alone that hold
-        latents in some group.
-    """
+    """Return a layer's matrices, where and in what the layer runs."""
     keys, values = layer.keys, layer.values
     depth = keys.groups[0].width
     if narrow and keys.fold_down:

@@ -154,17 +154,7 @@ class PlaneStore(KernelStore):
     # Windows: a pass over several tokens wants them in the order of time.
 
     def unrolled(self, start: Tensor, past: int, tokens: int) -> tuple[RaggedLayout, Tensor]:
-        """Return planes that begin with a row's stored tokens in order, with room for more.
-
-        Parameters
-        ----------
-        start : Tensor
-            ``[batch]`` int32, tokens that each row has had.
-        past : int
-            Most tokens of a row that are still wanted, at most ``window - 1``.
-        tokens : int
-            Slots to leave free behind them.
-        """
+        """Return planes that begin with a row's stored tokens in order, with room for more."""
         assert self.layout is not None
         assert self.window is not None
         layout = self.layout_for(self.layout.batch, past + tokens)
@@ -179,15 +169,7 @@ class PlaneStore(KernelStore):
         return layout, buffer
 
     def roll(self, layout: RaggedLayout, buffer: Tensor, start: Tensor, after: Tensor) -> None:
-        """Take the newest tokens of what `unrolled` gave out, now filled, back into the ring.
-
-        Parameters
-        ----------
-        layout, buffer
-            The filled planes.
-        start, after : Tensor
-            ``[batch]`` int32, tokens that each row had had before the pass, and has had now.
-        """
+        """Take the newest tokens of what `unrolled` gave out, now filled, back into the ring."""
         assert self.layout is not None
         assert self.window is not None
         slots = torch.arange(self.layout.capacity, device=start.device)
@@ -201,14 +183,7 @@ class PlaneStore(KernelStore):
             ring.copy_(_picked(plane, where))
 
     def head_rows(self, head: int, row: int, seen: int) -> tuple[Tensor, Tensor]:
-        """Return a head's stored keys and values of one row in order, ``[stored, width]`` each.
-
-        Parameters
-        ----------
-        head, row : int
-        seen : int
-            Tokens that the row has had.
-        """
+        """Return a head's stored keys and values of one row in order, ``[stored, width]`` each."""
         assert self.layout is not None
         first = 0 if self.window is None else max(0, seen - self.window + 1)
         slots = torch.arange(first, seen, device=self.buffer.device)
@@ -224,13 +199,7 @@ def _picked(plane: Tensor, slots: Tensor) -> Tensor:
 
 
 def rows_alike(seen: Sequence[int]) -> dict[int, list[int]]:
-    """Return the rows that have had as many tokens, by that number; rows without any are left out.
-
-    Parameters
-    ----------
-    seen : sequence of int
-        Tokens of each row.
-    """
+    """Return the rows that have had as many tokens, by that number; without rows of none."""
     together: dict[int, list[int]] = {}
     for row, tokens in enumerate(seen):
         if tokens:

@@ -93,16 +93,7 @@ class RotaryForm:
 
 @lru_cache(maxsize=64)
 def rotary_form(function: Callable[..., Any], width: int, transposed: bool) -> RotaryForm | None:
-    """Find out how a function ``f(q, k, cos, sin)`` works; None where no kernel knows it.
-
-    Parameters
-    ----------
-    function : callable
-    width : int
-        Columns that it turns.
-    transposed : bool
-        Whether it sees ``[B, T, heads, width]``.
-    """
+    """Find out how a function ``f(q, k, cos, sin)`` works; None where no kernel knows it."""
     generator = torch.Generator().manual_seed(0)
     angles = 6 * torch.rand(1, 3, width // 2, generator=generator, dtype=torch.float64)
     keys = torch.randn(1, 1, 3, width, generator=generator, dtype=torch.float64)

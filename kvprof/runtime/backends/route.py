@@ -54,19 +54,7 @@ CHOICES = ("auto", "on", "off")
 
 
 def choice(wanted: str | None) -> str:
-    """Return whether kernels are used: what was asked for, or what ``KVPROF_KERNELS`` says.
-
-    Parameters
-    ----------
-    wanted : str or None
-        ``auto`` (where they are the faster way), ``on`` (everywhere, or an error), ``off``; None
-        asks the environment, and without an answer there is ``auto``.
-
-    Raises
-    ------
-    UsageError
-        For another word.
-    """
+    """Return whether kernels are used: what was asked for, or what ``KVPROF_KERNELS`` says."""
     source = "kernels" if wanted is not None else "KVPROF_KERNELS"
     found = wanted if wanted is not None else os.environ.get("KVPROF_KERNELS", "auto")
     if found not in CHOICES:
@@ -93,17 +81,7 @@ def kernel_reasons(
     dtype: torch.dtype,
     loaded: LoadedModel | None = None,
 ) -> list[str | None]:
-    """Return `why_not` of every layer.
-
-    Parameters
-    ----------
-    plan : Plan
-    layout : ModelLayout
-    device, dtype
-        Where and in what the layers run.
-    loaded : LoadedModel, optional
-        The model itself, which is asked for its rotary functions where keys are rebuilt.
-    """
+    """Return `why_not` of every layer."""
     rotations = None if loaded is None else lru_cache(partial(rotary_functions, loaded))
     return [
         why_not(LayerSpec(plan, layer, facts, device, dtype, rotations))
@@ -112,14 +90,7 @@ def kernel_reasons(
 
 
 def kernel_facts(plan: Plan, loaded: LoadedModel) -> dict[str, Any]:
-    """Return how many of a model's layers the kernels run with a plan, and why not the others.
-
-    Returns
-    -------
-    dict
-        ``layers`` of ``of``, and ``reason`` of the first that they do not run; None where they run
-        all.
-    """
+    """Return how many of a model's layers the kernels run with a plan, and why not the others."""
     reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
     refused = [reason for reason in reasons if reason is not None]
     return {
@@ -245,23 +216,7 @@ class KernelRoute:
         tokens: int,
         runtimes: list[LayerRuntime],
     ) -> None:
-        """Begin a forward pass.
-
-        Parameters
-        ----------
-        cache : CompressedCache
-        mask : MaskFacts
-        past, tokens : int
-            Tokens before the pass and its own, padding included.
-        runtimes : list of LayerRuntime
-            Which go on where a mask asks for more than the kernels know.
-
-        Raises
-        ------
-        UsageError
-            For a batch that is not the cache's, and for such a mask where nothing but the kernels
-            is to run.
-        """
+        """Begin a forward pass."""
         masks.needed = True
         state = cache.kernels
         if state is None:
@@ -291,17 +246,6 @@ class KernelRoute:
 
         Layers whose keys are rebuilt are left out: what they launch depends on how the model
         rotates, which its first pass shows.
-
-        Parameters
-        ----------
-        batch : int
-            Rows; some few small kernels depend on it.
-        progress : Progress, optional
-
-        Returns
-        -------
-        int
-            Kernels that were compiled or found.
         """
         self._compiled = True
         layers = [
@@ -338,24 +282,7 @@ class KernelRoute:
         options: dict[str, Any],
         rotation: Rotation | None,
     ) -> Tensor | None:
-        """Run a layer on the kernels; None where it does not run there.
-
-        Parameters
-        ----------
-        index : int
-        cache : CompressedCache
-        query, key, value, options
-            As the attention function got them.
-        rotation : Rotation or None
-            The layer's call of the model's rotary function, where it rebuilds keys.
-
-        Raises
-        ------
-        UsageError
-            When the layer runs by itself, outside a forward pass of the model.
-        FailedError
-            When the states are of a kind that the kernels do not know, and no mask was made.
-        """
+        """Run a layer on the kernels; None where it does not run there."""
         layer, state, store = self._layers[index], cache.kernels, cache.layers[index]
         if layer is None or state is None or store.planes is None:
             return None
@@ -390,13 +317,7 @@ class KernelRoute:
     def leave(
         self, cache: CompressedCache, past: int, runtimes: list[LayerRuntime], reason: str
     ) -> None:
-        """Hand what the kernels have stored over to the layers that run on torch.
-
-        Raises
-        ------
-        UsageError
-            When nothing but the kernels is to run.
-        """
+        """Hand what the kernels have stored over to the layers that run on torch."""
         if self.wanted == "on":
             raise UsageError(f"{reason}; leave kernels='on' out")
         assert cache.kernels is not None

@@ -58,16 +58,7 @@ def fill_rows(layout: RaggedLayout, buffer: Tensor, keys: Tensor, values: Tensor
 def cut_rows(
     layout: RaggedLayout, buffer: Tensor, where: Tensor, keys: list[int], values: list[int]
 ) -> None:
-    """Zero what lies behind the first columns of some tokens.
-
-    Parameters
-    ----------
-    layout, buffer
-    where : Tensor
-        ``[batch, n]`` bool, of the first n slots.
-    keys, values : list of int
-        Columns to keep per head.
-    """
+    """Zero what lies behind the first columns of some tokens."""
     for head in range(layout.heads):
         for planes, keep in zip(
             layout.planes(buffer, head), (keys[head], values[head]), strict=True
@@ -179,18 +170,7 @@ def stored_as(
     level: int,
     groups: Sequence[HeadGroup],
 ) -> Bits:
-    """Return the format of the kernels in which a side's tokens of a level are stored.
-
-    Parameters
-    ----------
-    quantiser : Quantiser or None
-        None where the tokens stay at full precision.
-    side : SideQuantiser or None
-        Its keys or values.
-    level : int
-    groups : sequence of HeadGroup
-        A layer's own of that side, which are alike (`refused_bits`).
-    """
+    """Return the format of the kernels in which a side's tokens of a level are stored."""
     runs = groups[0].runs(side, level)
     if quantiser is None or not runs:
         return None
@@ -207,18 +187,7 @@ def shared_columns(quantiser: Quantiser) -> int | None:
 def kinds_of(
     groups: Iterable[HeadGroup], side: SideQuantiser | None, bits: Bits, level: int
 ) -> tuple[SideKind, ...]:
-    """Return what the kernels' stored heads of a level are like.
-
-    Parameters
-    ----------
-    groups : iterable of HeadGroup
-        Of keys, or of values.
-    side : SideQuantiser or None
-        How they are quantised.
-    bits : int, str or None
-        From `stored_as`.
-    level : int
-    """
+    """Return what the kernels' stored heads of a level are like."""
     own = side.bits[level] if side is not None and side.bits else None
     kind = geometry_of(bits).kind
     return tuple(kind(group.ranks[level], own, group.column_bits) for group in groups)
@@ -241,12 +210,6 @@ def refused_bits(quantiser: Quantiser | None, layer: LayerPlan) -> str | None:
     """Return why the kernels over segments do not store heads with bits of their own.
 
     None where they do: where all keys of a layer have the same, and all values.
-
-    Parameters
-    ----------
-    quantiser : Quantiser or None
-    layer : LayerPlan
-        That it reaches.
     """
     if quantiser is None:
         return None
@@ -405,12 +368,6 @@ class SegmentStore(KernelStore):
         """Return each segment's slots of tokens `first` … `stop`, ``[batch, n]``.
 
         None for a segment that holds none of them, as most hold of most of a long prompt.
-
-        Parameters
-        ----------
-        first, stop : int
-        totals : sequence of int
-            Tokens of each row: of those behind them, and of other segments', the slot is `NOWHERE`.
         """
         assert self.layout is not None
         shape = (len(self.formats), len(totals), stop - first)
@@ -476,17 +433,7 @@ class SegmentStore(KernelStore):
     def take(
         self, keys: Tensor, values: Tensor, first: int, old: list[int], new: list[int]
     ) -> None:
-        """Store tokens from `first` on, and move those that have grown old meanwhile.
-
-        Parameters
-        ----------
-        keys, values : Tensor
-            ``[batch, n, Σ width]``, at the top level's widths.
-        first : int
-            Number of the first of them in every row; a row has its tokens from ``old`` to ``new``.
-        old, new : list of int
-            Tokens of each row before and after.
-        """
+        """Store tokens from `first` on, and move those that have grown old meanwhile."""
         self.move_on(old, new)
         layout = self.layout
         assert layout is not None
@@ -504,19 +451,7 @@ class SegmentStore(KernelStore):
     def take_from(
         self, planes: RaggedLayout, buffer: Tensor, old: list[int], new: list[int], once: Once
     ) -> None:
-        """Store tokens that lie in planes by their number, in a few launches; as `take`.
-
-        Parameters
-        ----------
-        planes : RaggedLayout
-            Of as many rows, at the top level's widths.
-        buffer : Tensor
-            What they hold.
-        old, new : list of int
-            Tokens of each row before and after.
-        once : callable
-            Gives what the first of the layers makes under a key, as `KernelPass.once` does.
-        """
+        """Store tokens that lie in planes by their number, in a few launches; as `take`."""
         from kvprof.kernels.segments.moving import token_move  # Triton is for Linux only
 
         self.move_on(old, new)
@@ -528,19 +463,7 @@ class SegmentStore(KernelStore):
     def give_to(
         self, planes: RaggedLayout, buffer: Tensor, first: list[int], new: list[int], once: Once
     ) -> None:
-        """Write what is stored into planes, by token number.
-
-        Parameters
-        ----------
-        planes : RaggedLayout
-            Of as many rows, at the widths that all tokens have.
-        buffer : Tensor
-            Of theirs; written.
-        first, new : list of int
-            From which token of each row on (or from one before), and tokens of each row.
-        once
-            As `take_from` takes it.
-        """
+        """Write what is stored into planes, by token number."""
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
         from kvprof.kernels.segments.moving import token_restore
 
@@ -558,11 +481,6 @@ class SegmentStore(KernelStore):
         """Return segments, which slots of planes belong there, and to which of its slots.
 
         Slots count on from row to row, those of a segment upwards.
-
-        Parameters
-        ----------
-        planes, old, new, once
-            As `take_from` takes them.
         """
         layout, device = self.layout, self.buffer.device
         assert layout is not None

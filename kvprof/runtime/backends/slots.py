@@ -154,15 +154,7 @@ class SlotTable:
         self.both.copy_(moved)
 
     def unslotted(self, first: Sequence[int], total: int) -> RotaryTable:
-        """Return the angles by position in the padded sequence, zeros where there is padding.
-
-        Parameters
-        ----------
-        first : sequence of int
-            Where each row's first real token stands.
-        total : int
-            Tokens so far, padding included.
-        """
+        """Return the angles by position in the padded sequence, zeros where there is padding."""
         device = self.both.device
         begins = torch.tensor(first, device=device)[:, None]
         slots = torch.arange(total, device=device) - begins
@@ -189,26 +181,7 @@ class SlotTables:
         capacity: int,
         dtype: torch.dtype,
     ) -> SlotTable:
-        """Return a layer's table with the angles of the pass under way.
-
-        Parameters
-        ----------
-        layer : int
-        rotation : Rotation
-            The layer's call of the model's rotary function.
-        passing : KernelPass
-        aligned : bool
-            Whether all rows have their first real token at the same position.
-        capacity : int
-            Slots that the layer has room for.
-        dtype : torch.dtype
-            Of the states.
-
-        Raises
-        ------
-        UsageError
-            For a function without tables, and when a CUDA graph would have to make room.
-        """
+        """Return a layer's table with the angles of the pass under way."""
         given = angles(rotation, -1)
         source = rotation.args[2] if len(rotation.args) > 2 else rotation.kwargs["cos"]
 

@@ -145,17 +145,7 @@ class Stages:
         return [sink + rest - last, last]
 
     def step(self, start: Tensor, hidden: Tensor | None, capacity: int) -> Step:
-        """Return what a decoding step does; nothing waits for the device.
-
-        Parameters
-        ----------
-        start : Tensor
-            ``[batch]`` int32, tokens that each row has had before.
-        hidden : Tensor or None
-            ``[batch]``, above 0 where the step's token is padding.
-        capacity : int
-            Most tokens of a row.
-        """
+        """Return what a decoding step does; nothing waits for the device."""
         sink = self.levels.sink
         ends, slots = _on(self, max(1, capacity - sink), start.device)
         age = start - sink

@@ -39,16 +39,7 @@ _TILE = 64
 
 
 def next_capacity(held: int, wanted: int, reach: int | None) -> int:
-    """Return for how many tokens to make room where `wanted` are to come.
-
-    Parameters
-    ----------
-    held : int
-        That there is room for now.
-    wanted : int
-    reach : int or None
-        Longest sequence that is to come, where it is known.
-    """
+    """Return for how many tokens to make room where `wanted` are to come."""
     if reach is not None and reach >= wanted:
         # What generation will never reach is not worth holding, but for whole tiles: kernels are
         # compiled anew for a room of another divisibility.
@@ -57,12 +48,7 @@ def next_capacity(held: int, wanted: int, reach: int | None) -> int:
 
 
 def check_room(capacity: int | None, tokens: int) -> None:
-    """Refuse more tokens than a static cache of `capacity` tokens has room for.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse more tokens than a static cache of `capacity` tokens has room for."""
     if capacity is not None and tokens > capacity:
         raise UsageError(f"the static cache has room for {capacity} tokens, not for {tokens}")
 
@@ -89,12 +75,7 @@ class KernelStore(ABC):
         self._fixed = capacity
 
     def _may_grow(self, device: torch.device) -> None:
-        """Refuse to make room in the middle of a CUDA graph, or away from where one writes.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse to make room in the middle of a CUDA graph, or away from where one writes."""
         if is_capturing(device):
             raise UsageError(
                 "a CUDA graph cannot make room in a cache; capture a step of a static cache "
@@ -103,12 +84,7 @@ class KernelStore(ABC):
         self._may_move()
 
     def _may_move(self) -> None:
-        """Refuse to lay the tokens elsewhere where a CUDA graph would go on writing here.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse to lay the tokens elsewhere where a CUDA graph would go on writing here."""
         if self.captured:
             raise UsageError(
                 "a CUDA graph writes into this cache, which another number of sequences needs "
@@ -129,23 +105,7 @@ class KernelStore(ABC):
     def make_room(
         self, batch: int, tokens: int, reach: int | None, device: torch.device, dtype: torch.dtype
     ) -> Any:
-        """See to it that every row has slots for its first `tokens` tokens; return the layout.
-
-        Parameters
-        ----------
-        batch : int
-        tokens : int
-            Most that a row may have had after the pass.
-        reach : int or None
-            Longest sequence that is to come, where it is known.
-        device, dtype
-            Of the states.
-
-        Raises
-        ------
-        UsageError
-            When a static cache is too small, or room is wanted while a CUDA graph is captured.
-        """
+        """See to it that every row has slots for its first `tokens` tokens; return the layout."""
 
     @abstractmethod
     def select(self, index: list[int]) -> None:
@@ -226,30 +186,14 @@ class KernelState:
         self._alone: dict[Any, list[Any]] = {}
 
     def continues(self, starts: Sequence[int], past: int) -> bool:
-        """Whether a mask whose rows begin at `starts` shows every stored token.
-
-        Parameters
-        ----------
-        starts : sequence of int
-            Where each row's first visible token stands.
-        past : int
-            Tokens before the pass, padding included.
-        """
+        """Whether a mask whose rows begin at `starts` shows every stored token."""
         known = self.first or starts
         return all(
             first >= past or start <= first for start, first in zip(starts, known, strict=True)
         )
 
     def begin(self, starts: Sequence[int], past: int, tokens: int) -> None:
-        """Begin a pass.
-
-        Parameters
-        ----------
-        starts : sequence of int
-            Where each row's first real token stands; of rows that have begun it is known.
-        past, tokens : int
-            Tokens before the pass and its own.
-        """
+        """Begin a pass."""
         known = self.first or [past] * len(starts)
         self.first = [
             first if first < past else max(start, past)
@@ -295,15 +239,6 @@ class KernelState:
 
         Which layers are, the cache knows after their first decoding step, in which each is cut by
         itself.
-
-        Parameters
-        ----------
-        passing : KernelPass
-        step : DecodeStep or SegmentsStep
-        lengths : callable
-            Gives the lengths that it is cut by.
-        of : hashable
-            Names these lengths: steps that are cut alike have the same.
         """
         if step not in passing.schedules:
             with part("schedule"):
@@ -376,15 +311,7 @@ class KernelState:
         return self.prepared(key, layout, lambda: segments_step(layout, device, kinds=kinds))
 
     def prepared(self, key: Any, layout: Any, make: Callable[[], Any]) -> Any:
-        """Return what `make` prepared for a layout, anew once the layout is another.
-
-        Parameters
-        ----------
-        key : hashable
-            Of the layers that share it, whatever room they have.
-        layout : RaggedLayout or SegmentsLayout
-        make : callable
-        """
+        """Return what `make` prepared for a layout, anew once the layout is another."""
         known = self._steps.get(key)
         if known is None or known[0] != layout:
             known = layout, make()

@@ -42,16 +42,6 @@ class Arrivals:
         (Of Poisson's, that leaves arrivals spread over the whole time as any that number so many.)
         Other rates divide them: at every rate the same requests come in the same pattern, so that
         rates and methods differ in nothing else.
-
-        Parameters
-        ----------
-        count : int
-        seed : int
-
-        Returns
-        -------
-        array, (count,)
-            Seconds; of the first, from the load's beginning.
         """
         generator = np.random.default_rng([seed, 1])  # lengths are drawn with the seed itself
         if self.kind == "gamma" and self.cv == 0:
@@ -64,13 +54,7 @@ class Arrivals:
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """Read ``poisson``, ``gamma:cv=2`` or ``trace``.
-
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
+    """Read ``poisson``, ``gamma:cv=2`` or ``trace``."""
     kind, _, option = text.strip().lower().partition(":")
     if kind in ("poisson", "trace") and not option:
         return Arrivals(kind)
@@ -89,20 +73,7 @@ def parse_arrivals(text: str) -> Arrivals:
 
 
 def scaled_times(times: Sequence[float], rate: float) -> NDArray[np.float64]:
-    """Return recorded times stretched to a rate, the first at its mean gap.
-
-    Parameters
-    ----------
-    times : sequence of float
-        Seconds, ascending.
-    rate : float
-        Requests a second, over all of them.
-
-    Raises
-    ------
-    UsageError
-        When all of several came at once: no stretching gives them a rate.
-    """
+    """Return recorded times stretched to a rate, the first at its mean gap."""
     own = np.asarray(times, dtype=np.float64)
     if len(own) < 2:
         return np.full(len(own), 1 / rate)

@@ -16,13 +16,7 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def main(words: list[str]) -> None:
-    """Run vLLM's OpenAI-compatible server.
-
-    Parameters
-    ----------
-    words : list of str
-        Its options.
-    """
+    """Run vLLM's OpenAI-compatible server."""
     os.environ.pop(_PLAN, None)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     sys.argv = [_SERVER, *words]

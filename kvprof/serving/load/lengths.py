@@ -88,21 +88,7 @@ class Lengths:
         }
 
     def draw(self, count: int, seed: int) -> list[Request]:
-        """Return requests of these lengths, in the order in which they shall arrive.
-
-        Parameters
-        ----------
-        count : int
-        seed : int
-
-        Returns
-        -------
-        list of Request
-            Numbered; `arrival` is the file's own time, or 0. A timed file is taken in its order
-            from its beginning, because requests that share a prefix stand near each other; another
-            is shuffled. A file that is too short begins again: with other sessions and blocks, so
-            that no prompt is sent twice, and later by its mean gap.
-        """
+        """Return requests of these lengths, in the order in which they shall arrive."""
         if self.trace is not None:
             drawn = sample_requests(self.trace, count, seed)
             return [Request(number, 0.0, *sizes) for number, sizes in enumerate(drawn)]
@@ -139,20 +125,7 @@ def _digest(requests: Sequence[Request]) -> str:
 
 
 def load_lengths(text: str, count: Callable[[str], int] | None = None) -> Lengths:
-    """Read what ``--lengths`` names.
-
-    Parameters
-    ----------
-    text : str
-        A paper's trace (``arxiv`` is FDC's, ``zack/cocktail``), ``in=8k,out=256``, or a file.
-    count : callable, optional
-        Tokens of a text; see `read_trace_file`.
-
-    Raises
-    ------
-    UsageError, FailedError
-        When it is none of these; as `read_trace_file`.
-    """
+    """Read what ``--lengths`` names."""
     name = text.strip()
     known = trace_names()
     for candidate in (name.lower(), f"{_PAPER}/{name.lower()}"):
@@ -184,20 +157,6 @@ def arriving(
     """Return a load: requests with their times of arrival.
 
     The same count and seed give the same requests in the same order at every rate.
-
-    Parameters
-    ----------
-    lengths : Lengths
-    arrivals : Arrivals
-    rate : float
-        Requests a second.
-    count : int
-    seed : int
-
-    Raises
-    ------
-    UsageError
-        When arrivals are to be a trace's and the lengths have no times.
     """
     requests = lengths.draw(count, seed)
     if arrivals.kind == "trace":

@@ -130,14 +130,7 @@ class PagePool:
             del self._copies[unit.key]
 
     def found(self, held: Held, most: int) -> tuple[int, int, int]:
-        """Return what a request would find: units, pages, and how many of these nobody holds.
-
-        Parameters
-        ----------
-        held : Held
-        most : int
-            Pages that may be found: the token that is to be computed is never among them.
-        """
+        """Return what a request would find: units, pages, and how many of these nobody holds."""
         if not self.caching:
             return 0, 0, 0
         units = pages = idle = 0
@@ -181,16 +174,7 @@ class PagePool:
             held.units.append(unit)
 
     def give_back(self, held: Held, pages: int, full: int, *, again: bool = False) -> None:
-        """Give back what a request holds.
-
-        Parameters
-        ----------
-        held : Held
-        pages, full : int
-            All of its pages, and those of them that are full of tokens.
-        again : bool
-            Whether it will look for them again: it was preempted.
-        """
+        """Give back what a request holds."""
         if not self.caching:
             self.free += pages
             self._unwritten += pages

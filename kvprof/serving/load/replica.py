@@ -440,13 +440,7 @@ class Replica:
         return max(1, steps)
 
     def _make_room(self) -> bool:
-        """Preempt, the last one admitted first, until all that goes on has its pages.
-
-        Returns
-        -------
-        bool
-            Whether one was preempted: nobody is admitted in that step.
-        """
+        """Preempt, the last one admitted first, until all that goes on has its pages."""
         size, pool = self.settings.block_size, self.pool
         needed = self._residues[-self.steps % size]
         partial = self.partial

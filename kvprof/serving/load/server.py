@@ -131,13 +131,7 @@ class ServerProcess(Server):
         return self._settings
 
     def start(self) -> None:
-        """Start the processes, each on a free port of loopback.
-
-        Raises
-        ------
-        FailedError, LackingError
-            When one cannot be started, or has no GPUs.
-        """
+        """Start the processes, each on a free port of loopback."""
         self._folder = TemporaryDirectory(prefix="kvprof-load-")
         addresses = []
         for number in range(self._count):
@@ -251,13 +245,7 @@ _OWN_TYPES = re.compile(r"(fp8|turboquant)_\w+|\w+_per_token_head")
 
 
 def served_by_engine(method: str) -> str | None:
-    """Return the type of the cache in which vLLM itself serves a baseline; None for a method.
-
-    Parameters
-    ----------
-    method : str
-        ``full``, ``fp8``, or a type that vLLM names: ``fp8_e5m2``, ``turboquant_4bit_nc``.
-    """
+    """Return the type of the cache in which vLLM itself serves a baseline; None for a method."""
     return _OWN.get(method, method if _OWN_TYPES.fullmatch(method) else None)
 
 
@@ -271,13 +259,6 @@ def server_variables(method: str, *, plan: bool = False) -> dict[str, str]:
 
     A baseline has the one that vLLM takes, but for TurboQuant, to whose layers the first one gives
     pages of full width, so that the engine ends (0.26, 0.27).
-
-    Parameters
-    ----------
-    method : str
-        Without its options.
-    plan : bool
-        Whether a saved plan stands in place of the method.
     """
     stored = None if plan else served_by_engine(method)
     if stored is None:
@@ -286,13 +267,7 @@ def server_variables(method: str, *, plan: bool = False) -> dict[str, str]:
 
 
 def told_variables(variables: Mapping[str, str]) -> str:
-    """Return what a server's environment says of how it runs, ``NAME=VALUE NAME=VALUE``.
-
-    Parameters
-    ----------
-    variables : mapping of str
-        That it gets beside this process's own.
-    """
+    """Return what a server's environment says of how it runs, ``NAME=VALUE NAME=VALUE``."""
     return " ".join(
         f"{name}={value}"
         for name, value in sorted({**os.environ, **variables}.items())
@@ -369,24 +344,7 @@ def serve_command(
     plan: str | None = None,
     rate: float = 0.5,
 ) -> list[str]:
-    """Return the command of a method's server: ``kvprof serve``, or for a baseline vLLM alone.
-
-    Parameters
-    ----------
-    model : str
-        A folder or a hub id.
-    port : int
-        Of loopback.
-    settings : EngineSettings
-    method : str
-        Without its options.
-    options : sequence of str
-        Of the method, ``KEY=VALUE``.
-    plan : str, optional
-        A saved plan's path, in place of the method.
-    rate : float
-        Share of the cache's bytes that the method is to save.
-    """
+    """Return the command of a method's server: ``kvprof serve``, or for a baseline vLLM alone."""
     address = ["--host", "127.0.0.1", "--port", str(port)]
     if plan is None and (stored := served_by_engine(method)) is not None:
         words = ["--model", model, *address, "--tensor-parallel-size", str(settings.tp)]

@@ -267,22 +267,7 @@ _SAMPLES = 200  # of a rate
 def engine_settings(
     steps: ModelSteps, method: str, cache_bytes: int | None, **settings: object
 ) -> EngineSettings:
-    """Return an engine whose cache has as many pages as fit.
-
-    Parameters
-    ----------
-    steps : ModelSteps
-    method : str
-    cache_bytes : int or None
-        Of one device's cache; None takes what the record says.
-    **settings
-        As `EngineSettings` has them, but for `pages`.
-
-    Raises
-    ------
-    UsageError
-        When not a page fits, or the settings fit no engine.
-    """
+    """Return an engine whose cache has as many pages as fit."""
     room = steps.cache_bytes if cache_bytes is None else cache_bytes
     # Integers by the names of its fields, which mypy cannot know.
     engine = EngineSettings(1, **settings)  # type: ignore[arg-type]

@@ -74,13 +74,7 @@ class ModelSteps:
     methods: dict[str, MethodSteps]
 
     def method(self, name: str) -> MethodSteps:
-        """Return a method's steps.
-
-        Raises
-        ------
-        UsageError
-            When there are none, with those that there are.
-        """
+        """Return a method's steps."""
         if name not in self.methods:
             raise UsageError(
                 f"--methods {name}: {SHIPPED} has no steps of it for {self.model}: it has "
@@ -111,19 +105,7 @@ class ModelSteps:
 
 
 def read_model_steps(model: str | None = None, tp: int = 1) -> ModelSteps:
-    """Read the steps of a model.
-
-    Parameters
-    ----------
-    model : str, optional
-        Its name; not needed where one model alone has steps on so many devices.
-    tp : int
-
-    Raises
-    ------
-    UsageError
-        When there are none of such a model.
-    """
+    """Read the steps of a model."""
     with as_file(files("kvprof") / "assets" / "step_times" / SHIPPED) as path:
         result = read_result(path)
     data = result["data"]

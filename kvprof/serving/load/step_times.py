@@ -117,15 +117,6 @@ def fit_step_times(samples: Sequence[StepSample]) -> StepTimes:
     Means of unlike steps are fitted by their seconds and weights instead: the shortest of them are
     of few tokens that came by chance. Their products' time is one line, since a mean lies on no
     bent one, and a decoding sequence's token costs what it does, not what a prompt's does.
-
-    Parameters
-    ----------
-    samples : sequence of StepSample
-
-    Raises
-    ------
-    ValueError
-        Without a step that decodes and one that reads a prompt: the other's costs are unknown.
     """
     kept = [one for one in samples if one.seconds > 0 and one.tokens > 0]
     if not any(one.decode for one in kept) or not any(one.prefill for one in kept):

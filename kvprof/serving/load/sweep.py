@@ -85,16 +85,7 @@ class SweepOptions:
 def next_rate(
     rows: Sequence[Mapping[str, Any]], options: SweepOptions, first: float | None
 ) -> float | None:
-    """Return the rate to be measured next; None where there is nothing left to find out.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        Rates of the method that are complete, as `kvprof.records.load.rate_row` gives them.
-    options : SweepOptions
-    first : float or None
-        Where to begin when the rates are to be found.
-    """
+    """Return the rate to be measured next; None where there is nothing left to find out."""
     known = sorted(rows, key=lambda row: row["rate"])
     measured = [row["rate"] for row in known]
     share = options.objective.get("share", ATTAINED)
@@ -148,14 +139,7 @@ def _rounded(rate: float, digits: int = _DIGITS) -> float:
 
 
 def cases_of(events: Iterable[Event]) -> tuple[dict[str, list[Event]], dict[str, list[Event]]]:
-    """Return the events of an earlier run's cases by name: those that are complete, and the others.
-
-    Parameters
-    ----------
-    events : iterable of Event
-        In the order of the journal. Of a case that began again and was not completed, that time
-        counts in which more requests ended.
-    """
+    """Return the events of an earlier run's cases by name: the complete ones, and the others."""
     found: dict[str, list[Event]] = {}
     before: dict[str, list[Event]] = {}
     complete: set[str] = set()

@@ -53,21 +53,7 @@ class RecordedTrace:
 
 
 def read_trace_file(path: Path, count: Count | None = None) -> RecordedTrace:
-    """Read a file of requests; its form is recognised by what it holds.
-
-    Parameters
-    ----------
-    path : Path
-    count : callable, optional
-        Tokens of a text, by the model's tokenizer; only texts need it.
-
-    Raises
-    ------
-    UsageError
-        When there is no such file, its form is not known, or texts lack a tokenizer.
-    FailedError
-        When it is damaged, with the line and the value.
-    """
+    """Read a file of requests; its form is recognised by what it holds."""
     try:
         text = path.read_text("utf-8-sig")
     except FileNotFoundError:

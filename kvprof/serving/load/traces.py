@@ -94,20 +94,7 @@ def trace_names() -> list[str]:
 
 
 def load_trace(name: str, *, what: str = "--trace") -> Trace:
-    """Return a trace by name.
-
-    Parameters
-    ----------
-    name : str
-        In any case.
-    what : str
-        The option that names it, for the error.
-
-    Raises
-    ------
-    UsageError
-        For an unknown name.
-    """
+    """Return a trace by name."""
     found = _shipped().get(name.lower())
     if found is None:
         raise UsageError(f"{what}: no trace {name!r}: there are {', '.join(trace_names())}")
@@ -115,14 +102,7 @@ def load_trace(name: str, *, what: str = "--trace") -> Trace:
 
 
 def sample_requests(trace: Trace, count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """Draw requests, ``(input_len, output_len)``; see the module for the distribution.
-
-    Parameters
-    ----------
-    trace : Trace
-    count : int
-    seed : int
-    """
+    """Draw requests, ``(input_len, output_len)``; see the module for the distribution."""
     generator = np.random.default_rng(seed)
     sides = [_drawn(lengths, count, generator) for lengths in (trace.input, trace.output)]
     return [(int(a), int(b)) for a, b in zip(*sides, strict=True)]
