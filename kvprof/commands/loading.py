@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ from kvprof.moments.collect import undefined_pairs
 if TYPE_CHECKING:
     from kvprof.moments.uncalibrated import Laid
 
-__all__ = ["defined_pairs", "load_for_command", "spectra_only"]
+__all__ = ["defined_pairs", "load_for_command", "model_inputs", "spectra_only"]
 
 
 def load_for_command(
@@ -62,6 +62,18 @@ def load_for_command(
     if laid is not None and not seen:
         laid(loaded)
     return loaded
+
+
+def model_inputs(loaded: LoadedModel) -> dict[str, Any]:
+    """Return what a result says of the model that was planned for."""
+    return {
+        "model": loaded.spec,
+        **loaded.origin,
+        "fingerprint": loaded.fingerprint,
+        "architecture": loaded.layout.architecture,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+    }
 
 
 def spectra_only(loaded: LoadedModel) -> list[str]:

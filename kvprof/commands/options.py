@@ -38,6 +38,7 @@ __all__ = [
     "Examples",
     "GgufOption",
     "GridOption",
+    "LoadOptions",
     "MethodOption",
     "MethodOptions",
     "MethodOptionsOption",
@@ -249,11 +250,10 @@ TrustOption = Annotated[
 ]
 
 
-class ModelOptions(Request):
+class LoadOptions(Request):
     """Which model is loaded, and how."""
 
     model: ModelArgument = None
-    batch_size: BatchSizeOption = None
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     revision: RevisionOption = None
@@ -265,6 +265,12 @@ class ModelOptions(Request):
         """What `kvprof.commands.loading.load_for_command` is told beside the model."""
         names = ("device", "dtype", "revision", "gguf", "trust_remote_code")
         return {name: getattr(self, name) for name in names}
+
+
+class ModelOptions(LoadOptions):
+    """Of a command that runs over texts."""
+
+    batch_size: BatchSizeOption = None
 
 
 _DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")

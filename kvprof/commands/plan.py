@@ -1,129 +1,61 @@
 """``kvprof plan``: what a method would store, fold and run, what fits, and what moving takes."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from kvprof import console
 from kvprof.commands.options import (
-    AllocationOption,
-    CalibrateOption,
-    CalibrateTokensOption,
+    CalibrationOptions,
     ContextOption,
-    DeviceOption,
-    DtypeOption,
-    GgufOption,
-    GridOption,
+    LoadOptions,
     MethodOption,
     MethodOptionsOption,
-    MinimumOption,
-    ModelArgument,
     RateOption,
     RemovalOption,
-    RevisionOption,
-    TrustOption,
     check_choice,
     check_rate,
     joined,
-    method_options,
     one_method,
     read_counts,
 )
-from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
-from kvprof.errors import UsageError
-from kvprof.interrupt import graceful_interrupt
+from kvprof.commands.output import Outcome, OutputOptions, measuring
+from kvprof.commands.request import Input, Mark, Parsed, Rule, excludes, needs
+from kvprof.dtypes import DTYPE_BYTES, long_name
+from kvprof.errors import KvprofError, UsageError
+from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, method_entries
-from kvprof.sizes import parse_bytes, parse_count, parse_share
-from kvprof.sources.grammar import DEFAULT_SEQ_LEN
+from kvprof.sizes import parse_bytes, parse_share
 
 if TYPE_CHECKING:
-    from kvprof.models.load import OpenedModel
+    from kvprof.methods.plan import Plan
+    from kvprof.models.load import LoadedModel
+    from kvprof.moments.uncalibrated import Laid
 
 
-def plan(
-    model: ModelArgument = None,
-    method: MethodOption = None,
-    rate: RateOption = None,
-    removal: RemovalOption = None,
-    fit: Annotated[
-        str | None,
-        typer.Option("--fit", metavar="SIZE", help="80GB: which context and batch fit, by method."),
-    ] = None,
-    reserve: Annotated[
-        str | None,
-        typer.Option("--reserve", help="Of --fit: for activations, 10% (the default) or a size."),
-    ] = None,
-    transfer: Annotated[
-        bool,
-        typer.Option(
-            "--transfer",
-            help="What moving a context's cache takes, by method.",
-        ),
-    ] = False,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape",
-            metavar="SHAPE|PATH",
-            help="Of --transfer: instead of MODEL, a shape as bench --model takes it; no weights "
-            "are needed.",
-        ),
-    ] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--link",
-            metavar="LINK",
-            help="Of --transfer: pcie5x16, nvlink4, 100Gbit/s, or a measured one, rdma=46.2GB/s; "
-            "repeatable.",
-        ),
-    ] = None,
-    seq: Annotated[
-        str | None,
-        typer.Option(
-            "--seq",
-            metavar="LIST",
-            help="Of --transfer: contexts in tokens, 4k,32k.",
-        ),
-    ] = None,
-    plan_files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--plan",
-            help="A saved plan, instead of --method; repeatable with --fit and --transfer.",
-        ),
-    ] = None,
-    describe: Annotated[
-        bool, typer.Option("--describe", help="Also in words, with every layer's ranks.")
-    ] = False,
-    compare: Annotated[
-        Path | None, typer.Option("--compare", help="Tell what another saved plan has different.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", help="Keep the plan in this file (safetensors).")
-    ] = None,
-    servable: Annotated[
-        bool,
-        typer.Option("--servable", help="Refuse, before calibrating, what serve cannot serve."),
-    ] = False,
-    context: ContextOption = None,
-    calibrate: CalibrateOption = None,
-    calibrate_tokens: CalibrateTokensOption = None,
-    allocation: AllocationOption = None,
-    grid: GridOption = None,
-    minimum: MinimumOption = None,
-    option: MethodOptionsOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    revision: RevisionOption = None,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
-    json: JsonOption = None,
-    out: OutOption = None,
-    force: ForceOption = False,
-) -> None:
+def _one_plan(request: "PlanRequest") -> str | None:
+    if len(request.plan_files or ()) < 2 or request.several:
+        return None
+    return "--plan names several plans; --fit and --transfer take them all, --compare a second one"
+
+
+def _loads_nothing(request: "PlanRequest") -> str | None:
+    alone = "--shape" if request.shape else ""
+    if request.file is not None and request.model is None and not request.several:
+        alone = "--plan alone"
+    given = request.given("device", "revision", "gguf", "trust_remote_code")
+    wrong = alone and given
+    return f"{given} cannot be combined with {alone}: no model is loaded" if wrong else None
+
+
+_OF_ONE = ("removal", "describe", "compare", "save", "servable")
+
+
+class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
     """Show what a method stores, folds and runs, what fits (--fit), or what moves (--transfer).
 
     Examples
@@ -133,166 +65,284 @@ def plan(
     kvprof plan meta-llama/Llama-3.1-8B --fit 80GB
     kvprof plan --transfer --shape Llama-3.1-8B --rate 50% --link pcie5x16 --link 100Gbit/s
     """
-    outputs = Outputs(json=json, out=out, force=force)
-    outputs.check({"--save": save}, read=[model, plan_files, calibrate, compare])
-    files = plan_files or []
-    options = method_options(allocation, grid, minimum, option)
-    several = " and ".join(["--fit"] * (fit is not None) + ["--transfer"] * transfer)
-    named = joined(method)
-    how: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "revision": revision,
-        "gguf": gguf,
-        "trust_remote_code": trust_remote_code,
-        "compressed": True,
-    }
-    given: dict[str, Any] = {
-        "method": named if several else one_method(method),
-        "rate": rate,
-        "removal": removal,
-        "calibrate": calibrate,
-        "calibrate_tokens": calibrate_tokens,
-        "options": options,
-    }
-    _refuse(
-        "means nothing without --transfer",
-        {"--shape": shape, "--link": link, "--seq": seq} if not transfer else {},
+
+    method: MethodOption = None
+    rate: RateOption = None
+    removal: RemovalOption = None
+    option: MethodOptionsOption = None
+    context: ContextOption = None
+    fit: Annotated[
+        str | None,
+        typer.Option("--fit", metavar="SIZE", help="80GB: which context and batch fit, by method."),
+        Mark.FREE,
+        Input(),
+    ] = None
+    reserve: Annotated[
+        str | None,
+        typer.Option("--reserve", help="Of --fit: for activations, 10% (the default) or a size."),
+        Mark.FREE,
+    ] = None
+    transfer: Annotated[
+        bool,
+        typer.Option("--transfer", help="What moving a context's cache takes, by method."),
+        Mark.FREE,
+    ] = False
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            metavar="SHAPE|PATH",
+            help="Of --transfer: instead of MODEL, a shape as bench --model takes it; no weights "
+            "are needed.",
+        ),
+        Mark.READS,
+    ] = None
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--link",
+            metavar="LINK",
+            help="Of --transfer: pcie5x16, nvlink4, 100Gbit/s, or a measured one, rdma=46.2GB/s; "
+            "repeatable.",
+        ),
+        Mark.FREE,
+    ] = None
+    seq: Annotated[
+        list[int] | None,
+        typer.Option("--seq", metavar="LIST", help="Of --transfer: contexts in tokens, 4k,32k."),
+        Parsed(read_counts),
+        Mark.FREE,
+        Input(),
+    ] = None
+    plan_files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--plan",
+            help="A saved plan, instead of --method; repeatable with --fit and --transfer.",
+        ),
+        Mark.READS,
+    ] = None
+    describe: Annotated[
+        bool,
+        typer.Option("--describe", help="Also in words, with every layer's ranks."),
+        Mark.FREE,
+        Input(),
+    ] = False
+    compare: Annotated[
+        Path | None,
+        typer.Option("--compare", help="Show where another saved plan differs."),
+        Mark.READS,
+    ] = None
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", help="Keep the plan in this file (safetensors)."),
+        Mark.WRITES,
+    ] = None
+    servable: Annotated[
+        bool,
+        typer.Option("--servable", help="Refuse, before calibrating, what serve cannot serve."),
+        Mark.FREE,
+    ] = False
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *(needs(of_transfer, "transfer") for of_transfer in ("shape", "link", "seq")),
+        needs("reserve", "fit"),
+        excludes("fit", *_OF_ONE),
+        excludes("transfer", *_OF_ONE),
+        excludes("save", "plan_files"),
+        excludes("shape", "model", "plan_files", "fit"),
+        _one_plan,
+        _loads_nothing,
     )
-    _refuse("means nothing without --fit", {"--reserve": reserve} if fit is None else {})
-    sizes = None if fit is None else _fit_sizes(fit, reserve or "10%")
-    if not several:
-        _check_one(files, save)
-        check_choice(plan_file=files[0] if files else None, **given)
-    else:
-        _refuse(
-            f"cannot be had with {several}, which plans several methods; run kvprof plan without "
-            "it",
-            {
-                "--removal": removal,
-                "--describe": describe,
-                "--compare": compare,
-                "--save": save,
-                "--servable": servable,
-            },
-        )
-        check_rate(rate)
-        if named is not None:
-            check_names(name for _, name, _ in method_entries(named))
-    if shape is not None and model is not None:
-        raise UsageError(f"{model} and --shape {shape} both say what is planned for; keep one")
-    links = parse_links(link or ())
-    contexts = read_counts(seq, what="--seq") if seq is not None else None
 
-    # Everything from here on needs torch.
+    @property
+    def several(self) -> bool:
+        """Whether several methods are planned."""
+        return self.fit is not None or self.transfer
+
+    @property
+    def file(self) -> Path | None:
+        """The first saved plan."""
+        return self.plan_files[0] if self.plan_files else None
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What `kvprof.commands.loading.load_for_command` is told beside the model."""
+        return {**super().how, "compressed": True}
+
+    def choice(self) -> dict[str, Any]:
+        """Return the plan that is asked for of one method, as `steps.make_plan` takes it."""
+        chosen: dict[str, Any] = {
+            **{name: getattr(self, name) for name in ("rate", "removal")},
+            **{name: getattr(self, name) for name in ("calibrate", "calibrate_tokens")},
+            "method": one_method(self.method),
+            "plan_file": self.file,
+            "options": self.options(self.option),
+        }
+        check_choice(**chosen)
+        return chosen
+
+    def sizes(self) -> tuple[int, int] | None:
+        """Return ``--fit`` and ``--reserve`` in bytes; None without."""
+        if self.fit is None:
+            return None
+        total, reserve = parse_bytes(self.fit, what="--fit"), self.reserve or "10%"
+        if total < 1:
+            raise UsageError(f"--fit {self.fit} holds nothing; give a memory such as 80GB")
+        if reserve.strip().endswith("%"):
+            kept = int(total * parse_share(reserve, what="--reserve"))
+        else:
+            kept = parse_bytes(reserve, what="--reserve")
+        if not 0 <= kept < total:
+            raise UsageError(f"--reserve {reserve} is not between 0 and --fit {self.fit}")
+        return total, kept
+
+
+@measuring(PlanRequest)
+def plan(request: PlanRequest) -> Outcome:
+    """Plan what a request asks for."""
+    if not request.several:
+        return _one(request, request.choice())
+    check_rate(request.rate)
+    if (named := joined(request.method)) is not None:
+        check_names(name for _, name, _ in method_entries(named))
+    sizes, links = request.sizes(), parse_links(request.link or ())
     with loading():
-        from kvprof.commands.loading import load_for_command
-        from kvprof.commands.plan_run import one_plan
-        from kvprof.commands.plan_several_run import (
-            choose_plans,
-            fit_data,
-            fit_memory,
-            planned_model,
-            planned_shape,
-            read_requests,
-            transfer_data,
-        )
-        from kvprof.commands.steps import check_plan_file, evaluation_context
+        from kvprof.commands.plan_several import several
+    return several(request, named, sizes, links)
 
-    if not several:
-        one_plan(
-            model,
-            files[0] if files else None,
-            given,
-            how,
-            outputs,
-            context=context,
-            describe=describe,
-            compare=compare,
-            servable=servable,
-            save=save,
+
+def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:
+    """Make or read a plan, save it, and tell what it stores."""
+    with loading():
+        from kvprof.commands.loading import model_inputs
+        from kvprof.commands.steps import (
+            check_plan_file,
+            load_to_compress,
+            make_plan,
+            resolve_context,
         )
-        return
-    requests = read_requests(named, rate, files, calibrate, calibrate_tokens, options)
-    at = None if context is None else parse_count(context, what="--context")
-    if shape is not None:
-        planned = planned_shape(shape, how)
+        from kvprof.methods.plan_files import load_plan, save_plan
+        from kvprof.methods.plan_report import comparison, plan_report
+        from kvprof.runtime.backends.route import kernel_facts
+        from kvprof.serving.refusals import check_method, check_servable
+
+    file, lost = request.file, list[str]()
+    loaded, fine, knob = None, None, None
+    if file is not None and request.model is None:
+        made = load_plan(file)
+        described = {
+            "model": made.made.get("model"),
+            "fingerprint": made.fingerprint,
+            "dtype": _dtype_of(made, request.dtype, file),
+        }
+        context = resolve_context(request.context, None, made)
+        of_model: dict[str, Any] = {"fingerprint": made.fingerprint}
     else:
 
-        def before(opened: "OpenedModel") -> None:
-            for file in files:
-                check_plan_file(opened, file)
+        def laid(one: "Laid") -> None:
+            if request.servable and file is None:
+                check_method(one, choice["method"], **choice["options"])
 
-        planned = planned_model(load_for_command(model, **how, before=before))
-    memory = None if sizes is None else fit_memory(planned, sizes)
-    own = DEFAULT_SEQ_LEN if planned.context_length is None else planned.context_length
-    at = evaluation_context(own) if at is None else at
-    with graceful_interrupt() as stop:
-        choices = choose_plans(
-            planned,
-            requests,
-            rate=rate,
-            plan_files=files,
-            calibrate=calibrate,
-            calibrate_tokens=calibrate_tokens,
-            context=at,
-            moving=transfer,
-            stop=stop,
+        loaded, context = load_to_compress(
+            request.model,
+            choice,
+            request.context,
+            before=lambda opened: check_plan_file(opened, request.compare),
+            laid=laid,
+            **request.how,
         )
-        outputs.end(
-            "plan",
-            inputs={
-                **planned.inputs(),
-                "fit": fit,
-                "reserve": None if fit is None else reserve or "10%",
-                "links": [one.name for one in links] if transfer else None,
-                "seq": contexts,
-                "context": at,
-                "rate": rate,
-                "calibrate": calibrate,
-                "options": options,
-            },
-            data={
-                "plan": None,
-                "comparison": None,
-                "fit": None if memory is None else fit_data(planned, memory, choices),
-                "transfer": transfer_data(planned, choices, links, contexts) if transfer else None,
-            },
-            warnings=choices.warnings,
-            complete=choices.complete,
-        )
+        described = model_inputs(loaded)
+        of_model = {"fingerprint": loaded.fingerprint, "layout": loaded.layout}
+    other = load_plan(request.compare, **of_model) if request.compare is not None else None
+    if loaded is not None:
+        with graceful_interrupt() as stop:
+            if file is None:
+                made, fine, knob = _rounded(loaded, choice, context, stop)
+            else:
+                made = make_plan(loaded, **choice, context=context, seq_len=None, stop=stop)
+    if request.servable:
+        check_servable(made)
+    if request.save is not None:
+        try:
+            save_plan(made, request.save, force=request.force)
+        except KvprofError as problem:
+            lost.append(str(problem))
+    layout = loaded.layout if loaded is not None else None
+    data = plan_report(made, context, layout=layout, fine=fine, knob=knob)
+    if loaded is not None:
+        data["kernel"] = kernel_facts(made, loaded)
+    compared = None
+    if request.compare is not None and other is not None:
+        compared = {"file": request.compare.name, **comparison(made, other, context)}
+    asked = choice if file is None else {"plan_file": file}
+    saved = None if lost else request.save
+    return Outcome(
+        inputs={**described, **request.inputs(), **asked, "context": context, "saved": saved},
+        data={"plan": data, "comparison": compared, "fit": None, "transfer": None},
+        warnings=made.made.get("notes", ()),
+        lost=lost,
+    )
 
 
-def _refuse(why: str, given: dict[str, Any]) -> None:
-    # By identity: a removal rate of 0 was given all the same.
-    if said := [
-        name
-        for name, value in given.items()
-        if value is not None and value is not False and value != []
-    ]:
-        raise UsageError(f"{' and '.join(said)} {why}")
+def _dtype_of(made: "Plan", dtype: str, file: Path) -> str:
+    """Return in which dtype a plan without its model has its bytes counted."""
+    name = long_name(str(made.made.get("dtype") if dtype == "auto" else dtype))
+    if name is None:
+        known = ", ".join(DTYPE_BYTES)
+        raise UsageError(f"{file.name}: --dtype {dtype} counts no cache; give {known}")
+    return name
 
 
-def _check_one(files: list[Path], save: Path | None) -> None:
-    if len(files) > 1:
-        raise UsageError(
-            "--plan names several plans; --fit and --transfer take them all, --compare a second one"
-        )
-    if save is not None and files:
-        raise UsageError(f"--save {save}: the plan of --plan is saved already; leave one out")
+# --- A plan beside what was requested before its ranks were rounded up to the grid.
+
+# Fisher and budget hand out steps of the grid; the others ask for a rank and round it up.
+_ROUNDED_UP = ("removal", "uniform", "tail")
 
 
-def _fit_sizes(memory: str, reserve: str) -> tuple[int, int]:
-    """Read ``--fit`` and ``--reserve``, in bytes."""
-    total = parse_bytes(memory, what="--fit")
-    if total < 1:
-        raise UsageError(f"--fit {memory} holds nothing; give a memory such as 80GB")
-    if reserve.strip().endswith("%"):
-        kept = int(total * parse_share(reserve, what="--reserve"))
-    else:
-        kept = parse_bytes(reserve, what="--reserve")
-    if kept < 0:
-        raise UsageError(f"--reserve {reserve} is less than nothing")
-    if kept >= total:
-        raise UsageError(f"--reserve {reserve} leaves nothing of --fit {memory}")
-    return total, kept
+def _rounded(
+    loaded: "LoadedModel", choice: dict[str, Any], context: int, stop: Stop
+) -> "tuple[Plan, Plan | None, str | None]":
+    """Make a plan; also the one without a grid, from the same calibration, and its knob's name."""
+    from kvprof.commands.steps import calibration_interrupts, method_calibrator, plan_of
+    from kvprof.evaluation.centre_pairs import ON_CPU, ON_GPU, fewest_pairs
+
+    method, options = choice["method"], choice["options"]
+    amount = choice["rate"], choice["removal"], context
+    given = choice["calibrate"], choice["calibrate_tokens"]
+    calibrator = method_calibrator(loaded, *given, seq_len=None, stop=stop)
+    with calibration_interrupts():
+        family = calibrator.family(method, **options)
+        with console.status(f"planning {method}"):
+            made = plan_of(loaded, family, *amount)
+        if made.made.get("centre") is True:
+
+            def again(pairs: int) -> "Plan":
+                narrow = calibrator.family(method, **{**options, "centre": pairs})
+                return plan_of(loaded, narrow, *amount)
+
+            try:
+                text = calibrator.text(*(ON_CPU if loaded.device.type == "cpu" else ON_GPU))
+            except UsageError as lacking:  # no tokenizer, and random tokens to calibrate on
+                made.made["notes"] = [*made.made.get("notes", ()), f"all pairs: {lacking}"]
+            else:
+                made = fewest_pairs(
+                    loaded, made, again, text, progress=console.track, should_stop=stop
+                )
+                options = {**options, "centre": made.made["centre"]}
+        with console.status(f"planning {method}"):
+            fine = _fine(calibrator, family, made, options)
+    return made, fine, family.knob if fine is not None else None
+
+
+def _fine(calibrator: Any, family: Any, made: "Plan", options: dict[str, Any]) -> "Plan | None":
+    """Return the plan with the ranks that its knob asks for, or None where it asks for none."""
+    own, value = made.made.get("options", {}), made.made.get(family.knob)
+    if own.get("allocation") not in _ROUNDED_UP or value is None:
+        return None
+    if own["grid"] == 1 and own["minimum"] == 1 and not own.get("kinds"):
+        return made
+    free = {"grid": 1, "minimum": 1, **({"kinds": 0} if "kinds" in own else {})}
+    fine = calibrator.family(family.method, **{**options, **free})
+    # Only the ranks: what a combination evicts was shared out with the rounded ones.
+    return replace(made, layers=fine.build(value).layers)

@@ -34,29 +34,6 @@ def fewest_pairs(
     """Return a plan with as few pairs as keep its accuracy, and what each number kept.
 
     The fewest that keep within 0.002 of what all pairs keep, on text that plans are calibrated on.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    plan : Plan
-        Centred in all pairs.
-    again : callable
-        From a number of pairs to the plan with as many, the same otherwise.
-    text : CalibrationTokens
-        Of which those of its longest sequences are taken.
-    progress : Progress
-    should_stop : callable
-        Asked after each batch.
-
-    Returns
-    -------
-    Plan
-        With ``made["centre"]``, the number of pairs, and ``made["centre_trials"]``.
-
-    Raises
-    ------
-    Interrupted
-        When `should_stop` said so.
     """
     length = max(map(len, text.sequences))
     rows = [row for row in text.sequences if len(row) == length]

@@ -35,22 +35,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RunningWeights:
-    """What a plan adds to the model's weights while it runs, in bytes.
+    """What a plan adds to the model's weights while it runs, in bytes."""
 
-    Attributes
-    ----------
-    added : int
-        By a server that folds once and for all: matrices that run online, W_O's own growth
-        (negative where it shrinks), a second W_O. W_K, W_V and W_Q keep their width when a basis is
-        folded into them, because models cut their outputs by that width. ``serve`` adds less where
-        several heads share a latent of V that is wider than one: there it leaves W_O as it is.
-    beside : int
-        More than that by ``kvprof.compressed``, which keeps the projections that it replaces, so
-        that it can give the model back, and every basis that it folded.
-    """
-
+    # By a server that folds once: matrices that run online, W_O's growth (negative where it
+    # shrinks), a second W_O. W_K, W_V and W_Q keep their width when a basis is folded into them.
     added: int
-    beside: int
+    beside: int  # more than that by ``kvprof.compressed``, which keeps what it replaces
 
 
 def running_weights(plan: Plan, layout: ModelLayout, *, itemsize: int) -> RunningWeights:
@@ -102,17 +92,7 @@ _ENDLESS = 2**40
 
 @dataclass(frozen=True)
 class Memory:
-    """A memory and what is taken from it before the cache gets any.
-
-    Attributes
-    ----------
-    total : int
-        Bytes.
-    reserve : int
-        Bytes for activations and the allocator.
-    weights : int
-        Bytes of the model's own weights.
-    """
+    """A memory and what is taken from it before the cache gets any."""
 
     total: int
     reserve: int
@@ -134,23 +114,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Fit:
-    """What of one plan fits.
-
-    Attributes
-    ----------
-    weights : RunningWeights
-    room : int
-        Bytes left for the cache; negative when the weights alone are too large.
-    contexts : dict
-        Batch to the longest context in tokens; 0 where none fits, None where there is no limit.
-    batches : dict
-        Context in tokens to the largest batch.
-    """
+    """What of one plan fits."""
 
     weights: RunningWeights
     room: int
-    contexts: dict[int, int | None]
-    batches: dict[int, int]
+    contexts: dict[int, int | None]  # by batch; 0 where none fits, None where there is no limit
+    batches: dict[int, int]  # by context
 
 
 def fit_plan(

@@ -35,19 +35,11 @@ _FASTEST = 1e15  # bytes a second
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link.
-
-    Attributes
-    ----------
-    name : str
-    bytes_per_s : float
-    nominal : bool
-        Whether it is a standard's speed; otherwise it is what the user says.
-    """
+    """One direction of a link."""
 
     name: str
     bytes_per_s: float
-    nominal: bool
+    nominal: bool  # of a standard; otherwise it is what the user says
 
     def seconds(self, size: float) -> float:
         """Return what `size` bytes take, in seconds; neither latency nor packing is in it."""

@@ -96,25 +96,7 @@ def bits_by_head(plan: Plan) -> dict[str, list[list[int]]] | None:
 
 
 def describe(plan: Plan, tokens: int, *, layout: ModelLayout | None = None) -> dict[str, Any]:
-    """Return what a plan stores, folds and runs, as JSON values.
-
-    Parameters
-    ----------
-    plan : Plan
-    tokens : int
-        Context at which bytes are counted.
-    layout : ModelLayout, optional
-        Of the model; with it, what the weights grow by is reported too.
-
-    Returns
-    -------
-    dict
-        ``method``, ``context``, ``bytes`` (by part, with ``total`` and ``full``),
-        ``bytes_per_token``, ``rate``, ``compression_ratio``, ``dim_rate``, ``paper_rate``,
-        ``ranks``, ``across`` (`latents_across`), ``bits`` (of heads, where they are unlike),
-        ``kinds`` (how many kinds of head), ``weights`` (None without a layout),
-        ``sentences`` (what is done, in words) and ``made``.
-    """
+    """Return what a plan stores, folds and runs, as JSON values."""
     stored = bytes_at(plan, tokens, itemsize=SERVED_BYTES)
     full = full_bytes(plan, tokens, itemsize=SERVED_BYTES)
     share = 1.0 - stored.total / full
@@ -515,29 +497,7 @@ def plan_report(
     fine: Plan | None = None,
     knob: str | None = None,
 ) -> dict[str, Any]:
-    """Return everything that is reported about a plan, as JSON values.
-
-    Parameters
-    ----------
-    plan : Plan
-    tokens : int
-        Context at which bytes are counted.
-    layout : ModelLayout, optional
-        Of the model; without it the weights are not reported.
-    fine : Plan, optional
-        The same setting of the method with ranks of any size: what was requested before ranks were
-        rounded up to the grid.
-    knob : str, optional
-        Name of the method's own knob, whose value is in ``plan.made``.
-
-    Returns
-    -------
-    dict
-        What `describe` returns (``weights`` with ``running``, what lies in memory), and ``levels``
-        (shares and least ranks, None without token levels),
-        ``folded`` and ``online`` (matrix or step to the number of layers), and ``rounding`` (None
-        without `fine`).
-    """
+    """Return everything that is reported about a plan, as JSON values."""
     described = describe(plan, tokens, layout=layout)
     if layout is not None:
         described["weights"]["running"] = running_weights(plan, layout, itemsize=SERVED_BYTES).added
@@ -575,20 +535,7 @@ def plan_report(
 
 
 def comparison(plan: Plan, other: Plan, tokens: int) -> dict[str, Any]:
-    """Return what another plan has different, as JSON values.
-
-    Parameters
-    ----------
-    plan, other : Plan
-        For the same model.
-    tokens : int
-        Context at which bytes are counted.
-
-    Returns
-    -------
-    dict
-        Of the other plan ``method``, ``rate`` and ``bytes``; ``differences``, one entry per place.
-    """
+    """Return what another plan has different, as JSON values."""
     described = describe(other, tokens)
     found = compare_plans(plan, other)
     return {

@@ -212,33 +212,6 @@ def _frontier(data: Row) -> Iterator[Figure]:
             yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
 
 
-def _plan(data: Row) -> Iterator[Figure]:
-    if data["plan"] is not None:
-        plan = data["plan"]
-        key: Key = (("method", plan["method"]), ("context", plan["context"]))
-        for name in ("rate", "dim_rate"):
-            yield from _given(plan, name, key, "higher", headline=name == "rate", exact=True)
-        for part, size in plan["bytes"].items():
-            yield Figure((*key, ("bytes", part)), "bytes", size, None)
-    for row in (data["fit"] or {}).get("rows", ()):
-        key = (("label", row["label"]),)
-        yield from _given(row, "room_bytes", key, "higher")
-        for found in row["longest_context"]:
-            of = (*key, ("batch", found["batch"]))
-            yield from _given(
-                {"longest_context": found["tokens"]},
-                "longest_context",
-                of,
-                "higher",
-                headline=True,
-                exact=True,
-            )
-    for row in (data.get("transfer") or {}).get("rows", ()):
-        for found in row["at"]:
-            of = (("label", row["label"]), ("context", found["context"]))
-            yield from _given(found, "bytes", of, "lower", headline=True, exact=True)
-
-
 def _generate(data: Row) -> Iterator[Figure]:
     if data["cache"] is not None:
         key = (("of", "cache"),)
@@ -298,5 +271,4 @@ _KINDS: dict[str, Callable[[Row], Iterator[Figure]]] = {
     "generate": _generate,
     "jct": _jct,
     "load": _load,
-    "plan": _plan,
 }

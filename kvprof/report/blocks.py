@@ -233,12 +233,12 @@ def framed(
     if notes:
         blocks += [Heading("Notes"), Notes(notes)]
     inputs = result.inputs
-    gguf, dtype = getattr(inputs, "gguf", None), getattr(inputs, "dtype", None)
+    gguf, dtype, device = (getattr(inputs, name, None) for name in ("gguf", "dtype", "device"))
     known = {
         **measured_with,
         "weights": f"{gguf['file']}, {gguf['quantisation']}" if gguf else None,
         "fingerprint": inputs.fingerprint,
-        "dtype": f"{dtype} on {inputs.device}" if dtype else None,
+        "dtype": f"{dtype} on {device}" if dtype and device else dtype,
         "written": result.created,
     }
     facts = {name: str(value) for name, value in known.items() if value not in (None, "")}

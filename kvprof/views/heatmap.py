@@ -6,17 +6,17 @@ ever left out: rows that are too long continue on the next line.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from kvprof.views.numbers import MISSING, number
 from kvprof.views.page import flow
 
-__all__ = ["HeatMap", "rank_maps"]
+__all__ = ["HeatMap"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = ".:-=+*#@"
@@ -197,25 +197,6 @@ class HeatMap:
         if any(not _known(v) for row in self.values for v in row):
             entries.append(Text(f"{scale.missing} not measured"))
         return flow(entries, width, gap=2)
-
-
-def rank_maps(
-    ranks: Mapping[str, Sequence[Sequence[float]]], columns: str = "KV head"
-) -> list[RenderableType]:
-    """Return a map of ranks below each title, all on one scale."""
-    every = [rank for one in ranks.values() for layer in one for rank in layer]
-    parts: list[RenderableType] = []
-    for title, values in ranks.items():
-        drawn = HeatMap(
-            values,
-            title,
-            low=min(every),
-            high=max(every),
-            write=lambda value: f"{value:.0f}",
-            columns=columns,
-        )
-        parts += [Text(), drawn]
-    return parts
 
 
 def _side_by_side(head: Text, lines: list[Text], width: int) -> Iterator[Text]:

@@ -105,7 +105,6 @@ _MODULES = {
     "generate": "generation",
     "jct": "jct",
     "load": "load",
-    "plan": "plan",
     "recipe": "recipe",
     "sensitivity": "sensitivity",
 }

@@ -45,8 +45,8 @@ NO_INTERVAL = f"{LEAST_SEQUENCES} sequences or more give an interval."
 # One character for one, so that nothing shifts. Braille and shades are replaced where they are
 # drawn, because there the replacement has to keep a meaning.
 _ASCII = str.maketrans(
-    "–—−×·…§≤≥≈∞σΣδε₁√┌┐└┘├┤┬┴┼─│━╭╮╰╯╴╶╷╵",
-    "---x..S<>~8sSde1/+++++++++-|=++++--||",
+    "–—−×·…µ§≤≥≈∞σΣδε₁√┌┐└┘├┤┬┴┼─│━╭╮╰╯╴╶╷╵",
+    "---x..uS<>~8sSde1/+++++++++-|=++++--||",
 )
 
 

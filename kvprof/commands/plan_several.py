@@ -1,0 +1,354 @@
+"""``kvprof plan --fit`` and ``--transfer``: several plans, what fits and what moves."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvprof import console
+from kvprof.benchmark.shapes import layout_of, load_shape
+from kvprof.commands.loading import load_for_command, model_inputs
+from kvprof.commands.options import method_options
+from kvprof.commands.output import Outcome
+from kvprof.commands.steps import calibration_options, check_plan_file, evaluation_context
+from kvprof.dtypes import read_dtype
+from kvprof.errors import FailedError, Interrupted, KvprofError, LackingError, UsageError
+from kvprof.evaluation.requests import MethodRequest, parse_methods
+from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.methods.accounting import bytes_at, rate
+from kvprof.methods.family import plan_at, plan_for_rate
+from kvprof.methods.fit import Memory, fit_plan
+from kvprof.methods.kvtc import AT_REST
+from kvprof.methods.links import Link
+from kvprof.methods.named import ALWAYS, COMPARED
+from kvprof.methods.plan import Plan
+from kvprof.methods.plan_files import load_plan
+from kvprof.methods.registry import follows_from_rate
+from kvprof.models.layout import ModelLayout
+from kvprof.models.load import LoadedModel, OpenedModel
+from kvprof.moments.calibrator import Calibrator
+from kvprof.moments.uncalibrated import uncalibrated_family
+from kvprof.sizes import format_bytes, parse_count
+from kvprof.sources.grammar import DEFAULT_SEQ_LEN
+
+if TYPE_CHECKING:
+    from kvprof.commands.plan import PlanRequest
+
+__all__ = ["several"]
+
+_BATCHES = (1, 8, 32)
+_CONTEXTS = (4096, 16384, 65536)
+
+#: Why a method that codes a cache at rest has no row of what fits.
+_ONLY_MOVED = f"{AT_REST}: what fits is what fits full"
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What plans are made for: a model, or a shape of which nobody has the weights here."""
+
+    spec: str
+    layout: ModelLayout
+    fingerprint: str  # of its weights; empty without
+    dtype: torch.dtype  # in which the cache is counted
+    context_length: int | None
+    loaded: LoadedModel | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype, as results have it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what a result says of it."""
+        if self.loaded is not None:
+            return model_inputs(self.loaded)
+        return {"model": self.spec, "fingerprint": None, "dtype": self.dtype_name}
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A plan, and at how many tokens its rate is counted."""
+
+    label: str
+    plan: Plan
+    context: int
+
+    @property
+    def rests(self) -> bool:
+        """Whether it codes a cache at rest, which nothing decodes from."""
+        return self.plan.across is not None and self.plan.across.at_rest
+
+    def row(self) -> dict[str, Any]:
+        """Return what a row says of the plan."""
+        return {
+            "label": self.label,
+            "method": self.plan.method,
+            "rate": rate(self.plan, self.context),
+            "rate_context": self.context,
+        }
+
+
+def several(
+    request: "PlanRequest",
+    methods: str | None,
+    sizes: tuple[int, int] | None,
+    links: Sequence[Link],
+) -> Outcome:
+    """Plan several methods; return what fits into a memory, and what moving a cache takes."""
+    options = request.options(request.option)
+    usual = "full" if request.plan_files or request.rate is None else COMPARED
+    requests = parse_methods(
+        methods or usual, dict(options), lambda written: method_options(None, None, None, written)
+    )
+    _refuse_unheeded(request, requests)
+    calibration_options(request.calibrate, request.calibrate_tokens, seq_len=None)
+    given = None if request.context is None else parse_count(request.context, what="--context")
+    planned = _planned_for(request)
+    memory = None if sizes is None else _memory(planned, *sizes)
+    context = given or evaluation_context(planned.context_length or DEFAULT_SEQ_LEN)
+    with graceful_interrupt() as stop:
+        rows, missing, complete = _choose(planned, request, requests, context, stop)
+        resting = [one for one in rows if one.rests]
+        notes = (note for one in resting for note in one.plan.made.get("notes", ()))
+        return Outcome(
+            inputs={
+                **planned.inputs(),
+                **request.inputs(),
+                "reserve": None if request.fit is None else request.reserve or "10%",
+                "links": [one.name for one in links] if request.transfer else None,
+                "context": context,
+                "rate": request.rate,
+                "calibrate": request.calibrate,
+                "options": options,
+            },
+            data={
+                "plan": None,
+                "comparison": None,
+                "fit": None if memory is None else _fit(planned, memory, rows, missing),
+                "transfer": (
+                    _transfer(planned, rows, missing, links, request.seq)
+                    if request.transfer
+                    else None
+                ),
+            },
+            warnings=list(dict.fromkeys(notes)),
+            complete=complete,
+        )
+
+
+def _refuse_unheeded(request: "PlanRequest", requests: Sequence[MethodRequest]) -> None:
+    """Refuse options without effect, before anything is read or planned."""
+    turned = [one for one in requests if one.method not in ALWAYS]
+    if request.rate is not None and not turned:
+        raise UsageError(
+            "--rate: of what is asked for, nothing has a rate to turn; name methods with "
+            "--methods, or leave it out"
+        )
+    calibrating = request.calibrate or request.calibrate_tokens
+    if calibrating and all(follows_from_rate(one.method, **one.options) for one in turned):
+        raise UsageError(
+            "this calibrates nothing: what a plan stores follows from its rate; leave out "
+            "--calibrate and --calibrate-tokens"
+        )
+
+
+def _planned_for(request: "PlanRequest") -> _Planned:
+    if request.shape is not None:
+        shape = load_shape(request.shape)
+        dtype = getattr(torch, read_dtype(request.dtype, "cuda"))  # auto is what is served
+        return _Planned(shape.name, layout_of(shape), "", dtype, shape.context)
+
+    def before(opened: OpenedModel) -> None:
+        for file in request.plan_files or ():
+            check_plan_file(opened, file)
+
+    loaded = load_for_command(request.model, **request.how, before=before)
+    own = loaded.context_length if loaded.context_length < 2**40 else None
+    return _Planned(loaded.spec, loaded.layout, loaded.fingerprint, loaded.dtype, own, loaded)
+
+
+def _memory(planned: _Planned, total: int, reserve: int) -> Memory:
+    """Return a memory with the model's weights in it."""
+    assert planned.loaded is not None  # --shape excludes --fit
+    model = planned.loaded.model
+    tensors = [*model.parameters(), *model.buffers()]
+    memory = Memory(total, reserve, sum(t.numel() * t.element_size() for t in tensors))
+    if memory.lacking:
+        raise LackingError(
+            f"{planned.spec}: {format_bytes(memory.weights)} of weights in {planned.dtype_name} "
+            f"and {format_bytes(reserve)} in reserve are {format_bytes(memory.lacking)} more than "
+            f"{format_bytes(total)}; give more memory, a smaller --reserve, or another --dtype"
+        )
+    return memory
+
+
+def _choose(
+    planned: _Planned,
+    request: "PlanRequest",
+    requests: Sequence[MethodRequest],
+    context: int,
+    stop: Stop,
+) -> tuple[list[_Chosen], list[dict[str, str]], bool]:
+    """Plan several methods, each at the rate given or at the only one that it has.
+
+    Return the plans, the label and reason of methods without one, and whether all were tried.
+    """
+    of_model: dict[str, Any] = {"fingerprint": planned.fingerprint, "layout": planned.layout}
+    files = request.plan_files or ()
+    saved = [_Chosen(path.name, load_plan(path, **of_model), context) for path in files]
+    calibrators: list[Calibrator] = []
+
+    def calibrator() -> Calibrator:
+        if planned.loaded is None:
+            raise UsageError("it has to be calibrated, and a shape has no weights; name a MODEL")
+        if not calibrators:
+            given = calibration_options(request.calibrate, request.calibrate_tokens, seq_len=None)
+            how: dict[str, Any] = {"progress": console.track, "notice": console.warn}
+            calibrators.append(Calibrator(planned.loaded, given, should_stop=stop, **how))
+        return calibrators[0]
+
+    rows: list[_Chosen] = []
+    missing: list[dict[str, str]] = []
+    refused: KvprofError | None = None
+    complete = True
+    try:
+        for one in sorted(requests, key=lambda one: one.method not in ALWAYS):
+            if stop():
+                complete = False
+                break
+            if one.method == "kvtc" and not request.transfer:  # before minutes of calibration
+                missing.append({"label": one.label, "reason": _ONLY_MOVED})
+                continue
+            try:
+                plan = _planned(planned, calibrator, one, request.rate, context)
+                rows.append(_Chosen(one.label, plan, context))
+            except (UsageError, FailedError) as reason:  # the others still have something to say
+                refused = refused or reason
+                missing.append({"label": one.label, "reason": str(reason)})
+    except Interrupted:
+        complete = False
+    done = {*(row.label for row in rows), *(one["label"] for one in missing)}
+    missing += [
+        {"label": one.label, "reason": "interrupted before it was planned"}
+        for one in requests
+        if one.label not in done
+    ]
+    rows += saved
+    if refused is not None and not rows:
+        raise refused  # of full width already: no plan fits this model
+    return rows, missing, complete
+
+
+def _planned(
+    planned: _Planned,
+    calibrator: Callable[[], Calibrator],
+    request: MethodRequest,
+    rate: float | None,
+    context: int,
+) -> Plan:
+    """Plan a method of one setting as it is, another at the rate given.
+
+    Nothing is calibrated where bytes follow from the rate (`uncalibrated_family`).
+    """
+    family = uncalibrated_family(planned, request.method, **request.options)
+    if family is not None and len(family.settings) == 1:
+        return plan_at(family, family.settings[0])
+    if rate is None:
+        raise UsageError("it stores what its rate says; give --rate")
+    family = family or calibrator().family(request.method, **request.options)
+    return plan_for_rate(family, rate, context)
+
+
+def _usual_contexts(own: int | None) -> list[int]:
+    return sorted({*_CONTEXTS, *([own] if own is not None else [])})
+
+
+def _fit(
+    planned: _Planned,
+    memory: Memory,
+    chosen: Sequence[_Chosen],
+    missing: Sequence[dict[str, str]],
+) -> dict[str, Any]:
+    """Return what fits, method by method: ``fit`` of kind ``plan``."""
+    contexts = _usual_contexts(planned.context_length)
+    resting = [{"label": one.label, "reason": _ONLY_MOVED} for one in chosen if one.rests]
+    return {
+        "memory_bytes": memory.total,
+        "reserve_bytes": memory.reserve,
+        "weights_bytes": memory.weights,
+        "dtype": planned.dtype_name,
+        "model_context": planned.context_length,
+        "batches": list(_BATCHES),
+        "contexts": contexts,
+        "rows": [_fit_row(planned, one, memory, contexts) for one in chosen if not one.rests],
+        "missing": [*missing, *resting],
+    }
+
+
+def _fit_row(
+    planned: _Planned, chosen: _Chosen, memory: Memory, contexts: Sequence[int]
+) -> dict[str, Any]:
+    own = planned.context_length
+    fit = fit_plan(
+        chosen.plan,
+        memory,
+        planned.layout,
+        itemsize=planned.dtype.itemsize,
+        batches=_BATCHES,
+        contexts=contexts,
+    )
+
+    def over(tokens: int | None) -> bool:
+        return own is not None and (tokens is None or tokens > own)
+
+    return {
+        **chosen.row(),
+        "added_weights_bytes": fit.weights.added,
+        "kept_beside_bytes": fit.weights.beside,
+        "room_bytes": fit.room,
+        "longest_context": [
+            {"batch": batch, "tokens": tokens, "over_model_context": over(tokens)}
+            for batch, tokens in fit.contexts.items()
+        ],
+        "largest_batch": [
+            {"context": length, "batch": batch, "over_model_context": over(length)}
+            for length, batch in fit.batches.items()
+        ],
+    }
+
+
+def _transfer(
+    planned: _Planned,
+    chosen: Sequence[_Chosen],
+    missing: Sequence[dict[str, str]],
+    links: Sequence[Link],
+    contexts: Sequence[int] | None,
+) -> dict[str, Any]:
+    """Return bytes and seconds by method, context and link: ``transfer`` of kind ``plan``."""
+    own, itemsize = planned.context_length, planned.dtype.itemsize
+    if contexts is None:
+        contexts = _usual_contexts(own)
+
+    def moved(plan: Plan, tokens: int) -> dict[str, Any]:
+        size = bytes_at(plan, tokens, itemsize=itemsize).total
+        seconds = [link.seconds(size) for link in links]
+        return {"context": tokens, "bytes": size, "rate": rate(plan, tokens), "seconds": seconds}
+
+    return {
+        "dtype": planned.dtype_name,
+        "model_context": own,
+        "links": [
+            {"link": link.name, "bytes_per_s": link.bytes_per_s, "nominal": link.nominal}
+            for link in links
+        ],
+        "contexts": [
+            {"context": tokens, "over_model_context": own is not None and tokens > own}
+            for tokens in contexts
+        ],
+        "rows": [
+            {**one.row(), "at": [moved(one.plan, tokens) for tokens in contexts]} for one in chosen
+        ],
+        "missing": missing,
+    }

@@ -1,0 +1,71 @@
+"""The report and the result of ``kvprof plan``, as blocks and figures."""
+
+from typing import Any
+
+import pytest
+
+from kvprof.records.figures import figures_of
+from kvprof.report import report_of
+from kvprof.report.blocks import HeatMap, Paragraph, Table
+from tests.views.synthetic_plan import STORED, plan_data, plan_result, results
+
+RESULTS = results()
+
+
+def blocks(kind: Any, result: dict[str, Any]) -> list[Any]:
+    return [one for one in report_of(result).blocks if isinstance(one, kind)]
+
+
+def rows(table: Table) -> list[dict[str, str]]:
+    titles = [column.title for column in table.columns]
+    return [dict(zip(titles, row, strict=True)) for row in table.cells()]
+
+
+def verdict(result: dict[str, Any]) -> str:
+    return next(one.text for one in blocks(Paragraph, result) if one.role == "verdict")
+
+
+def test_bytes_and_ranks_are_the_data() -> None:
+    parts, sides, differences = map(rows, blocks(Table, RESULTS["plan"]))
+    sizes = {row["part"]: row["of uncompressed"] for row in parts}
+    assert sizes["keys"] == f"{100 * STORED['keys'] / STORED['full']:.1f} %"
+    assert "outliers" not in sizes
+    assert (sides[0]["stored, mean"], sides[0]["requested, mean"]) == ("98.0", "87.0")
+    assert len(differences) == 20
+
+
+def test_a_rate_beyond_the_one_asked_for_is_named() -> None:
+    made = plan_data()["made"]
+    for asked, named in ((0.63, False), (0.5, True)):
+        result = plan_result({"plan": plan_data(made={**made, "rate_asked": asked})})
+        assert (f"{asked:g}" in verdict(result)) == named
+
+
+@pytest.mark.parametrize(("name", "maps"), [("plan", 2), ("plan, levels", 0), ("plan, both", 0)])
+def test_maps_are_of_a_described_plan(name: str, maps: int) -> None:
+    assert len(blocks(HeatMap, RESULTS[name])) == maps
+
+
+def test_the_verdict_of_a_fit_is_the_method_that_holds_most() -> None:
+    assert "16,384 tokens with kq" in verdict(RESULTS["plan, both"])
+    longest, *_ = map(rows, blocks(Table, RESULTS["plan, what fits"]))
+    assert [row["batch 1"] for row in longest] == ["8,192*", "16,384*"]
+
+
+def test_what_is_compared_has_its_key() -> None:
+    found = {(one.key, one.name): one for one in figures_of(RESULTS["plan"])}
+    key = ("method", "kq-4bit"), ("context", 1536)
+    assert found[key, "rate"].headline
+    assert not found[key, "dim_rate"].headline
+    assert found[(*key, ("bytes", "keys")), "bytes"].value == STORED["keys"]
+    several = {(one.key, one.name): one.value for one in figures_of(RESULTS["plan, both"])}
+    assert several[(("label", "kq"), ("batch", 8)), "longest_context"] == 2048
+    assert several[(("label", "kq"), ("context", 4096)), "bytes"] == 4096 * 6144
+    assert several[(("label", "kq"),), "room_bytes"] == 71 * 2**30
+
+
+def test_results_of_earlier_versions_are_read() -> None:
+    old = {key: value for key, value in plan_data().items() if key not in ("across", "kernel")}
+    result = plan_result({"plan": {key: old[key] for key in old if key not in ("bits", "kinds")}})
+    del result["data"]["transfer"]
+    assert verdict(result) == verdict(plan_result())
