@@ -1,135 +1,57 @@
 """``kvprof generate``: text with a compressed cache, and where it departs from the model's own."""
 
 import sys
+from contextlib import nullcontext
+from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.console import Group
 
 from kvprof import console
 from kvprof.commands.options import (
-    AllocationOption,
-    CalibrateOption,
-    CalibrateTokensOption,
     ContextOption,
-    DeviceOption,
-    DtypeOption,
-    GgufOption,
-    GridOption,
-    MethodOption,
-    MethodOptionsOption,
-    MinimumOption,
-    ModelArgument,
-    PlanFileOption,
-    RateOption,
-    RemovalOption,
-    RevisionOption,
-    TrustOption,
-    checked_choice,
+    LoadOptions,
+    MethodOptions,
     one_method,
     share_option,
 )
-from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
+from kvprof.commands.output import Outcome, OutputOptions, measuring
+from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, one_of, written
 from kvprof.errors import FailedError, UsageError
-from kvprof.interrupt import graceful_interrupt
+from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.loading import loading
+from kvprof.report.generate import cache_line, compared, decoding_line
+from kvprof.report.terminal import renderable
+from kvprof.results.generate import GenerateResult
 from kvprof.sizes import parse_count
-from kvprof.views import generation as view
 
-__all__ = ["read_prompt"]
+if TYPE_CHECKING:
+    from kvprof.methods.plan import Plan
+    from kvprof.models.load import LoadedModel, OpenedModel
+    from kvprof.runtime.generation import Generated
+    from kvprof.runtime.session import Compression
 
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Return the text to continue, from the one place that was named.
-
-    Parameters
-    ----------
-    prompt : str or None
-        The text itself; ``-`` reads stdin.
-    file : Path or None
-
-    Raises
-    ------
-    UsageError
-        When none or both are given, or what they name is missing or empty.
-    FailedError
-        For bytes that are no UTF-8.
-    """
-    if (prompt is None) == (file is None):
-        raise UsageError(
-            "give the text to continue, with --prompt TEXT (- for stdin) or "
-            "--prompt-file FILE, not both"
-        )
-    if file is None and prompt != "-":
-        assert prompt is not None
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise UsageError(f"--prompt {prompt[:40]!r} holds bytes that are not UTF-8")
-        return prompt
-    try:
-        content = sys.stdin.buffer.read() if file is None else file.read_bytes()
-    except OSError as problem:
-        raise UsageError(f"--prompt-file {file}: {problem.strerror}") from problem
-    try:
-        # An editor, or echo, ends the text with a newline that is no part of it.
-        text = content.decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as problem:
-        name = file or "stdin"
-        raise FailedError(f"{name} is no text (byte {problem.start} is not UTF-8)") from None
-    if not text:
-        raise UsageError(f"{file or 'stdin'} is empty; give a text to continue")
-    return text
+# Measured and counted bytes of a cache agree to this share.
+_AGREEMENT = 0.01
 
 
-def generate(
-    model: ModelArgument = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", help="Text to continue; - reads stdin.")
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", help="File with the text to continue.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
-    ] = False,
-    max_new_tokens: Annotated[
-        str, typer.Option("--max-new-tokens", help="Tokens to write at most.")
-    ] = "128",
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Draw tokens; greedy without it.")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="Of --sample. Default 1.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        share_option("--top-p", "Draw among the most probable tokens of this share. All."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of --sample. 0.")] = None,
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Show where the uncompressed model would differ.")
-    ] = False,
-    method: MethodOption = None,
-    rate: RateOption = None,
-    removal: RemovalOption = None,
-    plan_file: PlanFileOption = None,
-    calibrate: CalibrateOption = None,
-    calibrate_tokens: CalibrateTokensOption = None,
-    allocation: AllocationOption = None,
-    grid: GridOption = None,
-    minimum: MinimumOption = None,
-    option: MethodOptionsOption = None,
-    context: ContextOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    revision: RevisionOption = None,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
-    json: JsonOption = None,
-    out: OutOption = None,
-    force: ForceOption = False,
-) -> None:
-    """Write text with a compressed cache; its bytes are told on stderr.
+def _names_a_prompt(request: "GenerateRequest") -> str | None:
+    if request.has("prompt") or request.has("prompt_file"):
+        return None
+    return "give the text to continue: --prompt TEXT (- for stdin), or --prompt-file FILE"
+
+
+def _draws(request: "GenerateRequest") -> str | None:
+    if not (request.temperature > 0 and isfinite(request.temperature)):
+        return f"--temperature {request.temperature:g} is not above 0; greedy is the default"
+    if not 0 < request.top_p <= 1:
+        return f"--top-p {request.top_p:g} is no share; give more than 0 and at most 1"
+    return None
+
+
+class GenerateRequest(MethodOptions, LoadOptions, OutputOptions):
+    """Generate text with a compressed cache; prints the cache's size to stderr.
 
     Examples
     --------
@@ -137,115 +59,245 @@ def generate(
     kvprof generate --method kq --rate 0.3 --prompt "The function returns" --diff
     kvprof generate --plan kq.plan --prompt-file question.txt --chat
     """
-    outputs = Outputs(json=json, out=out, force=force)
-    outputs.check(read=[model, plan_file, calibrate, prompt_file])
-    wanted = parse_count(max_new_tokens, what="--max-new-tokens")
-    _check_sampling(sample, temperature, top_p, seed)
-    text = read_prompt(prompt, prompt_file)
-    choice = checked_choice(
-        method=one_method(method),
-        plan_file=plan_file,
-        rate=rate,
-        removal=removal,
-        calibrate=calibrate,
-        calibrate_tokens=calibrate_tokens,
-        allocation=allocation,
-        grid=grid,
-        minimum=minimum,
-        option=option,
+
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Text to continue; - reads stdin."), Mark.FREE
+    ] = None
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", help="File with the text to continue."),
+        Mark.READS,
+    ] = None
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put the prompt into the model's chat template."),
+        Mark.FREE,
+        Input(),
+    ] = False
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", help="Tokens to generate at most."),
+        Parsed(parse_count),
+        Mark.FREE,
+        Input(),
+    ] = written("128")
+    sample: Annotated[
+        bool,
+        typer.Option("--sample", help="Sample tokens; greedy without it."),
+        Mark.FREE,
+        Input(),
+    ] = False
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="Sampling temperature."), Mark.FREE, Input()
+    ] = 1.0
+    top_p: Annotated[float, share_option("--top-p", "Nucleus sampling."), Mark.FREE, Input()] = 1.0
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Sampling seed."), Mark.FREE, Input()
+    ] = 0
+    diff: Annotated[
+        bool,
+        typer.Option("--diff", help="Show where the uncompressed model would differ."),
+        Mark.FREE,
+        Input(),
+    ] = False
+    context: ContextOption = None
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        one_of("prompt", "prompt_file"),
+        _names_a_prompt,
+        needs("temperature", "sample"),
+        needs("top_p", "sample"),
+        needs("seed", "sample"),
+        _draws,
     )
+
+    def text(self) -> str:
+        """Return the text to continue."""
+        if self.prompt is not None and self.prompt != "-":
+            if any("\ud800" <= letter <= "\udfff" for letter in self.prompt):
+                raise UsageError(f"--prompt {self.prompt[:40]!r} holds bytes that are not UTF-8")
+            return self.prompt
+        name = self.prompt_file or "stdin"
+        try:
+            file = self.prompt_file
+            content = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        except OSError as problem:
+            raise UsageError(f"--prompt-file {name}: {problem.strerror}") from problem
+        try:
+            # An editor, or echo, ends the text with a newline that is no part of it.
+            text = content.decode("utf-8").removesuffix("\n")
+        except UnicodeDecodeError as problem:
+            raise FailedError(f"{name} is no text (byte {problem.start} is not UTF-8)") from None
+        if not text:
+            raise UsageError(f"{name} is empty; give a text to continue")
+        return text
+
+
+@measuring(GenerateRequest)
+def generate(request: GenerateRequest) -> Outcome:
+    """Generate the text that a request asks for, and show it while it comes."""
+    text = request.text()
+    choice = request.choice(one_method(request.method))
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.commands.generate_run import check_length, run_generation, warnings_of
-        from kvprof.commands.steps import (
-            load_to_compress,
-            make_plan,
-        )
-        from kvprof.models.load import OpenedModel
-        from kvprof.runtime.generation import GenerationSettings, prompt_ids
+        from kvprof.commands.steps import load_to_compress, make_plan
+        from kvprof.runtime.generation import prompt_ids
 
     read: list[tuple[str, list[int]]] = []
 
-    def before(opened: OpenedModel) -> None:
-        read.append(prompt_ids(opened, text, chat=chat))
-        check_length(opened, len(read[0][1]), wanted)
+    def before(opened: "OpenedModel") -> None:
+        read.append(prompt_ids(opened, text, chat=request.chat))
+        _check_length(opened, len(read[0][1]), request.max_new_tokens)
 
-    loaded, context_tokens = load_to_compress(
-        model,
-        choice,
-        context,
-        compressed=True,
-        before=before,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        gguf=gguf,
-        trust_remote_code=trust_remote_code,
+    loaded, context = load_to_compress(
+        request.model, choice, request.context, compressed=True, before=before, **request.how
     )
-
-    text, ids = read[0]
-    settings = GenerationSettings(
-        wanted,
-        sample,
-        1.0 if temperature is None else temperature,
-        1.0 if top_p is None else top_p,
-        seed or 0,
-    )
+    prompt, ids = read[0]
     with graceful_interrupt() as stop:
-        plan = make_plan(loaded, **choice, context=context_tokens, seq_len=None, stop=stop)
-        data = run_generation(loaded, plan, ids, settings, outputs, diff=diff, stop=stop)
-        data = {"prompt": text, "prompt_tokens": len(ids), **data}
-        cut = data["ended"] == "interrupted" or (diff and data["difference"] is None)
-        inputs = {
-            "model": loaded.spec,
-            **loaded.origin,
-            "fingerprint": loaded.fingerprint,
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "device": str(loaded.device),
-            "method": plan.method,
-            "plan": plan.made,
-            "plan_file": plan_file,
-            "context": context_tokens,
-            "max_new_tokens": wanted,
-            "chat": chat,
-            "sample": sample,
-            "temperature": settings.temperature if sample else None,
-            "top_p": settings.top_p if sample else None,
-            "seed": settings.seed if sample else None,
-            "diff": diff,
-        }
-        own_warnings = warnings_of(data, plan)
-
-        def report(result: dict[str, Any], width: int, colour: bool) -> Any:
-            differs = result["data"]["difference"] is not None
-            shown = [view.comparison(result, width, colour=colour)] if differs else []
-            return Group(*shown) if shown else None
-
-        try:
-            outputs.end(
-                "generate",
-                inputs=inputs,
-                data=data,
-                warnings=[*plan.made.get("notes", ()), *own_warnings],
-                complete=not cut,
-                report=report,
-            )
-        finally:
-            console.note(view.cache_line({"data": data, "inputs": inputs}))
-            if (line := view.decoding_line({"data": data})) is not None:
-                console.note(line)
-            for warning in own_warnings:  # calibration has said its own
-                console.warn(warning)
+        plan = make_plan(loaded, **choice, context=context, seq_len=None, stop=stop)
+        own = _run(request, loaded, plan, ids, stop)
+    data = {"prompt": prompt, "prompt_tokens": len(ids), **own}
+    inputs = {
+        "model": loaded.spec,
+        **loaded.origin,
+        "fingerprint": loaded.fingerprint,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+        "method": plan.method,
+        "plan": plan.made,
+        "plan_file": request.plan_file,
+        "context": context,
+        **request.inputs(),
+    }
+    if not request.sample:
+        inputs |= dict.fromkeys(("temperature", "top_p", "seed"))
+    warnings = _doubts(data, plan)
+    console.note(cache_line(data["cache"], inputs["dtype"]))
+    if (line := decoding_line(data["decoding"])) is not None:
+        console.note(line)
+    for warning in warnings:  # calibration has said its own
+        console.warn(warning)
+    return Outcome(
+        inputs=inputs,
+        data=data,
+        warnings=[*plan.made.get("notes", ()), *warnings],
+        complete=data["ended"] != "interrupted"
+        and (data["difference"] is not None or not request.diff),
+        report=_report,
+    )
 
 
-def _check_sampling(
-    sample: bool, temperature: float | None, top_p: float | None, seed: int | None
-) -> None:
-    given = {"--temperature": temperature, "--top-p": top_p, "--seed": seed}
-    if not sample and (said := [name for name, value in given.items() if value is not None]):
-        raise UsageError(f"{' and '.join(said)} means nothing without --sample")
-    if temperature is not None and not 0 < temperature < float("inf"):
-        raise UsageError(f"--temperature {temperature:g} is not above 0; greedy is the default")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"--top-p {top_p:g} is no share; give more than 0 and at most 1")
+def _report(result: dict[str, Any], width: int, colour: bool) -> Any:
+    """Return what is shown below the text."""
+    if result["data"]["difference"] is None:
+        return None
+    return renderable(compared(GenerateResult.of(result)), width, colour)
+
+
+def _check_length(loaded: "OpenedModel", prompt: int, new: int) -> None:
+    """Refuse to run past the model's context, before anything is calibrated."""
+    longest = loaded.context_length
+    if prompt + new <= longest:
+        return
+    fits = "shorten it"
+    if prompt < longest:
+        fits = f"at most --max-new-tokens {longest - prompt:,} fits after it"
+    raise UsageError(
+        f"the prompt has {prompt:,} tokens and --max-new-tokens asks for {new:,} more, over the "
+        f"context of {loaded.spec}, {longest:,}; {fits}"
+    )
+
+
+def _run(
+    request: GenerateRequest, loaded: "LoadedModel", plan: "Plan", ids: list[int], stop: Stop
+) -> dict[str, Any]:
+    """Run the compressed model, and with --diff the uncompressed one; return the result's data."""
+    from kvprof.runtime.compressed import compressed
+    from kvprof.runtime.generation import GenerationSettings, difference, generate_text
+
+    terminal = console.report_console()
+    names = ("max_new_tokens", "sample", "temperature", "top_p", "seed")
+    settings = GenerationSettings(**{name: getattr(request, name) for name in names})
+
+    def out(piece: str, end: str = "") -> None:
+        # A terminal that is no UTF-8 cannot show everything that a model writes.
+        shown = piece.encode(terminal.encoding, "replace").decode(terminal.encoding)
+        terminal.out(shown, end=end, highlight=False)
+        terminal.file.flush()
+
+    def run(*, streams: bool) -> "Generated":
+        write = out if streams else None
+        return generate_text(
+            loaded, ids, settings, write=write, keep_logits=request.diff, should_stop=stop
+        )
+
+    streams = request.outputs().report_to_stdout
+    waiting = console.status("generating with the compressed cache")
+    with compressed(loaded, plan) as session, nullcontext() if streams else waiting:
+        if session.route.used and len(ids) >= session.route.least_tokens:
+            session.compile_ahead(progress=console.track)
+        ours = run(streams=streams)
+        if streams:
+            out("", end="\n")
+        cache = None if ours.broken else _cache(loaded, plan, session)
+        decoding = None
+        if session.graphs is not None:
+            decoding = {
+                "replayed_steps": session.graphs.replays,
+                "graph_bytes": session.graph_bytes,
+                "reason": session.graph_reason,
+            }
+    tokenizer = loaded.tokenizer()
+    data: dict[str, Any] = {
+        "text": tokenizer.decode(ours.tokens, skip_special_tokens=True),
+        "tokens": ours.tokens,
+        "ended": ours.ended,
+        "cache": cache,
+        "decoding": decoding,
+        "difference": None,
+    }
+    if request.diff and ours.ended != "interrupted":
+        with console.status("generating with the uncompressed model"):
+            theirs = run(streams=False)
+        if theirs.ended != "interrupted":
+            data["difference"] = difference(ours, theirs, tokenizer.decode)
+    return data
+
+
+def _cache(loaded: "LoadedModel", plan: "Plan", session: "Compression") -> dict[str, Any] | None:
+    """Return what the cache holds, measured and by the plan."""
+    from kvprof.methods.accounting import bytes_at, full_bytes, rate
+
+    if session.cache is None:
+        return None
+    tokens, itemsize = session.cache.get_seq_length(), loaded.dtype.itemsize
+    return {
+        "tokens": tokens,
+        "measured_bytes": session.cache.nbytes,
+        "account_bytes": bytes_at(plan, tokens, itemsize=itemsize).total,
+        "full_bytes": full_bytes(plan, tokens, itemsize=itemsize),
+        "rate": rate(plan, tokens),
+        "notes": session.kernel_notes,
+    }
+
+
+def _doubts(data: dict[str, Any], plan: "Plan") -> list[str]:
+    """Return what a reader must know of the text, and of the cache that it was written with."""
+    from kvprof.evaluation.evaluator import hidden_in_one_pass
+
+    found = []
+    if len(data["tokens"]) < 2 and (hidden := hidden_in_one_pass(plan)):
+        found.append(
+            "the first new token comes from the prompt's own pass, which does not show the cost "
+            f"of {hidden}; --max-new-tokens 2 or more does"
+        )
+    if (cache := data["cache"]) is None:
+        return found
+    measured, account = cache["measured_bytes"], cache["account_bytes"]
+    if abs(measured - account) > _AGREEMENT * account:
+        why = "; ".join(cache["notes"]) or "one of the two is wrong"
+        found.append(
+            f"the cache holds {measured:,} bytes, but the plan accounts for {account:,}: {why}"
+        )
+    return found

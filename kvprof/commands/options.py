@@ -60,7 +60,6 @@ __all__ = [
     "TrustOption",
     "check_choice",
     "check_rate",
-    "checked_choice",
     "grouped_option",
     "joined",
     "method_option",
@@ -577,20 +576,6 @@ def method_options(
     return options_in(
         extra or [], {key: value for key, value in named.items() if value is not None}
     )
-
-
-def checked_choice(
-    *,
-    allocation: str | None,
-    grid: int | None,
-    minimum: int | None,
-    option: list[str] | None,
-    **chosen: Any,
-) -> dict[str, Any]:
-    """Return the plan that a command line chooses, as `steps.make_plan` takes it."""
-    choice = {**chosen, "options": method_options(allocation, grid, minimum, option)}
-    check_choice(**choice)
-    return choice
 
 
 _NAMED = ("allocation", "grid", "minimum")

@@ -135,6 +135,10 @@ class FigureOptions(TableOptions):
     png: PngOption = None
 
 
+#: Makes what Rich prints, or None, of a result, the terminal's width and whether it has colour.
+Report = Callable[[dict[str, Any], int, bool], Any]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command has measured; `Outputs.end` says what each is."""
@@ -147,6 +151,7 @@ class Outcome:
     interrupted: bool | None = None
     lost: Sequence[str] = ()
     keep: Callable[[dict[str, Any]], Sequence[str]] | None = None
+    report: Report = kinds.report
     code: ExitCode = ExitCode.DONE
 
 
@@ -173,9 +178,6 @@ def measuring(request: type[Asked]) -> Callable[[Callable[[Asked], Outcome]], Ca
 
     return decorated
 
-
-#: Makes what Rich prints, or None, of a result, the terminal's width and whether it has colour.
-Report = Callable[[dict[str, Any], int, bool], Any]
 
 _STDOUT = Path("-")
 #: What is read in a folder.

@@ -212,16 +212,6 @@ def _frontier(data: Row) -> Iterator[Figure]:
             yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
 
 
-def _generate(data: Row) -> Iterator[Figure]:
-    if data["cache"] is not None:
-        key = (("of", "cache"),)
-        yield from _given(data["cache"], "rate", key, "higher", headline=True, exact=True)
-        yield from _given(data["cache"], "measured_bytes", key, "lower")
-    if data["difference"] is not None and data["difference"]["kl"]:
-        kl = data["difference"]["kl"]
-        yield Figure((("of", "difference"),), "kl_mean", sum(kl) / len(kl), "lower")
-
-
 def _nothing(data: Row) -> Iterator[Figure]:
     return iter(())
 
@@ -268,7 +258,6 @@ _KINDS: dict[str, Callable[[Row], Iterator[Figure]]] = {
     "doctor": _nothing,
     "eval": _eval,
     "frontier": _frontier,
-    "generate": _generate,
     "jct": _jct,
     "load": _load,
 }

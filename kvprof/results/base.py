@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
@@ -128,7 +128,7 @@ class Result(Part):
     data: Any
 
     @classmethod
-    def of(cls, result: Mapping[str, Any]) -> "Result":
+    def of(cls, result: Mapping[str, Any]) -> Self:
         """Return a result as JSON has it; a ValueError names where it differs first, and how."""
         try:
             return cls.model_validate(dict(result))

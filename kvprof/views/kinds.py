@@ -102,7 +102,6 @@ _MODULES = {
     "doctor": "doctor",
     "eval": "evaluation",
     "frontier": "frontier",
-    "generate": "generation",
     "jct": "jct",
     "load": "load",
     "recipe": "recipe",

@@ -14,10 +14,13 @@ from kvprof.results import KINDS, class_of
 from kvprof.views.page import render_text
 from tests.report.approved import check_approved
 from tests.views.synthetic import spectrum_result
+from tests.views.synthetic_generate import generate_result
 from tests.views.synthetic_plan import results as plan_results
 from tests.views.synthetic_stability import SHAPES, made
 
 RESULTS: dict[str, dict[str, Any]] = {
+    "generate": generate_result(),
+    "generate, text alone": generate_result(diff=False),
     "spectrum": spectrum_result(group=2),
     "spectrum, ragged": spectrum_result(heads=[4, 2, 4, 1], widths=[128, 64, 128, 256]),
     "spectrum, one dimension": spectrum_result(heads=[1], widths=[1], grid=1),
@@ -33,6 +36,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     **plan_results(),
     **{"stability" if name == "plain" else f"stability, {name}": made(name) for name in SHAPES},
 }
+_WITHOUT_FIGURE = {"stability, one dimension", "generate, text alone"}
 _ANY = pytest.mark.parametrize("name", RESULTS)
 
 
@@ -83,6 +87,6 @@ def test_a_report_is_one_verdict_tables_and_few_short_notes(name: str) -> None:
     assert facts.pairs.get("fingerprint") == result["inputs"]["fingerprint"]
     assert Heading("Measured with") in report.blocks
     plain = not class_of(result["kind"]).columns  # no CSV, no figure
-    assert isinstance(report.figure, Chart) or plain or name == "stability, one dimension"
+    assert isinstance(report.figure, Chart) or plain or name in _WITHOUT_FIGURE
     text = render_text(renderable(report), 120)
     assert not re.search(r"\b(nan|None|inf)\b|%%", text)

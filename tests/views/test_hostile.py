@@ -34,7 +34,7 @@ from tests.views.test_kinds import RESULTS
 # What a schema has a list of, and nothing else may stand in.
 _LISTED = frozenset(
     ("schema", "kind", "created", "phase", "protocol", "mode", "check", "profile", "verdict")
-) | {"scoring", "side", "more", "limited_by", "pays"}
+) | {"scoring", "side", "more", "limited_by", "pays", "ended"}
 # Every figure is drawn by the same functions; these have all of them but the heat maps.
 _DRAWN = ("bench", "eval", "frontier", "recipe")
 _KINDS = sorted(set(RESULTS) - {"benchmark"})
@@ -136,7 +136,7 @@ _FUZZ = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-_FUZZED_KINDS = ("bench", "eval", "frontier", "recipe", "jct", "load", "sensitivity")
+_FUZZED_KINDS = ("bench", "eval", "frontier", "recipe", "jct", "load", "sensitivity", "generate")
 _FUZZED = {kind: plain(kind) for kind in _FUZZED_KINDS}
 
 
