@@ -1,11 +1,11 @@
 """The passes of ``kvprof sensitivity``: cells, then what follows from them measured as a whole."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvprof import console
+from kvprof.commands.output import Outcome, end_without_result
 from kvprof.commands.steps import calibration_interrupts, calibration_options
 from kvprof.errors import Interrupted, KvprofError, UsageError
 from kvprof.evaluation.data import TextSample, default_shape, text_samples
@@ -23,7 +23,10 @@ from kvprof.moments.tokens import content_digest, content_sketch
 from kvprof.moments.uncalibrated import Laid, stand_in_family
 from kvprof.sources.grammar import parse_source
 
-__all__ = ["Request", "Study", "check_study", "chosen_layers", "read_samples", "study"]
+if TYPE_CHECKING:
+    from kvprof.commands.sensitivity import SensitivityRequest
+
+__all__ = ["check_study", "chosen_layers", "read_samples", "study"]
 
 # Tokens of text, and of each sequence on a CPU: about a minute of a small model.
 _CPU_TOKENS, _GPU_TOKENS = 2048, 32768
@@ -32,51 +35,10 @@ _CPU_LENGTH = 64  # 32 sequences, which an interval takes
 _BLOCK = 32
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for, resolved as far as it goes without the sample."""
-
-    by_head: bool
-    layers: tuple[int, ...]
-    bits: tuple[str, ...]
-    quantiser: str
-    ranks: tuple[int, ...]
-    exact_first: int
-    limit: float
-    text: tuple[str, ...]
-    tokens: int | None
-    seq_len: int | None
-    batch_size: int | None
-    rate: float | None = None
-    save: Path | None = None
-    force: bool = False
-
-
-@dataclass
-class Study:
-    """What was found.
-
-    Attributes
-    ----------
-    inputs, data : dict
-        Of the result.
-    warnings : list of str
-    complete : bool
-    lost : list of str
-        What could not be saved.
-    """
-
-    inputs: dict[str, Any]
-    data: dict[str, Any]
-    warnings: list[str] = field(default_factory=list)
-    complete: bool = True
-    lost: list[str] = field(default_factory=list)
-
-
-def chosen_layers(text: str | None, number: int) -> tuple[int, ...]:
+def chosen_layers(text: str | None, number: int) -> list[int]:
     """Return the layers that ``--layers`` names, ascending; all without it."""
     if text is None:
-        return tuple(range(number))
+        return list(range(number))
     found = set()
     for entry in text.split(","):
         try:
@@ -86,10 +48,16 @@ def chosen_layers(text: str | None, number: int) -> tuple[int, ...]:
         if not -number <= index < number:
             raise UsageError(f"--layers: there is no layer {index}; the model has {number}")
         found.add(index % number)
-    return tuple(sorted(found))
+    return sorted(found)
 
 
-def study(loaded: LoadedModel, request: Request, samples: list[TextSample], stop: Stop) -> Study:
+def study(
+    loaded: LoadedModel,
+    request: "SensitivityRequest",
+    layers: list[int],
+    samples: list[TextSample],
+    stop: Stop,
+) -> Outcome:
     """Measure; an interrupt keeps what was measured before it."""
     measuring = Sensitivity(loaded, samples, request.batch_size)
     given = _given(loaded, request, stop)
@@ -97,15 +65,18 @@ def study(loaded: LoadedModel, request: Request, samples: list[TextSample], stop
     settings = settings_of(
         given, request.quantiser, request.bits, request.ranks, request.exact_first, family
     )
-    parts = parts_of_layers(loaded.layout, request.layers, by_head=request.by_head)
-    inputs = _inputs(measuring, request, given)
-    found = Study(inputs, {})
+    parts = parts_of_layers(loaded.layout, layers, by_head=request.by == "head")
+    inputs = _inputs(measuring, request, layers, given)
+    warnings: list[str] = []
+    lost: list[str] = []
     with console.track(f"{len(parts) * len(settings)} cells", len(parts) * len(settings)) as bar:
         noise = measuring.measure({})
         rows, complete = measuring.cells(parts, settings, advance=bar.advance, should_stop=stop)
-    found.data = {
+    if not rows:
+        end_without_result("interrupted before anything was measured; there is no result")
+    data: dict[str, Any] = {
         "model_layers": len(loaded.layout.layers),
-        "heads": [loaded.layout.layers[layer].num_kv_heads for layer in request.layers],
+        "heads": [loaded.layout.layers[layer].num_kv_heads for layer in layers],
         "baseline_accuracy": noise["baseline_accuracy"],
         "noise": noise["kl"],
         "cells": rows,
@@ -118,41 +89,46 @@ def study(loaded: LoadedModel, request: Request, samples: list[TextSample], stop
         asked = None
         if request.rate is not None:
             asked = offer.at_rate(request.rate, measuring.context)
-            _save(asked, request, found)  # before the wholes: an interrupt leaves the plan
-        whole = len(request.layers) == len(loaded.layout.layers)
-        wanted = [*_budgets(measuring, offer, settings, found.data, asked)]
-        if whole:
-            wanted += _flags(measuring, request, parts, settings, found.data)
+            try:  # before the wholes: an interrupt leaves the plan
+                if request.save is not None:
+                    save_plan(asked.plan, request.save, force=request.force)
+            except KvprofError as problem:
+                lost.append(str(problem))
+                inputs["saved"] = None
+        wanted = [*_budgets(measuring, offer, settings, data, asked)]
+        if len(layers) == len(loaded.layout.layers):
+            wanted += _flags(measuring, request, parts, settings, data)
         else:
-            found.warnings.append(
-                "flags of other programs are for the whole cache; they need all layers"
-            )
+            warnings.append("flags of other programs are for the whole cache; they need all layers")
         complete = _measured(measuring, wanted, stop)
     elif request.save is not None:
-        found.warnings.append(f"no plan is saved as {request.save}: not all cells were measured")
+        warnings.append(f"no plan is saved as {request.save}: not all cells were measured")
     if not complete:
-        found.warnings.insert(0, "interrupted: what was measured is here, the rest is missing")
-    found.complete = complete
-    return found
+        warnings.insert(0, "interrupted: what was measured is here, the rest is missing")
+    return Outcome(inputs=inputs, data=data, warnings=warnings, complete=complete, lost=lost)
 
 
-def read_samples(loaded: OpenedModel, request: Request) -> list[TextSample]:
+def read_samples(
+    loaded: OpenedModel, request: "SensitivityRequest", length: int | None
+) -> list[TextSample]:
     """Read what is measured on, when the options have been held against it."""
-    usual, length = _GPU_TOKENS, default_shape(loaded)[1]
+    usual, longest = _GPU_TOKENS, default_shape(loaded)[1]
     if loaded.device.type == "cpu":
-        usual, length = _CPU_TOKENS, min(_CPU_LENGTH, length)
-    length = request.seq_len or length
+        usual, longest = _CPU_TOKENS, min(_CPU_LENGTH, longest)
+    length = length or longest
     if request.tokens is not None and request.tokens < length:
         raise UsageError(
             f"--tokens {request.tokens:,}: fewer than one sequence of {length:,}; take more, or "
             "give a shorter --seq-len"
         )
     wanted = max(1, (request.tokens or usual) // length)
-    sources = tuple(parse_source(name, what="--text") for name in request.text)
+    sources = tuple(parse_source(name, what="--text") for name in request.text or ("prose",))
     return text_samples(loaded, sources, seq_len=length, sequences=wanted, calibrating=True)
 
 
-def check_study(laid: Laid, request: Request, samples: list[TextSample]) -> None:
+def check_study(
+    laid: Laid, request: "SensitivityRequest", chosen: list[int], samples: list[TextSample]
+) -> None:
     """Refuse what a model's layout rules out: ranks, bits, and a rate that none of them reaches."""
     refuse_shared(laid.layout)
     layers = laid.layout.layers
@@ -165,8 +141,8 @@ def check_study(laid: Laid, request: Request, samples: list[TextSample]) -> None
     settings = settings_of(given, request.quantiser, request.bits, request.ranks, 0, family)
     if request.rate is not None:
         asked = {
-            "layers": request.layers,
-            "by": "head" if request.by_head else "layer",
+            "layers": chosen,
+            "by": request.by,
             "quantiser": request.quantiser,
             "ranks": (),
         }
@@ -174,7 +150,7 @@ def check_study(laid: Laid, request: Request, samples: list[TextSample]) -> None
         offer_of(given, asked, settings, ()).check_reach(request.rate, context)
 
 
-def _given(loaded: LoadedModel, request: Request, stop: Stop) -> MethodInputs:
+def _given(loaded: LoadedModel, request: "SensitivityRequest", stop: Stop) -> MethodInputs:
     """Return what settings are made of, calibrated where ranks are among them."""
     calibrator = Calibrator(
         loaded,
@@ -187,7 +163,9 @@ def _given(loaded: LoadedModel, request: Request, stop: Stop) -> MethodInputs:
         return calibrator.inputs("kq" if request.ranks else "full")
 
 
-def _inputs(measuring: Sensitivity, request: Request, given: MethodInputs) -> dict[str, Any]:
+def _inputs(
+    measuring: Sensitivity, request: "SensitivityRequest", layers: list[int], given: MethodInputs
+) -> dict[str, Any]:
     loaded, samples = measuring.loaded, measuring.samples
     length = int(samples[0].ids.shape[1])
     calibration = None
@@ -201,15 +179,8 @@ def _inputs(measuring: Sensitivity, request: Request, given: MethodInputs) -> di
         **loaded.origin,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
-        "by": "head" if request.by_head else "layer",
-        "layers": list(request.layers),
-        "bits": list(request.bits),
-        "quantiser": request.quantiser,
-        "ranks": list(request.ranks),
-        "exact_first": request.exact_first,
-        "limit": request.limit,
-        "rate": request.rate,
-        "saved": request.save,
+        **request.inputs(),
+        "layers": layers,
         "text": [sample.name for sample in samples],
         "sequences": sum(len(sample.ids) for sample in samples),
         "seq_len": length,
@@ -227,16 +198,6 @@ def _inputs(measuring: Sensitivity, request: Request, given: MethodInputs) -> di
             for sample in samples
         },
     }
-
-
-def _save(asked: Handout, request: Request, found: Study) -> None:
-    if request.save is None:
-        return
-    try:
-        save_plan(asked.plan, request.save, force=request.force)
-    except KvprofError as problem:
-        found.lost.append(str(problem))
-        found.inputs["saved"] = None
 
 
 # --- What follows from the cells, measured as a whole.
@@ -347,7 +308,7 @@ def _keeper(
 
 def _flags(
     measuring: Sensitivity,
-    request: Request,
+    request: "SensitivityRequest",
     parts: list[Part],
     settings: list[Setting],
     data: dict[str, Any],
@@ -371,7 +332,7 @@ def _rows(cells: list[dict[str, Any]], setting: str) -> list[dict[str, Any]]:
 
 
 def _vllm(
-    request: Request,
+    request: "SensitivityRequest",
     parts: list[Part],
     named: dict[str, Setting],
     cells: list[dict[str, Any]],
@@ -379,7 +340,7 @@ def _vllm(
     if "fp8" not in named:
         return None
     stay = layers_that_stay(_rows(cells, "fp8"), request.limit)
-    if len(stay) == len(request.layers):
+    if {part.layer for part in parts} == set(stay):
         return None
     flags = "--kv-cache-dtype fp8"
     if stay:
@@ -398,7 +359,7 @@ def _vllm(
 
 def _llama_cpp(
     measuring: Sensitivity,
-    request: Request,
+    request: "SensitivityRequest",
     parts: list[Part],
     named: dict[str, Setting],
     cells: list[dict[str, Any]],

@@ -29,9 +29,7 @@ def drawn(chart: Chart, title: str = "") -> Any:
                 plain_counts(axes)
         case HeatMap():
             figure = new_figure(5.0, max(_LEAST_HEIGHT, _ROW * len(chart.values) + 1.0))
-            image = draw_map(
-                figure.subplots(), chart.values, title=title, low=chart.low, high=chart.high
-            )
+            image = draw_map(figure.subplots(), chart, title=title)
             figure.colorbar(image, ax=figure.axes)
         case Bars(bars):
             from kvprof.views.jct_figure import bars_figure

@@ -16,8 +16,9 @@ import numpy as np
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.printable import printable
-from kvprof.report.blocks import Series, method_slot
+from kvprof.report.blocks import HeatMap, Series, method_slot
 from kvprof.requirements import extra_command
+from kvprof.views.heatmap import DECADES
 from kvprof.views.plot import log2_ticks
 
 __all__ = [
@@ -280,26 +281,28 @@ def _drawable(values: Sequence[float | None], *, log: bool) -> Any:
     return array
 
 
-def draw_map(
-    axes: Any,
-    values: Sequence[Sequence[float | None]],
-    *,
-    title: str,
-    low: float | None = None,
-    high: float | None = None,
-) -> Any:
+def draw_map(axes: Any, chart: HeatMap, *, title: str) -> Any:
     """Draw a layer × head map; returns the image, for a colour bar."""
-    heads = max((len(row) for row in values), default=0)
-    grid = np.full((len(values), max(1, heads)), np.nan)
-    for layer, row in enumerate(values):
+    from matplotlib.colors import LogNorm
+
+    heads = max((len(row) for row in chart.values), default=0)
+    grid = np.full((len(chart.values), max(1, heads)), np.nan)
+    for layer, row in enumerate(chart.values):
         grid[layer, : len(row)] = [np.nan if v is None else v for v in row]
+    scale: dict[str, Any] = {"vmin": chart.low, "vmax": chart.high}
+    if chart.log and (known := grid[grid > 0]).size:
+        high = max(chart.high or 0.0, known.max())
+        low = max(known.min(), high / 10**DECADES)
+        scale = {"norm": LogNorm(low, high, clip=True)}
     shown = np.ma.masked_invalid(grid)
-    image = axes.imshow(shown, aspect="auto", cmap="viridis", vmin=low, vmax=high)
+    image = axes.imshow(shown, aspect="auto", cmap="viridis", **scale)
     axes.set_title(title, fontsize="medium")
-    axes.set_xlabel("KV head")
+    axes.set_xlabel(chart.columns)
     axes.set_ylabel("layer")
-    for axis in (axes.xaxis, axes.yaxis):
+    for axis, names in ((axes.xaxis, chart.names), (axes.yaxis, chart.layers)):
         axis.get_major_locator().set_params(integer=True)
+        if 0 < len(names) <= _ANNOTATED[0]:
+            axis.set_ticks(range(len(names)), names)
     if grid.shape[0] <= _ANNOTATED[0] and grid.shape[1] <= _ANNOTATED[1]:
         for (layer, head), value in np.ndenumerate(grid):
             if np.isfinite(value):

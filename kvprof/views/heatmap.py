@@ -16,7 +16,10 @@ from rich.text import Text
 from kvprof.views.numbers import MISSING, number
 from kvprof.views.page import flow
 
-__all__ = ["HeatMap"]
+__all__ = ["DECADES", "HeatMap"]
+
+#: Of a scale of powers.
+DECADES = 4
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = ".:-=+*#@"
@@ -24,7 +27,6 @@ _ASCII_BARS = ".:-=+*#@"
 _STYLES = ("blue", "blue", "cyan", "cyan", "green", "yellow", "red", "red")
 _GAP = 3  # columns between two blocks of layers
 _MANY = 16  # layers from which on blocks are put side by side
-_DECADES = 4  # of a scale of powers
 _SUMMARY = ("min", "mean", "max")
 
 
@@ -113,7 +115,7 @@ class HeatMap:
         if log:
             stated = [self.low] if self.low is not None else []
             least = min(v for v in (*known, *stated, high) if v > 0)
-            low = max(least, high / 10**_DECADES)
+            low = max(least, high / 10**DECADES)
         return _Scale(
             low,
             high,

@@ -105,7 +105,6 @@ _MODULES = {
     "jct": "jct",
     "load": "load",
     "recipe": "recipe",
-    "sensitivity": "sensitivity",
 }
 
 

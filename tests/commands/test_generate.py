@@ -199,7 +199,7 @@ def test_json_on_stdout_leaves_no_room_for_the_text(tiny_folder: Path) -> None:
         (["--prompt", "x", "--max-new-tokens", "4", "--context", "none"], 2, "--context"),
     ],
 )
-def test_bad_input_gets_one_line_and_its_code(
+def test_bad_input_names_its_option_and_has_its_code(
     tiny_folder: Path, arguments: list[str], code: int, says: str
 ) -> None:
     done = kvprof("generate", tiny_folder, *FULL, *arguments)

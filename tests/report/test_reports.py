@@ -16,11 +16,14 @@ from tests.report.approved import check_approved
 from tests.views.synthetic import spectrum_result
 from tests.views.synthetic_generate import generate_result
 from tests.views.synthetic_plan import results as plan_results
+from tests.views.synthetic_sensitivity import sensitivity_result
 from tests.views.synthetic_stability import SHAPES, made
 
 RESULTS: dict[str, dict[str, Any]] = {
     "generate": generate_result(),
     "generate, text alone": generate_result(diff=False),
+    "sensitivity": sensitivity_result(),
+    "sensitivity, heads": sensitivity_result(heads=(0, 1)),
     "spectrum": spectrum_result(group=2),
     "spectrum, ragged": spectrum_result(heads=[4, 2, 4, 1], widths=[128, 64, 128, 256]),
     "spectrum, one dimension": spectrum_result(heads=[1], widths=[1], grid=1),

@@ -1,5 +1,6 @@
 """A small result of ``kvprof sensitivity``, without a model."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from kvprof.evaluation.sensitivity import answers
@@ -7,12 +8,14 @@ from kvprof.methods.settings import Part
 from kvprof.records.result import build_result
 
 
-def sensitivity_result() -> dict[str, Any]:
-    """Two layers at 4 and 2 bits, the latter with the first token exact too."""
-    parts = [Part(layer, side) for layer in (0, 1) for side in ("keys", "values")]
+def sensitivity_result(heads: tuple[int | None, ...] = (None,)) -> dict[str, Any]:
+    """Two layers at 4 and 2 bits, the latter with the first token uncompressed too."""
+    parts = [
+        Part(layer, side, head) for layer in (0, 1) for side in ("keys", "values") for head in heads
+    ]
     cells = [
         {
-            **{"layer": part.layer, "side": part.side, "kv_head": None},
+            **{"layer": part.layer, "side": part.side, "kv_head": part.kv_head},
             **{"setting": f"{bits} bits", "bits": bits, "rank": None, "exact_first": first},
             **{"bytes_per_token": bits * 40.0, **measured(kl * (1 + part.layer))},
         }
@@ -21,7 +24,7 @@ def sensitivity_result() -> dict[str, Any]:
     ]
     allocation = {"rate": 0.7, "bytes_per_token": 600.0, "predicted_kl": 0.006}
     choices = [
-        {"layer": p.layer, "side": p.side, "kv_head": None, "setting": "4 bits"} for p in parts
+        {"layer": p.layer, "side": p.side, "kv_head": p.kv_head, "setting": "4 bits"} for p in parts
     ]
     data = {
         **{"model_layers": 2, "heads": [2, 2], "baseline_accuracy": 0.5, "noise": 1e-12},
@@ -39,8 +42,18 @@ def sensitivity_result() -> dict[str, Any]:
             }
         ],
     }
-    inputs = {"model": "reference", "limit": 0.01, "text": ["prose"], "sequences": 8}
-    return build_result("sensitivity", environment={}, inputs=inputs | {"seq_len": 64}, data=data)
+    inputs = {
+        **{"model": "reference", "fingerprint": "ab12cd34ef56", "limit": 0.01, "text": ["prose"]},
+        **{"sequences": 8, "seq_len": 64, "quantiser": "per-token", "gguf": None},
+        **{"dtype": "float32", "device": "cpu"},
+    }
+    return build_result(
+        "sensitivity",
+        environment={},
+        inputs=inputs,
+        data=data,
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+    )
 
 
 def measured(kl: float) -> dict[str, Any]:

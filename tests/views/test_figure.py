@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.report.blocks import Curves
+from kvprof.report.blocks import Curves, HeatMap
 from kvprof.report.figure import drawn as figure_of
 from kvprof.views.figure import draw_map, figure_bytes, new_figure
 from kvprof.views.plot import Series
@@ -58,9 +58,18 @@ def test_token_axis_and_gaps():
 
 def test_map_says_its_figures_and_leaves_absent_heads_out():
     axes = new_figure(3, 3).subplots()
-    draw_map(axes, [[16, 32], [48], [None, 96]], title="ranks")
+    draw_map(axes, HeatMap([[16, 32], [48], [None, 96]], ""), title="ranks")
     texts = {tuple(map(round, t.get_position())): t.get_text() for t in axes.texts}
     assert texts == {(0, 0): "16", (1, 0): "32", (0, 1): "48", (1, 2): "96"}
+
+
+def test_a_map_of_powers_has_a_log_scale_and_names():
+    axes = new_figure(3, 3).subplots()
+    chart = HeatMap([[1e-7, 1e-1], [0.0, 1e-2]], "", names=("k", "v"), columns="side", log=True)
+    image = draw_map(axes, chart, title="costs")
+    assert (image.norm.vmin, image.norm.vmax) == (pytest.approx(1e-5), 1e-1)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["k", "v"]
+    assert axes.get_xlabel() == "side"
 
 
 def test_unknown_format():
