@@ -37,7 +37,7 @@ class CommandEntry:
 COMMANDS = (
     CommandEntry("spectrum", "How compact are Q, K and V? Singular values and ranks, by head."),
     CommandEntry("stability", "Is the rotation the model's own, and what does a wrong one cost?"),
-    CommandEntry("sensitivity", "Which layers and heads bear fewer bits, and which must stay?"),
+    CommandEntry("sensitivity", "Which layers and heads tolerate lower precision?"),
     CommandEntry("plan", "What would a method store, fold and run? What fits in this memory?"),
     CommandEntry("eval", "What does a compressed cache cost in accuracy?"),
     CommandEntry("frontier", "How far does each method go before accuracy falls below a target?"),

@@ -23,7 +23,7 @@ Measures = dict[str, float]
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
     "package_lines": 101_260,
-    "package_files": 425,
+    "package_files": 426,
     "docstring_share": 0.176,
     "raises": 1096,
     "functions_with_12_parameters": 72,

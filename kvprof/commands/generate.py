@@ -17,7 +17,7 @@ from kvprof.commands.options import (
     share_option,
 )
 from kvprof.commands.output import Outcome, OutputOptions, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, one_of, written
+from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.loading import loading
@@ -30,14 +30,13 @@ if TYPE_CHECKING:
     from kvprof.methods.plan import Plan
     from kvprof.models.load import LoadedModel, OpenedModel
     from kvprof.runtime.generation import Generated
-    from kvprof.runtime.session import Compression
 
 # Measured and counted bytes of a cache agree to this share.
 _AGREEMENT = 0.01
 
 
 def _names_a_prompt(request: "GenerateRequest") -> str | None:
-    if request.has("prompt") or request.has("prompt_file"):
+    if request.has("prompt") != request.has("prompt_file"):
         return None
     return "give the text to continue: --prompt TEXT (- for stdin), or --prompt-file FILE"
 
@@ -103,7 +102,6 @@ class GenerateRequest(MethodOptions, LoadOptions, OutputOptions):
     context: ContextOption = None
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        one_of("prompt", "prompt_file"),
         _names_a_prompt,
         needs("temperature", "sample"),
         needs("top_p", "sample"),
@@ -213,6 +211,7 @@ def _run(
     request: GenerateRequest, loaded: "LoadedModel", plan: "Plan", ids: list[int], stop: Stop
 ) -> dict[str, Any]:
     """Run the compressed model, and with --diff the uncompressed one; return the result's data."""
+    from kvprof.methods.accounting import bytes_at, full_bytes, rate
     from kvprof.runtime.compressed import compressed
     from kvprof.runtime.generation import GenerationSettings, difference, generate_text
 
@@ -240,8 +239,17 @@ def _run(
         ours = run(streams=streams)
         if streams:
             out("", end="\n")
-        cache = None if ours.broken else _cache(loaded, plan, session)
-        decoding = None
+        cache = decoding = None
+        if session.cache is not None and not ours.broken:
+            tokens, itemsize = session.cache.get_seq_length(), loaded.dtype.itemsize
+            cache = {
+                "tokens": tokens,
+                "measured_bytes": session.cache.nbytes,
+                "account_bytes": bytes_at(plan, tokens, itemsize=itemsize).total,
+                "full_bytes": full_bytes(plan, tokens, itemsize=itemsize),
+                "rate": rate(plan, tokens),
+                "notes": session.kernel_notes,
+            }
         if session.graphs is not None:
             decoding = {
                 "replayed_steps": session.graphs.replays,
@@ -263,23 +271,6 @@ def _run(
         if theirs.ended != "interrupted":
             data["difference"] = difference(ours, theirs, tokenizer.decode)
     return data
-
-
-def _cache(loaded: "LoadedModel", plan: "Plan", session: "Compression") -> dict[str, Any] | None:
-    """Return what the cache holds, measured and by the plan."""
-    from kvprof.methods.accounting import bytes_at, full_bytes, rate
-
-    if session.cache is None:
-        return None
-    tokens, itemsize = session.cache.get_seq_length(), loaded.dtype.itemsize
-    return {
-        "tokens": tokens,
-        "measured_bytes": session.cache.nbytes,
-        "account_bytes": bytes_at(plan, tokens, itemsize=itemsize).total,
-        "full_bytes": full_bytes(plan, tokens, itemsize=itemsize),
-        "rate": rate(plan, tokens),
-        "notes": session.kernel_notes,
-    }
 
 
 def _doubts(data: dict[str, Any], plan: "Plan") -> list[str]:

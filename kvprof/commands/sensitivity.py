@@ -45,25 +45,16 @@ def _ranks(text: str, *, what: str) -> tuple[int, ...]:
     return () if text == "none" else tuple(read_counts(text, what=what))
 
 
-def _side_of_cut(text: str, *, what: str) -> str:
-    if text not in ("layer", "head"):
-        raise UsageError(f"{what} {text}: it is layer or head")
-    return text
-
-
-def _quantiser(text: str, *, what: str) -> str:
-    if text not in MEASURED_QUANTISERS:
-        hint = " (hqq's tokens depend on each other; eval takes it)" if text == "hqq" else ""
-        known = ", ".join(MEASURED_QUANTISERS)
-        raise UsageError(f"{what} {text[:40]}: it is none of {known}{hint}")
-    return text
-
-
 def _measures(request: "SensitivityRequest") -> str | None:
+    if request.by not in ("layer", "head"):
+        return f"--by {request.by}: it is layer or head"
+    if (name := request.quantiser) not in MEASURED_QUANTISERS:
+        hint = " (hqq's tokens depend on each other; eval takes it)" if name == "hqq" else ""
+        return f"--quantiser {name[:40]}: it is none of {', '.join(MEASURED_QUANTISERS)}{hint}"
+    if name != "per-token" and not set(request.bits) - {"fp8"}:
+        return f"--quantiser {name} requires its bits in --bits"
     if not request.bits and not request.ranks:
         return "--bits none and --ranks none leave nothing to measure"
-    if request.quantiser != "per-token" and not set(request.bits) - {"fp8"}:
-        return f"--quantiser {request.quantiser} requires its bits in --bits"
     if not 0 < request.limit < inf:
         return f"--limit {request.limit:g}: it is a divergence in nats, above 0"
     check_rate(request.rate)
@@ -86,10 +77,9 @@ class SensitivityRequest(ModelOptions, TableOptions):
         typer.Option(
             "--by", rich_help_panel=_GROUP, help="layer (all its heads at once), or head."
         ),
-        Parsed(_side_of_cut),
         Mark.FREE,
         Input(),
-    ] = written("layer")
+    ] = "layer"
     layers: Annotated[
         str | None,
         typer.Option(
@@ -113,10 +103,9 @@ class SensitivityRequest(ModelOptions, TableOptions):
             rich_help_panel=_GROUP,
             help=f"{', '.join(MEASURED_QUANTISERS[:-1])} or {MEASURED_QUANTISERS[-1]}.",
         ),
-        Parsed(_quantiser),
         Mark.FREE,
         Input(),
-    ] = written("per-token")
+    ] = "per-token"
     ranks: Annotated[
         tuple[int, ...],
         typer.Option(

@@ -1,7 +1,7 @@
 """The passes of ``kvprof sensitivity``: cells, then what follows from them measured as a whole."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvprof import console
@@ -16,7 +16,7 @@ from kvprof.methods.budget import Handout, Offer, offer_of, parts_of_layers
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
-from kvprof.methods.settings import FULL, Part, Setting, settings_of
+from kvprof.methods.settings import FULL, SIDES, Part, Setting, settings_of
 from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.tokens import content_digest, content_sketch
@@ -60,7 +60,10 @@ def study(
 ) -> Outcome:
     """Measure; an interrupt keeps what was measured before it."""
     measuring = Sensitivity(loaded, samples, request.batch_size)
-    given = _given(loaded, request, stop)
+    usual = calibration_options(None, None, seq_len=None)
+    how: dict[str, Any] = {"progress": console.track, "should_stop": stop, "notice": console.warn}
+    with calibration_interrupts():
+        given = Calibrator(loaded, usual, **how).inputs("kq" if request.ranks else "full")
     family = plan_family("kq", given, grid=1, minimum=1) if request.ranks else None
     settings = settings_of(
         given, request.quantiser, request.bits, request.ranks, request.exact_first, family
@@ -97,10 +100,10 @@ def study(
                 inputs["saved"] = None
         wanted = [*_budgets(measuring, offer, settings, data, asked)]
         if len(layers) == len(loaded.layout.layers):
-            wanted += _flags(measuring, request, parts, settings, data)
+            wanted += _flags(loaded, request, parts, settings, rows)
         else:
             warnings.append("flags of other programs are for the whole cache; they need all layers")
-        complete = _measured(measuring, wanted, stop)
+        complete = _measured(measuring, wanted, data, stop)
     elif request.save is not None:
         warnings.append(f"no plan is saved as {request.save}: not all cells were measured")
     if not complete:
@@ -140,27 +143,9 @@ def check_study(
     family = stand_in_family(laid, "kq", grid=1, minimum=1) if request.ranks else None
     settings = settings_of(given, request.quantiser, request.bits, request.ranks, 0, family)
     if request.rate is not None:
-        asked = {
-            "layers": chosen,
-            "by": request.by,
-            "quantiser": request.quantiser,
-            "ranks": (),
-        }
+        asked = {**request.inputs(), "layers": chosen, "ranks": ()}
         context = mean_context(samples[0].ids.shape[1])
         offer_of(given, asked, settings, ()).check_reach(request.rate, context)
-
-
-def _given(loaded: LoadedModel, request: "SensitivityRequest", stop: Stop) -> MethodInputs:
-    """Return what settings are made of, calibrated where ranks are among them."""
-    calibrator = Calibrator(
-        loaded,
-        calibration_options(None, None, seq_len=None),
-        progress=console.track,
-        should_stop=stop,
-        notice=console.warn,
-    )
-    with calibration_interrupts():
-        return calibrator.inputs("kq" if request.ranks else "full")
 
 
 def _inputs(
@@ -204,27 +189,23 @@ def _inputs(
 
 
 _Chosen = Mapping[Part, Setting | None]
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """Choices that are measured, and what is done with their figures."""
-
-    chosen: tuple[_Chosen, ...]
-    keep: Callable[[list[dict[str, Any]]], None]
+#: The list that an entry goes to, the entry, its choice, and that of its ``uniform``.
+_Whole = tuple[str, dict[str, Any], Sequence[_Chosen]]
 
 
 def _key(chosen: _Chosen) -> frozenset[tuple[Part, str]]:
     return frozenset((part, one.spec.name) for part, one in chosen.items() if one is not None)
 
 
-def _measured(measuring: Sensitivity, wanted: list[_Whole], stop: Stop) -> bool:
+def _measured(
+    measuring: Sensitivity, wanted: list[_Whole], data: dict[str, Any], stop: Stop
+) -> bool:
     """Measure choices, each once; an interrupt keeps those that were measured."""
-    total = len({_key(chosen) for whole in wanted for chosen in whole.chosen})
+    total = len({_key(chosen) for _, _, choices in wanted for chosen in choices})
     known: dict[frozenset[tuple[Part, str]], dict[str, Any]] = {}
     with console.track(f"{total} allocations as a whole", total) as bar:
-        for whole in wanted:
-            for chosen in whole.chosen:
+        for where, entry, choices in wanted:
+            for chosen in choices:
                 if (key := _key(chosen)) in known:
                     continue
                 if stop():
@@ -234,7 +215,9 @@ def _measured(measuring: Sensitivity, wanted: list[_Whole], stop: Stop) -> bool:
                 except Interrupted:
                     return False
                 bar.advance(1)
-            whole.keep([known[_key(chosen)] for chosen in whole.chosen])
+            for one, chosen in zip((entry, entry.get("uniform") or {}), choices, strict=False):
+                one["measured"] = known[_key(chosen)]
+            data[where].append(entry)
     return True
 
 
@@ -249,103 +232,63 @@ def _budgets(
     sizes = offer.sizes(measuring.context)
     full = sum(sizes[part, FULL] for part in offer.parts)
 
-    def entry(handout: Handout) -> dict[str, Any]:
-        own = sum(
-            sizes[part, FULL if one is None else one.spec.name]
-            for part, one in handout.chosen.items()
-        )
+    def entry(handout: Handout, **more: Any) -> dict[str, Any]:
+        names = {x: FULL if one is None else one.spec.name for x, one in handout.chosen.items()}
+        own = sum(sizes[part, name] for part, name in names.items())
         return {
-            "like": None,
-            "rate_asked": None,
-            "rate": 1 - own / full,
-            "bytes_per_token": own,
+            **{"like": None, "rate_asked": None, "uniform": None},
+            **{"rate": 1 - own / full, "bytes_per_token": own},
             "predicted_kl": handout.predicted_kl,
-            "uniform": None,
-            "choices": [
-                {
-                    "layer": part.layer,
-                    "side": part.side,
-                    "kv_head": part.kv_head,
-                    "setting": FULL if one is None else one.spec.name,
-                }
-                for part, one in handout.chosen.items()
-            ],
+            "choices": [{**asdict(part), "setting": name} for part, name in names.items()],
+            **more,
         }
 
     if asked is not None:
-        made = {**entry(asked), "rate_asked": asked.plan.made["rate_asked"]}
-        yield _Whole((asked.chosen,), _keeper(data["budgets"], made))
+        rate = asked.plan.made["rate_asked"]
+        yield "budgets", entry(asked, rate_asked=rate), (asked.chosen,)
     for setting in settings:
-        if setting.spec.exact_first:
-            continue
         size = sum(measuring.bytes_per_token(part, setting) for part in offer.parts)
-        found = offer.within(sizes, size)
+        found = None if setting.spec.exact_first else offer.within(sizes, size)
         if found is None or size >= full:
             continue
-        uniform = {
-            "rate": 1 - size / full,
-            "bytes_per_token": size,
-            "predicted_kl": sum(row["kl"] for row in _rows(data["cells"], setting.spec.name)),
-        }
-        made = {**entry(found), "like": setting.spec.name, "uniform": uniform}
+        name = setting.spec.name
+        total = sum(row["kl"] for row in _rows(data["cells"], name))
+        uniform = {"rate": 1 - size / full, "bytes_per_token": size, "predicted_kl": total}
         every = dict.fromkeys(offer.parts, setting)
-        yield _Whole((found.chosen, every), _keeper(data["budgets"], made))
+        yield "budgets", entry(found, like=name, uniform=uniform), (found.chosen, every)
 
 
-def _keeper(
-    kept: list[dict[str, Any]], entry: dict[str, Any]
-) -> Callable[[list[dict[str, Any]]], None]:
-    """Return what puts an entry among those kept, once it is measured, and its uniform too."""
-
-    def keep(measured: list[dict[str, Any]]) -> None:
-        done = {**entry, "measured": measured[0]}
-        if len(measured) > 1:
-            done["uniform"] = {**entry["uniform"], "measured": measured[1]}
-        kept.append(done)
-
-    return keep
+Rows = list[dict[str, Any]]
 
 
-def _flags(
-    measuring: Sensitivity,
-    request: "SensitivityRequest",
-    parts: list[Part],
-    settings: list[Setting],
-    data: dict[str, Any],
-) -> Iterator[_Whole]:
-    """Say what other programs' flags can say of it, to be measured just so."""
-    named = {one.spec.name: one for one in settings if not one.spec.exact_first}
-    for found in (
-        _vllm(request, parts, named, data["cells"]),
-        _llama_cpp(measuring, request, parts, named, data["cells"]),
-    ):
-        if found is not None:
-            said, chosen = found
-            yield _Whole((chosen,), _keeper(data["flags"], said))
-
-
-_Said = tuple[dict[str, Any], _Chosen]
-
-
-def _rows(cells: list[dict[str, Any]], setting: str) -> list[dict[str, Any]]:
+def _rows(cells: Rows, setting: str) -> Rows:
     return [row for row in cells if row["setting"] == setting and not row["exact_first"]]
 
 
-def _vllm(
+def _flags(
+    loaded: LoadedModel,
     request: "SensitivityRequest",
     parts: list[Part],
-    named: dict[str, Setting],
-    cells: list[dict[str, Any]],
-) -> _Said | None:
-    if "fp8" not in named:
-        return None
-    stay = layers_that_stay(_rows(cells, "fp8"), request.limit)
-    if {part.layer for part in parts} == set(stay):
-        return None
+    settings: list[Setting],
+    cells: Rows,
+) -> Iterator[_Whole]:
+    named = {one.spec.name: one for one in settings if not one.spec.exact_first}
+    yield from _vllm(request.limit, named.get("fp8"), parts, _rows(cells, "fp8"))
+    facts = loaded.layout.layers
+    blocks = all(x.qk_head_dim % _BLOCK == x.v_head_dim % _BLOCK == 0 for x in facts)
+    if blocks and request.quantiser == "per-token":
+        yield from _llama_cpp(request.limit, named.get("4 bits"), parts, _rows(cells, "4 bits"))
+
+
+def _vllm(limit: float, setting: Setting | None, parts: list[Part], rows: Rows) -> Iterator[_Whole]:
+    """Say what vLLM's flags can say of it, to be measured just so."""
+    stay = layers_that_stay(rows, limit)
+    if setting is None or {part.layer for part in parts} == set(stay):
+        return
     flags = "--kv-cache-dtype fp8"
     if stay:
         flags += " --kv-cache-dtype-skip-layers " + " ".join(map(str, stay))
-    chosen = {part: named["fp8"] for part in parts if part.layer not in stay}
+    chosen = {part: setting for part in parts if part.layer not in stay}
     said = {
         "program": "vLLM",
         "flags": flags,
@@ -354,31 +297,21 @@ def _vllm(
         "unsaid": "measured with exact queries and an exact prefill; some of vLLM's attention "
         "backends turn queries into FP8 too, and scales from a checkpoint change the figures",
     }
-    return said, chosen
+    yield "flags", said, (chosen,)
 
 
 def _llama_cpp(
-    measuring: Sensitivity,
-    request: "SensitivityRequest",
-    parts: list[Part],
-    named: dict[str, Setting],
-    cells: list[dict[str, Any]],
-) -> _Said | None:
-    facts = measuring.loaded.layout.layers
-    blocks = all(x.qk_head_dim % _BLOCK == x.v_head_dim % _BLOCK == 0 for x in facts)
-    if request.quantiser != "per-token" or "4 bits" not in named or not blocks:
-        return None
-    rows = _rows(cells, "4 bits")
-    costs = {
-        side: sum(row["kl"] for row in rows if row["side"] == side) for side in ("keys", "values")
-    }
-    sides = [side for side, cost in costs.items() if cost <= request.limit]
-    if sum(costs[side] for side in sides) > request.limit:
+    limit: float, setting: Setting | None, parts: list[Part], rows: Rows
+) -> Iterator[_Whole]:
+    """Say what llama.cpp's flags can say of it, to be measured just so."""
+    costs = {side: sum(row["kl"] for row in rows if row["side"] == side) for side in SIDES}
+    sides = [side for side, cost in costs.items() if cost <= limit]
+    if sum(costs[side] for side in sides) > limit:
         sides.remove(max(sides, key=costs.__getitem__))
-    if not sides:
-        return None
+    if setting is None or not sides:
+        return
     flags = {side: "q4_1" if side in sides else "f16" for side in costs}
-    chosen = {part: named["4 bits"] for part in parts if part.side in sides}
+    chosen = {part: setting for part in parts if part.side in sides}
     said = {
         "program": "llama.cpp",
         "flags": f"LLAMA_ATTN_ROT_DISABLE=1 … -ctk {flags['keys']} -ctv {flags['values']}",
@@ -389,4 +322,4 @@ def _llama_cpp(
         "quantised values need flash attention (-fa on); 8 bits here are no q8_0, which has no "
         "minimum",
     }
-    return said, chosen
+    yield "flags", said, (chosen,)

@@ -7,6 +7,7 @@ then measured as a whole, because they do not quite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -36,21 +37,7 @@ def refuse_shared(layout: ModelLayout) -> None:
 
 
 class Sensitivity:
-    """Measures any choice of settings for parts on one sample.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    samples : list of TextSample
-        Held out; sequences of one length.
-    batch_size : int or None
-        Sequences at once; None by device and memory.
-
-    Raises
-    ------
-    UsageError
-        When the model has layers that attend to another layer's keys and values.
-    """
+    """Measures any choice of settings for parts on one sample."""
 
     def __init__(
         self, loaded: LoadedModel, samples: list[TextSample], batch_size: int | None
@@ -75,22 +62,7 @@ class Sensitivity:
         return bytes_per_token(self._whole, part, setting, self.context)
 
     def measure(self, chosen: Mapping[Part, Setting | None]) -> dict[str, Any]:
-        """Return what a choice costs on the whole sample; what has no setting stays as it is.
-
-        Returns
-        -------
-        dict
-            ``kl`` (mean nats per decoded token), ``kl_interval``, ``kl_p999``, ``kl_worst``,
-            ``accuracy``, ``baseline_accuracy``, ``relative_accuracy`` and its interval,
-            ``decoded_tokens``.
-
-        Raises
-        ------
-        FailedError
-            When logits are not finite.
-        Interrupted
-            When not all of the sample was measured.
-        """
+        """Return what a choice costs on the whole sample; what has no setting stays as it is."""
         measured = self._evaluator.found(plan_of(self.inputs, chosen, {}))
         if not measured.complete:
             raise Interrupted
@@ -117,14 +89,7 @@ class Sensitivity:
         advance: Callable[[int], None],
         should_stop: Callable[[], bool],
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Measure every part at every setting, one setting after the other.
-
-        Returns
-        -------
-        tuple of list of dict and bool
-            A row per cell, as the schema of ``kvprof sensitivity`` documents it, and whether all of
-            them were measured.
-        """
+        """Measure every part at every setting, one setting after the other."""
         rows: list[dict[str, Any]] = []
         for setting in settings:
             for part in parts:
@@ -136,9 +101,7 @@ class Sensitivity:
                     return rows, False
                 rows.append(
                     {
-                        "layer": part.layer,
-                        "side": part.side,
-                        "kv_head": part.kv_head,
+                        **asdict(part),
                         "setting": setting.spec.name,
                         "bits": setting.spec.bits,
                         "rank": setting.spec.rank,
@@ -165,22 +128,7 @@ def part_of(row: Row) -> Part:
 
 
 def answers(rows: Sequence[Row], parts: Sequence[Part], limit: float) -> dict[str, Any]:
-    """Return the answers that complete settings allow.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        Of `kvprof.evaluation.sensitivity.Sensitivity.cells`.
-    parts : sequence of Part
-        That were to be measured; a setting counts where all of them were.
-    limit : float
-        Divergence in nats that all parts together may cost.
-
-    Returns
-    -------
-    dict
-        ``sides``, ``layers``, ``needed``, ``first_tokens``, as the schema has them.
-    """
+    """Return the answers that complete settings allow."""
     settings: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         settings.setdefault((row["setting"], row["exact_first"]), []).append(row)
@@ -201,15 +149,7 @@ def answers(rows: Sequence[Row], parts: Sequence[Part], limit: float) -> dict[st
 
 
 def layers_that_stay(rows: Sequence[Row], limit: float) -> list[int]:
-    """Return the fewest layers without which the sum of a setting's cells is within a limit.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        Of one setting.
-    limit : float
-        In nats.
-    """
+    """Return the fewest layers without which the sum of a setting's cells is within a limit."""
     costs: dict[int, float] = {}
     for row in rows:
         costs[row["layer"]] = costs.get(row["layer"], 0.0) + row["kl"]
@@ -257,9 +197,7 @@ def _needed(
         best = min(own, key=lambda row: row["bytes_per_token"], default=None)
         found.append(
             {
-                "layer": part.layer,
-                "side": part.side,
-                "kv_head": part.kv_head,
+                **asdict(part),
                 "setting": FULL if best is None else best["setting"],
                 "bits": None if best is None else best["bits"],
             }

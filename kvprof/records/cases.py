@@ -45,15 +45,7 @@ _NOTED = 0.02  # of a request's time: parts that miss it by more are told beside
 
 
 def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float | None:
-    """Return the smallest value at or below which at least `share` of the weight lies.
-
-    Parameters
-    ----------
-    values, weights : sequence of float
-        Equally long; weights are not negative.
-    share : float
-        0.5 for the median.
-    """
+    """Return the smallest value at or below which at least `share` of the weight lies."""
     if not values:
         return None
     if len(set(weights)) == 1 and share == 0.5:
@@ -222,26 +214,14 @@ class Account:
 
 
 def part_times(accounts: Iterable[Account]) -> list[tuple[str, list[float | None]]]:
-    """Return a row per part that any account has: its seconds in each, None where it has none.
-
-    Parameters
-    ----------
-    accounts : iterable of Account
-        The columns.
-    """
+    """Return a row per part that any account has: its seconds in each, None where it has none."""
     columns = [account.by_part() for account in accounts]
     parts = ordered_parts(part for column in columns for part in column)
     return [(part, [column.get(part) for column in columns]) for part in parts]
 
 
 def accounts(data: Mapping[str, Any]) -> dict[str, Account]:
-    """Return the account of every case of a result, from its rows.
-
-    Parameters
-    ----------
-    data : mapping
-        Of kind ``jct``, of this version or an earlier one.
-    """
+    """Return the account of every case of a result, from its rows."""
     found: dict[str, Account] = {}
     for case in data["cases"]:
         own = found[case["case"]] = Account()

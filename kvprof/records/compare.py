@@ -27,27 +27,10 @@ def compare(
     *,
     fail_over: float | None = None,
 ) -> dict[str, Any]:
-    """Return the `data` of a comparison; the first result is what the others are held against.
+    """Return the `data` of a comparison with the first result.
 
-    Parameters
-    ----------
-    results : sequence of mapping
-        Two or more of one kind.
-    names : sequence of str
-        What to call each.
-    fail_over : float, optional
-        The share by which a headline figure may get worse. It fails where the whole interval of its
-        change lies beyond; without an interval only where it is exact.
-
-    Returns
-    -------
-    dict
-        As ``schema/compare.json`` says.
-
-    Raises
-    ------
-    UsageError
-        When the kinds differ, or there is nothing to hold against each other.
+    A headline figure fails where the whole interval of its change lies beyond `fail_over`; without
+    an interval only where it is exact.
     """
     kinds = list(dict.fromkeys(result["kind"] for result in results))
     if len(kinds) > 1:
@@ -172,21 +155,11 @@ def _verdict(base: Figure, other: Figure) -> str:
 
 
 class Noise(NamedTuple):
-    """How far what no method changes differs between two runs: the machine, not the methods.
+    """How far what no method changes differs between two runs: the machine, not the methods."""
 
-    Attributes
-    ----------
-    controls : int
-        Such figures.
-    drift : float
-        The median of their changes: 0.1 for a tenth slower.
-    spread : float
-        By how much, relatively, another of them differs from that at most.
-    """
-
-    controls: int
-    drift: float
-    spread: float
+    controls: int  # how many such figures
+    drift: float  # the median of their changes: 0.1 for a tenth slower
+    spread: float  # by how much, relatively, another of them differs from that at most
 
     @property
     def margin(self) -> float:
@@ -199,13 +172,7 @@ class Noise(NamedTuple):
 
 
 def noise_between(base: Figures, other: Figures) -> Noise | None:
-    """Return how far two runs differ in what no method changes; None where nothing tells.
-
-    Parameters
-    ----------
-    base, other : mapping
-        The figures of two results by their key and name.
-    """
+    """Return how far two runs differ in what no method changes; None where nothing tells."""
     changes: list[tuple[float, float]] = []
     for named, figure in base.items():
         again = other.get(named)
@@ -254,12 +221,6 @@ def ratio_interval(
     is held both as it is and relative to what was taken beside it (without that, to the drift of
     the controls), and the interval holds both: a machine that was slower for one may not have been
     for the other. The margin of the noise widens it.
-
-    Parameters
-    ----------
-    base, other : Figure
-    noise : Noise, optional
-        Between the two runs, for times.
     """
     if base.samples and other.samples and min(*base.samples, *other.samples) > 0:
         ratio = median_ratio_ends(other.samples, base.samples, paired=False)
@@ -303,13 +264,7 @@ def _ends(figure: Figure) -> tuple[float, float, float] | None:
 
 
 def environment_differences(environments: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what is not the same everywhere: the path of each entry, and its values.
-
-    Parameters
-    ----------
-    environments : sequence of mapping
-        The environments, or the inputs, of results.
-    """
+    """Return what is not the same everywhere: the path of each entry, and its values."""
     flat = [dict(_leaves(environment)) for environment in environments]
     return [
         {"path": path, "values": [one.get(path) for one in flat]}

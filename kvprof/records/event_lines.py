@@ -42,11 +42,6 @@ def event_from(line: Mapping[str, Any]) -> Event:
     """Return the event of a line that `event_line` made.
 
     Keys that this version does not know are left out, so that a newer minor version can be read.
-
-    Raises
-    ------
-    ValueError
-        When it is no event, with what is wrong.
     """
     kind = _TYPES.get(str(line.get("event")))
     if kind is None:
@@ -80,20 +75,7 @@ class EventReader:
         self.finished = False
 
     def read(self, line: bytes) -> Event:
-        """Return the event of the next line.
-
-        Parameters
-        ----------
-        line : bytes
-            Without its newline or with it.
-
-        Raises
-        ------
-        DamagedLineError
-            When it is no event, or one that cannot stand here.
-        FailedError
-            When the journal's format is newer than this kvprof, or none of kvprof's.
-        """
+        """Return the event of the next line."""
         self._line += 1
         try:
             return self._event(line)

@@ -32,33 +32,14 @@ _RUNNING = f"{RECORD_ENDS}: it was killed, or is still running"
 
 
 def fold(events: Iterable[Event]) -> dict[str, Any]:
-    """Return the `data` of the result that events become; see ``schema/jct.json``.
-
-    Parameters
-    ----------
-    events : iterable of Event
-        In the order of the journal, from the run's start; they may end anywhere.
-    """
+    """Return the `data` of the result that events become; see ``schema/jct.json``."""
     folding = Fold(Case)
     folding.add_all(events)
     return folding.data()
 
 
 def result_of(events: Iterable[Event], *, damage: str | None = None) -> dict[str, Any]:
-    """Return the whole result that events become, marked incomplete when they end early.
-
-    Parameters
-    ----------
-    events : iterable of Event
-        In the order of the journal, from the run's start.
-    damage : str, optional
-        What is wrong with the journal after them (`kvprof.records.journal.Recording`).
-
-    Raises
-    ------
-    FailedError
-        When there is no event that says what was run.
-    """
+    """Return the whole result that events become, marked incomplete when they end early."""
     folding = Fold(Case)
     folding.add_all(events)
     return folding.result(damage)
@@ -68,23 +49,6 @@ class Fold(Generic[_Case]):
     """Takes events one by one; what it holds and returns depends on nothing but them.
 
     The live view's state is one as well, with what only those who look on want to know.
-
-    Parameters
-    ----------
-    begin : callable
-        Makes a case of its first event.
-
-    Attributes
-    ----------
-    run : RunStarted or None
-    end : RunFinished or None
-    cases : dict of str to Case
-        In the order in which they were started.
-    devices : dict of str to Series of TelemetrySample
-    warnings : list of str
-        Each with the case that it is of.
-    load : LoadFold
-        What happened under load; empty for other runs.
     """
 
     def __init__(self, begin: Callable[[CaseStarted], _Case]) -> None:

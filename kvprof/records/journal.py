@@ -158,13 +158,7 @@ class Journal:
         return time.monotonic() - self.start
 
     def emit(self, event: Event) -> None:
-        """Keep an event, and write it as the next line.
-
-        Raises
-        ------
-        ValueError
-            When a number of the event is not finite, or the journal is closed.
-        """
+        """Keep an event, and write it as the next line."""
         text = json.dumps(event_line(event), allow_nan=False, ensure_ascii=False)
         failed = None
         with self._lock:
@@ -304,11 +298,6 @@ def is_result_of(result: Mapping[str, Any], events: Path) -> bool:
     """Whether a result was made of these events, rather than of another run into the same folder.
 
     No clock is asked which of two runs is the newer one: it may have been set back between them.
-
-    Raises
-    ------
-    FailedError
-        As `read_events`.
     """
     follower = Follower(events)
     try:
@@ -326,13 +315,7 @@ def is_result_of(result: Mapping[str, Any], events: Path) -> bool:
 
 
 def remove_other_events(folder: Path, result: Mapping[str, Any]) -> None:
-    """Remove the events of an earlier run from a folder that holds a result by now.
-
-    Raises
-    ------
-    FailedError
-        When they cannot be removed.
-    """
+    """Remove the events of an earlier run from a folder that holds a result by now."""
     while (found := find_events(folder)) is not None:
         try:
             if is_result_of(result, found):
@@ -348,20 +331,7 @@ def remove_other_events(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def read_events(path: Path) -> Recording:
-    """Read the events of a run, finished or not, up to the first damage.
-
-    Parameters
-    ----------
-    path : Path
-        A file of events; one that ends in ``.gz`` is decompressed.
-
-    Raises
-    ------
-    UsageError
-        When there is no such file, or it is a folder.
-    FailedError
-        When it cannot be read, is no record of a run, or is of a newer kvprof.
-    """
+    """Read the events of a run, finished or not, up to the first damage."""
     path = Path(path)
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name its {EVENTS_NAME}")
@@ -419,19 +389,7 @@ class Follower:
         return self._reader.finished
 
     def poll(self, at_most: int | None = None) -> list[Event]:
-        """Return the events of the whole lines that were added since the last call.
-
-        Parameters
-        ----------
-        at_most : int, optional
-            Events to return; the others come with the next call.
-
-        Raises
-        ------
-        FailedError
-            When the file cannot be read, is no record of a run, is of a newer kvprof, or was
-            replaced by another run's.
-        """
+        """Return the events of the whole lines that were added since the last call."""
         events: list[Event] = []
         while self.damage is None and (at_most is None or len(events) < at_most):
             try:

@@ -34,13 +34,7 @@ class LoadMethod:
 
 
 def load_methods(names: Sequence[str], tps: Sequence[int]) -> list[LoadMethod]:
-    """Return the methods of a load, for each number of GPUs those in the order of their names.
-
-    Parameters
-    ----------
-    names : sequence of str
-    tps : sequence of int
-    """
+    """Return the methods of a load, for each number of GPUs those in the order of their names."""
     several = len(tps) > 1
     return [
         LoadMethod(name, tp, f"{name}{_TP}{tp}" if several else name)
@@ -50,27 +44,13 @@ def load_methods(names: Sequence[str], tps: Sequence[int]) -> list[LoadMethod]:
 
 
 def baseline_of(label: str, baseline: str) -> str:
-    """Return what a method is held against: of a load with several numbers of GPUs, on as many.
-
-    Parameters
-    ----------
-    label : str
-        A method of the load, as its records call it.
-    baseline : str
-        That of the load, on its smallest number of GPUs.
-    """
+    """Return what a method is held against: of a load with several numbers of GPUs, on as many."""
     name, held, _ = baseline.rpartition(_TP)
     _, own, tp = label.rpartition(_TP)
     return f"{name}{_TP}{tp}" if held and own else baseline
 
 
 def tps_of(inputs: Mapping[str, Any]) -> list[int]:
-    """Return a load's numbers of GPUs, from the ``inputs`` of its result.
-
-    Parameters
-    ----------
-    inputs : mapping
-        ``tp`` is one number, or a list of several.
-    """
+    """Return a load's numbers of GPUs, from the ``inputs`` of its result."""
     known = inputs.get("tp") or 1
     return [known] if isinstance(known, int) else list(known)

@@ -100,20 +100,7 @@ def _why(row: Mapping[str, Any]) -> str:
 def largest(
     rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]] | None
 ) -> dict[str, Any]:
-    """Return the largest rate that a method serves, and its ratio to the baseline's.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        Of ``data.rates``, the method's, rates ascending.
-    baseline : sequence of mapping or None
-        The baseline's.
-
-    Returns
-    -------
-    dict
-        ``largest_rate``, ``largest_rate_interval``, ``limited_by``, ``ratio``, ``ratio_interval``.
-    """
+    """Return the largest rate that a method serves, and its ratio to the baseline's."""
     own = _bracket(rows)
     ratio, interval = None, None
     if baseline:

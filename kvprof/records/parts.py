@@ -103,13 +103,7 @@ OVERHEADS = tuple(part.name for part in _TABLE if part.overhead)
 
 
 def part_of(name: str) -> Part:
-    """Return the part of a name; for one that this version does not know, with a look of its own.
-
-    Parameters
-    ----------
-    name : str
-        Of `PARTS`, or `UNTIMED`, or anything that a record holds.
-    """
+    """Return the part of a name; one that this version does not know has a look of its own."""
     return _BY_NAME.get(name) or replace(_UNKNOWN, name=name)
 
 

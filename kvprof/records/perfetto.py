@@ -54,13 +54,7 @@ class _Case:
 
 
 def trace_of(events: Iterable[Event]) -> dict[str, Any]:
-    """Return a trace, ready to be written as JSON; times in microseconds.
-
-    Parameters
-    ----------
-    events : iterable of Event
-        In the order of the journal; they may end anywhere.
-    """
+    """Return a trace, ready to be written as JSON; times in microseconds."""
     cases: dict[str, _Case] = {}
     made: list[dict[str, Any]] = [_named(_MACHINE, "machine")]
     other: dict[str, Any] = {}

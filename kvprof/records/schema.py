@@ -12,7 +12,6 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError, best_match
-from jsonschema.validators import extend
 
 from kvprof.results import KINDS, class_of
 from kvprof.results.base import schema_of
@@ -106,55 +105,4 @@ def _envelope() -> Any:
 
 @cache
 def _validator() -> Any:
-    checked = extend(Draft202012Validator, {"items": _items, "properties": _properties})
-    return checked(result_schema())
-
-
-# A spectrum holds a hundred thousand numbers and a stability study ten thousand rows of twenty
-# entries. Both checks below let pass what is plainly right and leave the rest to jsonschema.
-
-
-def _items(validator: Any, items: Any, instance: Any, schema: Any) -> Iterable[ValidationError]:
-    types = _types(items)
-    if types and isinstance(instance, list) and types.issuperset(map(type, instance)):
-        return ()
-    return Draft202012Validator.VALIDATORS["items"](validator, items, instance, schema) or ()
-
-
-def _properties(
-    validator: Any, properties: Any, instance: Any, schema: Any
-) -> Iterable[ValidationError]:
-    if not isinstance(instance, dict):
-        return ()
-    rest = {
-        key: part
-        for key, part in properties.items()
-        if key in instance and type(instance[key]) not in _types(part)
-    }
-    original = Draft202012Validator.VALIDATORS["properties"]
-    return original(validator, rest, instance, schema) or () if rest else ()
-
-
-def _types(schema: Any) -> frozenset[type]:
-    """Return the types whose every value matches a schema that asks for a type and nothing else."""
-    if not isinstance(schema, dict) or not schema.keys() <= {"type", "description"}:
-        return frozenset()
-    asked = schema.get("type", ())
-    return _plain_types((asked,) if isinstance(asked, str) else tuple(asked))
-
-
-@cache
-def _plain_types(asked: tuple[str, ...]) -> frozenset[type]:
-    return frozenset[type]().union(*(_PLAIN[name] for name in asked))
-
-
-# By exact type, so that True is no number. Arrays and objects of any content count too.
-_PLAIN: dict[str, frozenset[type]] = {
-    "number": frozenset({int, float}),
-    "integer": frozenset({int}),
-    "string": frozenset({str}),
-    "boolean": frozenset({bool}),
-    "null": frozenset({type(None)}),
-    "array": frozenset({list}),
-    "object": frozenset({dict}),
-}
+    return Draft202012Validator(result_schema())

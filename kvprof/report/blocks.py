@@ -135,7 +135,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One figure per layer and head, ``[layer][head]``; see `kvprof.views.heatmap.HeatMap`."""
+    """One figure per layer and head, ``[layer][head]``; `log` is for figures over decades."""
 
     values: Sequence[Sequence[float | None]]
     title: str

@@ -54,7 +54,7 @@ def report(result: GenerateResult) -> Report:
     body: list[Block] = [Heading("Text"), Paragraph(data.text)]
     if data.difference is not None:
         told.insert(0, _departure(result, data.difference))
-        body += [_COMPARED, *_compared(data.difference)]
+        body += [_COMPARED, *_compared(data.difference, inputs.method)]
     verdict, *others = (line for line in told if line is not None)
     if others:
         body += [Heading("Cache"), *map(Paragraph, others)]
@@ -75,7 +75,8 @@ def compared(result: GenerateResult) -> Report:
     """Return what ``--diff`` shows below the text."""
     found = result.data.difference
     assert found is not None
-    return Report([_COMPARED, Paragraph(_departure(result, found), "verdict"), *_compared(found)])
+    verdict = Paragraph(_departure(result, found), "verdict")
+    return Report([_COMPARED, verdict, *_compared(found, result.inputs.method)])
 
 
 def _departure(result: GenerateResult, found: Difference) -> str:
@@ -90,7 +91,7 @@ def _departure(result: GenerateResult, found: Difference) -> str:
     )
 
 
-def _compared(found: Difference) -> list[Block]:
+def _compared(found: Difference, method: str) -> list[Block]:
     blocks: list[Block] = []
     if found.length is not None:
         blocks.append(Paragraph(_length(found.length)))
@@ -115,7 +116,7 @@ def _compared(found: Difference) -> list[Block]:
     if kl := found.kl:
         mean, most = number(sum(kl) / len(kl)), number(max(kl))
         title = f"KL divergence by step: {mean} nats on average, at most {most}"
-        steps = Series("compressed", range(1, len(kl) + 1), kl)
+        steps = Series(method, range(1, len(kl) + 1), kl, method=method)
         curve = Curves([steps], title, "new token", "nats", height=10)
         blocks.append(curve if len(kl) > 1 else Paragraph(f"{title}."))
     return blocks

@@ -205,7 +205,7 @@ def _first_tokens(data: SensitivityData) -> Table:
         Column("setting", "setting", words=True),
         Column("exact_first", "first tokens"),
         Column("kl", "cost", number),
-        Column("kl_exact", "cost without them", number),
+        Column("kl_exact", "first uncompressed", number),
         Column("explained", "explained by them", percent),
         Column(lambda row: row.explained_by_side.keys, "of keys", percent),
         Column(lambda row: row.explained_by_side.values, "of values", percent),

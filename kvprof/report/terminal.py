@@ -21,7 +21,6 @@ from kvprof.report.blocks import (
     Table,
 )
 from kvprof.views import heatmap
-from kvprof.views.numbers import number
 from kvprof.views.page import Fitted, bullets, heading, paragraph
 from kvprof.views.plot import LinePlot
 from kvprof.views.tables import Column, DataTable, Ranked, RankedTable, key_values
@@ -51,19 +50,10 @@ def _drawn(block: Block) -> Iterator[RenderableType]:
             yield _table(block)
         case Curves():
             yield Text()
-            yield LinePlot(
-                block.series,
-                block.title,
-                block.x_label,
-                block.y_label,
-                height=block.height,
-                log_x=block.log_x,
-                log_y=block.log_y,
-                x_ticks=block.x_ticks,
-            )
+            yield LinePlot(**vars(block))
         case HeatMap():
             yield Text()
-            yield _map(block)
+            yield heatmap.HeatMap(**vars(block))
         case Bars(drawn) | Ratios(drawn):
             yield Text()
             yield drawn
@@ -81,17 +71,3 @@ def _table(table: Table) -> Any:
         for index, (head, one) in enumerate(zip(heads, table.columns, strict=True))
     ]
     return RankedTable(ranked)
-
-
-def _map(block: HeatMap) -> Any:
-    return heatmap.HeatMap(
-        block.values,
-        block.title,
-        low=block.low,
-        high=block.high,
-        write=block.show or number,
-        layers=block.layers,
-        columns=block.columns,
-        names=block.names,
-        log=block.log,
-    )

@@ -5,9 +5,9 @@ import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
 from kvprof.printable import printable
@@ -15,6 +15,7 @@ from kvprof.printable import printable
 __all__ = [
     "Compared",
     "Figure",
+    "Interval",
     "Key",
     "Keyed",
     "Part",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 Key = tuple[tuple[str, Any], ...]
+#: Lower and upper end; None where there is none.
+Interval = Annotated[list[float | None], Field(min_length=2, max_length=2)] | None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Figure, Key, Keyed, Part, Result, ends
+from kvprof.results.base import Compared, Figure, Interval, Key, Keyed, Part, Result, ends
 
 __all__ = [
     "SIDES",
@@ -21,7 +21,6 @@ __all__ = [
 
 Side = Literal["keys", "values"]
 SIDES: tuple[Side, Side] = ("keys", "values")
-Interval = Annotated[list[float | None], Field(min_length=2, max_length=2)] | None
 
 _PART = ("layer", "side", "kv_head", "setting", "bits", "rank", "exact_first")
 _MEASURED = ("kl", "kl_p999", "kl_worst", "accuracy", "relative_accuracy")
@@ -141,18 +140,14 @@ class Uniform(Part):
     predicted_kl: float = Field(description="Sum of the cells.")
     measured: Measured
 
-    def figures(self, key: Key = ()) -> Iterator[Figure]:
-        """Yield what can be compared."""
-        yield from super().figures((*key, ("all", "alike")))
-
 
 class Budget(Part):
     """Settings handed out by cost per byte, and measured as a whole."""
 
-    like: Annotated[str | None, Keyed()] = Field(
+    like: str | None = Field(
         description="The setting whose bytes it may take; null at the rate asked for."
     )
-    rate_asked: Annotated[float | None, Keyed()] = Field(
+    rate_asked: float | None = Field(
         None, description="Of the whole cache. Absent in results of earlier versions."
     )
     rate: float = Field(description="Of the measured parts' bytes.")
@@ -161,6 +156,13 @@ class Budget(Part):
     measured: Measured
     uniform: Uniform | None = Field(description="All parts at that setting; null without one.")
     choices: list[Choice]
+
+    def figures(self, key: Key = ()) -> Iterator[Figure]:
+        """Yield what can be compared, of the mixture and of all parts alike."""
+        key = (*key, ("like", self.like), ("rate", self.rate_asked))
+        for name, one in (("mixed", self), ("uniform", self.uniform)):
+            if one is not None:
+                yield from one.measured.figures((*key, ("allocation", name)))
 
 
 class Flags(Part):

@@ -26,21 +26,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How tokens are chosen.
-
-    Attributes
-    ----------
-    max_new_tokens : int
-    sample : bool
-        Draw tokens; otherwise always the most probable one.
-    temperature, top_p : float
-        Of the draw; 1 and 1 draw from the model's own distribution.
-    seed : int
-        Of the draw; two runs with one seed use the same random numbers.
-    """
+    """How tokens are chosen."""
 
     max_new_tokens: int = 128
-    sample: bool = False
+    sample: bool = False  # else the most probable token
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
@@ -48,24 +37,12 @@ class GenerationSettings:
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """What one run wrote.
+    """What one run wrote."""
 
-    Attributes
-    ----------
-    tokens : list of int
-        The new ones.
-    ended : str
-        ``end_of_text``, ``length`` or ``interrupted``.
-    logits : Tensor or None
-        ``[len(tokens), vocabulary]`` of each step, as the model gave them.
-    broken : bool
-        Whether it was left in the middle of a step, so that the cache holds a part of a token.
-    """
-
-    tokens: list[int]
-    ended: str
-    logits: Tensor | None = None
-    broken: bool = False
+    tokens: list[int]  # the new ones
+    ended: str  # end_of_text, length or interrupted
+    logits: Tensor | None = None  # [tokens, vocabulary], as the model gave them
+    broken: bool = False  # in the middle of a step, so that the cache holds a part of a token
 
 
 def prompt_ids(loaded: OpenedModel, prompt: str, *, chat: bool) -> tuple[str, list[int]]:

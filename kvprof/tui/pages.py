@@ -289,7 +289,7 @@ def _map(title: str, rows: Sequence[LayerRow], *, keys: bool) -> RenderableType:
     return HeatMap(
         [own for _, own in kept],
         title,
-        write=lambda value: f"{value:.0f}",
+        show=lambda value: f"{value:.0f}",
         layers=[str(row.layer) for row, _ in kept],
     )
 

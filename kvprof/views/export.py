@@ -16,6 +16,7 @@ from kvprof.report.blocks import Block
 from kvprof.report.pages import html, markdown
 from kvprof.results import KINDS
 from kvprof.views.bars import StackedBars
+from kvprof.views.heatmap import HeatMap
 from kvprof.views.kinds import figure_of, report
 from kvprof.views.page import Bullet, Fitted, render_text
 from kvprof.views.plot import LinePlot
@@ -59,9 +60,8 @@ def _blocks(part: RenderableType) -> Iterator[Block]:
             for index, column in enumerate(part.columns)
         ]
         yield blocks.Table(heads, part.rows, part.title)
-    elif isinstance(part, LinePlot):
-        how = {name: getattr(part, name) for name in ("log_x", "log_y", "x_ticks", "height")}
-        yield blocks.Curves(part.series, part.title, part.x_label, part.y_label, **how)
+    elif isinstance(part, LinePlot | HeatMap):
+        yield part
     elif isinstance(part, StackedBars):
         yield blocks.Bars(part)
     elif isinstance(part, Beside):

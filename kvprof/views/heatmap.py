@@ -13,6 +13,7 @@ from typing import TypeGuard
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from kvprof.report import blocks
 from kvprof.views.numbers import MISSING, number
 from kvprof.views.page import flow
 
@@ -69,19 +70,13 @@ def _known(value: float | None) -> TypeGuard[float]:
     return value is not None and not math.isnan(value)
 
 
-@dataclass(frozen=True)
-class HeatMap:
+class HeatMap(blocks.HeatMap):
     """Rich renderable of one figure per layer and head."""
 
-    values: Sequence[Sequence[float | None]]
-    title: str
-    low: float | None = None
-    high: float | None = None
-    write: Callable[[float], str] = number
-    layers: Sequence[str] = ()
-    columns: str = "KV head"
-    names: Sequence[str] = ()
-    log: bool = False
+    @property
+    def write(self) -> Callable[[float], str]:
+        """What writes a figure."""
+        return self.show or number
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold", overflow="fold")

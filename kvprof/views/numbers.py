@@ -28,14 +28,7 @@ MISSING = "–"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Write a figure with `digits` significant digits, without an exponent where that is short.
-
-    Parameters
-    ----------
-    value : float or None
-        None and NaN are written as `MISSING`.
-    digits : int
-        Significant digits; the digits in front of the point are always complete.
+    """Write a figure with `digits` significant digits; None and NaN as `MISSING`.
 
     Examples
     --------

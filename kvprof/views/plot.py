@@ -6,7 +6,7 @@ people look for them (and given ones are logged twice, plotext 6.1).
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.color import Color
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from kvprof.report.blocks import Series, method_slot
+from kvprof.report.blocks import Curves, Series, method_slot
 from kvprof.sizes import format_count
 from kvprof.views.numbers import axis_number
 from kvprof.views.page import flow, to_ascii, wrap
@@ -116,38 +116,14 @@ _LOCK = Lock()
 
 
 @dataclass(frozen=True)
-class LinePlot:
-    """Rich renderable of `line_plot` that takes width, colour and encoding from the console.
+class LinePlot(Curves):
+    """Rich renderable of `line_plot` that takes width, colour and encoding from the console."""
 
-    Attributes are the parameters of `line_plot`.
-    """
-
-    series: Sequence[Series]
-    title: str
-    x_label: str
-    y_label: str
-    height: int = 16
-    log_x: bool = False
-    log_y: bool = False
-    x_ticks: Sequence[float] = field(default=())
     colours: Sequence[str] = _COLOURS
     legend_above: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield line_plot(
-            self.series,
-            title=self.title,
-            x_label=self.x_label,
-            y_label=self.y_label,
-            width=options.max_width,
-            height=self.height,
-            log_x=self.log_x,
-            log_y=self.log_y,
-            x_ticks=self.x_ticks,
-            colours=self.colours,
-            ascii_only=options.ascii_only,
-            legend_above=self.legend_above,
-        )
+        yield line_plot(**vars(self), width=options.max_width, ascii_only=options.ascii_only)
 
 
 def line_plot(

@@ -187,7 +187,7 @@ def test_json_on_stdout_leaves_no_room_for_the_text(tiny_folder: Path) -> None:
     ("arguments", "code", "says"),
     [
         ([], 2, "--prompt"),
-        (["--prompt", "a", "--prompt-file", "b"], 2, "--prompt and --prompt-file"),
+        (["--prompt", "a", "--prompt-file", "b"], 2, "--prompt-file FILE"),
         (["--prompt-file", "missing.txt"], 2, "missing.txt"),
         (["--prompt", "x", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
         (["--prompt", "x", "--max-new-tokens", "500"], 2, "--max-new-tokens 126 fits"),

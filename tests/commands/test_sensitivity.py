@@ -147,9 +147,9 @@ def test_an_interrupt_keeps_the_plan_and_the_wholes_that_were_measured(
 
     whole = sensitivity_run._measured
 
-    def stopped(measuring: Any, wanted: Any, stop: Any) -> bool:
+    def stopped(measuring: Any, wanted: Any, data: Any, stop: Any) -> bool:
         seen: list[int] = []
-        return whole(measuring, wanted, lambda: len(seen) > 1 or bool(seen.append(1)))
+        return whole(measuring, wanted, data, lambda: len(seen) > 1 or bool(seen.append(1)))
 
     monkeypatch.setattr(sensitivity_run, "_measured", stopped)
     done = kvprof(

@@ -89,14 +89,6 @@ def test_the_printed_schema_refuses_it_too(result: dict[str, Any]) -> None:
     assert not Draft202012Validator(result_schema()).is_valid(result)
 
 
-def test_a_row_of_a_curve_must_carry_every_key() -> None:
-    result = stability_result()
-    del result["data"]["curves"][1]["principal_angle"]
-    with pytest.raises(ValueError, match="principal_angle") as caught:
-        validate_result(result)
-    assert str(caught.value).startswith("data.curves[1].principal_angle: ")
-
-
 @pytest.mark.parametrize("key", ["heads_and_seeds", "spread"])
 def test_an_average_says_over_how_many_and_how_far_apart(key: str) -> None:
     result = stability_result()
@@ -104,27 +96,6 @@ def test_an_average_says_over_how_many_and_how_far_apart(key: str) -> None:
     assert key not in single
     del average[key]
     with pytest.raises(ValueError, match=rf"^data\.curves\[1\]: .*{key}"):
-        validate_result(result)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(["claims", 0, key] for key in ("paper", "pair", "target", "tokens", "cost", "holds")),
-        *(["clusters", 0, "sizes"], ["lengths", 0, "cost_same_length"]),
-        ["unrelated_ratio", "sign_aligned"],
-        *([key] for key in ("half_ranks", "lengths", "clusters")),
-        *([key] for key in ("unrelated_ratio", "negligible_cost")),
-    ],
-)
-def test_what_a_stability_study_always_writes_is_required(path: list[Any]) -> None:
-    result = stability_result()
-    target: Any = result["data"]
-    for step in path[:-1]:
-        target = target[step]
-    del target[path[-1]]
-    place = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path)
-    with pytest.raises(ValueError, match=rf"^data{re.escape(place)}: "):
         validate_result(result)
 
 

@@ -17,7 +17,7 @@ def whole(value):
 
 
 def shown(values, width, **options):
-    return render_text(HeatMap(values, "ranks", write=whole, **options), width)
+    return render_text(HeatMap(values, "ranks", show=whole, **options), width)
 
 
 def figures(text, heads):
@@ -102,7 +102,7 @@ def test_names_of_layers():
 
 def test_monochrome_differs_from_colour_in_escapes_only():
     values = ranks(6, 4)
-    coloured = render_text(HeatMap(values, "ranks", write=whole), 80, colour=True)
+    coloured = render_text(HeatMap(values, "ranks", show=whole), 80, colour=True)
     assert "\x1b[" in coloured
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
     assert [row.rstrip() for row in stripped.splitlines()] == shown(values, 80).splitlines()
