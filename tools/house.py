@@ -24,7 +24,7 @@ Measures = dict[str, float]
 CEILINGS: Measures = {
     "package_lines": 101_260,
     "package_files": 426,
-    "docstring_share": 0.176,
+    "docstring_share": 0.177,
     "raises": 1096,
     "functions_with_12_parameters": 72,
     "modules_with_one_importer": 97,

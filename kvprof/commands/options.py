@@ -544,6 +544,12 @@ class SampleOptions(Request):
     decode: DecodeOption = False
     calibrate_seq_len: CalibrateSeqLenOption = None
 
+    @property
+    def sample(self) -> dict[str, Any]:
+        """What `kvprof.commands.steps.load_sample` is told of text and tasks."""
+        names = ("text", "sequences", "seq_len", "tasks", "task_items", "task_lengths")
+        return {name: getattr(self, name) for name in names}
+
 
 def read_counts(text: str, *, what: str) -> list[int]:
     """Read a list of counts, and say so where it may have been meant as one (``1,536``)."""
@@ -590,7 +596,6 @@ def check_choice(
     calibrate: str | None,
     calibrate_tokens: str | None,
     options: dict[str, Any],
-    calibrate_seq_len: str | None = None,
 ) -> None:
     """Refuse what contradicts itself, while torch is not loaded yet."""
     if plan_file is not None:
@@ -600,7 +605,6 @@ def check_choice(
             "--removal": removal is not None,
             "--calibrate": calibrate is not None,
             "--calibrate-tokens": calibrate_tokens is not None,
-            "--calibrate-seq-len": calibrate_seq_len is not None,
             **{f"--{key}" if key in _NAMED else f"--option {key}": True for key in options},
         }
         if said := [option for option, is_given in given.items() if is_given]:

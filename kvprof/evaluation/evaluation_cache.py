@@ -22,7 +22,8 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import structure
 from kvprof.records.files import ensure_writable, parse_json, write_text_atomic
 from kvprof.records.result import to_plain
-from kvprof.records.schema import validate_part
+from kvprof.results.base import validated
+from kvprof.results.eval import Evaluation
 
 __all__ = ["BASELINE", "EVALUATION_VERSION", "EvaluationCache", "cache_folder", "plan_digest"]
 
@@ -152,7 +153,7 @@ class EvaluationCache:
                 raise ValueError("its contents do not match its digest")
             if (stored["plan"], stored["data"]) != (digest, self._data):
                 raise ValueError("it is of another plan or other data")
-            validate_part(stored["evaluation"], "eval/$defs/evaluation")
+            validated(Evaluation, stored["evaluation"])
         except (OSError, ValueError, LookupError, TypeError) as cause:
             self._warn(f"{path}: a damaged evaluation is measured again ({cause})")
             return None

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from kvprof.analysis.stats import binomial_interval
 from kvprof.records.parts import SHARED_PARTS
 from kvprof.results import KINDS, class_of
 from kvprof.results.base import Figure, Key
@@ -162,40 +161,6 @@ def _load(data: Row) -> Iterator[Figure]:
         yield from _given(method, "cache_tokens", key, "higher", exact=True)
 
 
-def _eval(data: Row) -> Iterator[Figure]:
-    for row in data["evaluations"]:
-        key = (("method", row["method"]),)
-        yield from _given(
-            row,
-            "relative_accuracy",
-            key,
-            "higher",
-            interval="relative_accuracy_interval",
-            headline=True,
-        )
-        yield from _given(
-            row,
-            "perplexity_ratio",
-            key,
-            "lower",
-            interval="perplexity_ratio_interval",
-            headline=True,
-        )
-        yield Figure(key, "kl_mean", row["kl"]["mean"], "lower")
-        if lengths := row.get("answer_lengths"):
-            yield from _given(
-                lengths, "ratio", (*key, ("of", "answers")), "lower", interval="ratio_interval"
-            )
-        yield from _given(row, "rate", key, "higher")
-        for task, found in judging_tasks(row).items():
-            of = (*key, ("task", task))
-            items = found.get("items")
-            ends = binomial_interval(found["accuracy"], items) if items else None
-            yield Figure(
-                of, "task_accuracy", found["accuracy"], "higher", interval=ends, headline=True
-            )
-
-
 def _frontier(data: Row) -> Iterator[Figure]:
     for method in data["methods"]:
         key = (("method", method["label"]),)
@@ -256,7 +221,6 @@ _KINDS: dict[str, Callable[[Row], Iterator[Figure]]] = {
     "bench": _bench,
     "compare": _nothing,
     "doctor": _nothing,
-    "eval": _eval,
     "frontier": _frontier,
     "jct": _jct,
     "load": _load,

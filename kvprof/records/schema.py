@@ -16,7 +16,7 @@ from jsonschema.exceptions import ValidationError, best_match
 from kvprof.results import KINDS, class_of
 from kvprof.results.base import schema_of
 
-__all__ = ["kinds", "refuse_first", "result_schema", "validate_part", "validate_result"]
+__all__ = ["kinds", "refuse_first", "result_schema", "validate_result"]
 
 _FOLDER = resources.files("kvprof.records") / "schema"
 _ENVELOPE = "envelope.json"
@@ -65,11 +65,6 @@ def validate_result(result: Any) -> None:
         refuse_first(_validator().iter_errors(result), "the result")
 
 
-def validate_part(value: Any, part: str) -> None:
-    """Check what stands in results of a kind by itself, where it is kept elsewhere too."""
-    refuse_first(_part_validator(part).iter_errors(value), part.rpartition("/")[2])
-
-
 def refuse_first(errors: Iterable[ValidationError], what: str) -> None:
     """Raise the error that tells most, in one line."""
     error = best_match(errors)
@@ -87,13 +82,6 @@ def refuse_first(errors: Iterable[ValidationError], what: str) -> None:
 
 def _read(name: str) -> Any:
     return json.loads((_FOLDER / name).read_text("utf-8"))
-
-
-@cache
-def _part_validator(part: str) -> Any:
-    return _validator().evolve(
-        schema={"$ref": f"#/$defs/{part}", "$defs": result_schema()["$defs"]}
-    )
 
 
 @cache

@@ -36,7 +36,6 @@ _FREE = frozenset(
         "--dtype",
         "--gguf",
         "--grid",
-        "--harness-limit",
         "--input-len",
         "--jct",
         "--kernels",

@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
@@ -23,6 +23,7 @@ __all__ = [
     "ends",
     "schema_of",
     "tidy_csv",
+    "validated",
 ]
 
 Key = tuple[tuple[str, Any], ...]
@@ -115,6 +116,19 @@ def _held(value: Any, marks: Sequence[Any], key: Key) -> Iterator[Figure]:
                 yield from one.figures((*key, (named, entry)))
 
 
+P = TypeVar("P", bound=Part)
+
+
+def validated(part: type[P], found: Mapping[str, Any]) -> P:
+    """Return a part as JSON has it; a ValueError names where it differs first, and how."""
+    try:
+        return part.model_validate(dict(found))
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        where = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"])
+        raise ValueError(f"{where.lstrip('.')}: {first['msg']}") from None
+
+
 class Result(Part):
     """Base of a kind's result: the envelope around ``inputs`` and ``data`` of its own types."""
 
@@ -132,13 +146,8 @@ class Result(Part):
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Self:
-        """Return a result as JSON has it; a ValueError names where it differs first, and how."""
-        try:
-            return cls.model_validate(dict(result))
-        except ValidationError as problem:
-            first = problem.errors(include_url=False)[0]
-            where = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"])
-            raise ValueError(f"{where.lstrip('.')}: {first['msg']}") from None
+        """Return a result as JSON has it."""
+        return validated(cls, result)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the CSV, by its columns."""

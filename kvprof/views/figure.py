@@ -32,7 +32,6 @@ __all__ = [
     "outer_legend",
     "panel_figure",
     "plain_counts",
-    "point_style",
     "titled",
 ]
 
@@ -221,7 +220,10 @@ def draw_curves(
         )
         if one.low is not None and one.high is not None:
             low, high = _drawable(one.low, log=log_y), _drawable(one.high, log=log_y)
-            axes.fill_between(list(one.x), low, high, color=colour, alpha=0.15, linewidth=0)
+            if len(one.x) == 1:  # a band has no width
+                axes.vlines(list(one.x), low, high, color=colour, linewidth=1.3)
+            else:
+                axes.fill_between(list(one.x), low, high, color=colour, alpha=0.15, linewidth=0)
     if log_y:
         axes.set_yscale("log")
     if log_x:
@@ -266,12 +268,6 @@ def draw_reference(axes: Any, y: float, label: str = "") -> None:
             fontsize="small",
             color=_REFERENCE,
         )
-
-
-def point_style(index: int) -> dict[str, Any]:
-    """Return colour and marker of the series `index`, those of `draw_curves`."""
-    colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
-    return {"color": colour, "marker": marker, "markersize": 5}
 
 
 def _drawable(values: Sequence[float | None], *, log: bool) -> Any:

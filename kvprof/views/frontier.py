@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvprof.views.evaluation import apart_note, unable_note
+from kvprof.report.eval import apart_note, unable_note
 from kvprof.views.figure import (
     draw_curves,
     draw_reference,

@@ -100,7 +100,6 @@ _MODULES = {
     "bench": "bench",
     "compare": "compare",
     "doctor": "doctor",
-    "eval": "evaluation",
     "frontier": "frontier",
     "jct": "jct",
     "load": "load",

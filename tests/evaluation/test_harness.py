@@ -192,7 +192,7 @@ def test_what_the_harness_did_not_generate_was_scored_in_a_single_pass() -> None
 
 
 def test_plans_that_a_single_pass_hides_have_no_such_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvprof.commands import eval_run
+    from kvprof.commands.eval import EvalRequest, _Run, _run_harness
     from kvprof.methods.family import MethodInputs, plan_at
     from kvprof.methods.registry import plan_family
     from tests.methods.models import model
@@ -208,17 +208,17 @@ def test_plans_that_a_single_pass_hides_have_no_such_rows(monkeypatch: pytest.Mo
             for task in settings.tasks
         ]
 
-    monkeypatch.setattr("kvprof.commands.eval_run.harness_rows", rows)
-    monkeypatch.setattr("kvprof.commands.eval_run.settings_described", lambda _: {})
+    monkeypatch.setattr("kvprof.evaluation.harness.harness_rows", rows)
+    monkeypatch.setattr("kvprof.evaluation.harness.settings_described", lambda _: {})
     kivi = plan_family("kivi", MethodInputs(loaded.layout, loaded.fingerprint))
     for tasks, wanted, runs in (
         (("choices", "texts"), [("full", "choices"), ("full", "texts"), ("kivi", "texts")], 2),
         (("choices",), [("full", "choices")], 1),  # nothing of it would be kept
     ):
         asked.clear()
-        run = eval_run.EvalRun({})
+        run = _Run(EvalRequest(), (), {})
         plans = [plan_at(kivi, kivi.settings[0])]
-        eval_run._run_harness(loaded, plans, HarnessSettings(tasks), run, lambda: False)
+        _run_harness(run, loaded, plans, HarnessSettings(tasks), lambda: False)
         assert [(row["method"], row["task"]) for row in run.data["harness"]["rows"]] == wanted
         assert len(asked) == runs
         assert "kivi is not measured on choices" in run.warnings[0]

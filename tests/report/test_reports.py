@@ -14,16 +14,25 @@ from kvprof.results import KINDS, class_of
 from kvprof.views.page import render_text
 from tests.report.approved import check_approved
 from tests.views.synthetic import spectrum_result
+from tests.views.synthetic_evaluation import evaluation_result
 from tests.views.synthetic_generate import generate_result
 from tests.views.synthetic_plan import results as plan_results
 from tests.views.synthetic_sensitivity import sensitivity_result
 from tests.views.synthetic_stability import SHAPES, made
 
+_FULL = {"texts": ("prose", "code"), "harness": True, "written": True}
 RESULTS: dict[str, dict[str, Any]] = {
     "generate": generate_result(),
     "generate, text alone": generate_result(diff=False),
     "sensitivity": sensitivity_result(),
     "sensitivity, heads": sensitivity_result(heads=(0, 1)),
+    "eval": evaluation_result(**_FULL),
+    "eval, one method": evaluation_result(("full", "fp8", "kq"), tasks=()),
+    "eval, many methods": evaluation_result([f"a-method-of-{n}-letters" for n in range(12)]),
+    "eval, at chance": evaluation_result(at_chance=("copy",), protocol="one_pass"),
+    "eval, baseline alone": evaluation_result(
+        ("full",), complete=False, warnings=["a [doubt]"], protocol="teacher_forced"
+    ),
     "spectrum": spectrum_result(group=2),
     "spectrum, ragged": spectrum_result(heads=[4, 2, 4, 1], widths=[128, 64, 128, 256]),
     "spectrum, one dimension": spectrum_result(heads=[1], widths=[1], grid=1),

@@ -11,7 +11,6 @@ from kvprof.errors import UsageError
 from kvprof.reproduction.allowed import (
     _FREE,
     _KEPT,
-    _NAMES,
     _READ,
     CELL_COMMANDS,
     _options,
@@ -39,11 +38,11 @@ def options() -> set[str]:
 
 
 def test_every_option_of_a_command_is_judged() -> None:
-    known = {*_FREE, *_READ, *_KEPT, _NAMES}
+    known = {*_FREE, *_READ, *_KEPT}
     # A new option is decided on here: none is let in because nobody thought of it.
     # A cell sends nothing to anybody's server, and sets up no engine as a stranger likes.
     servers = {"--url", "--served-model", "--key-env", "--engine"}
-    left = {"--cache", "--harness-include", "--trust-remote-code"}
+    left = {"--cache", "--trust-remote-code"}
     assert options() - known - servers == left
     assert servers <= options()
     assert not known - options()

@@ -15,6 +15,7 @@ from kvprof.reproduction.ledger import (
 from kvprof.reproduction.measures import Measured, find, measure_all, parse_path
 from kvprof.reproduction.recipe import Line, Measure
 from tests.records.load_stream import load_stream
+from tests.views.synthetic_evaluation import evaluation_result
 
 DATA = {
     "rows": [
@@ -59,16 +60,10 @@ def test_what_is_no_path_is_refused(path: str) -> None:
         parse_path(path)
 
 
-RESULTS = {
-    "a": {"kind": "eval", "data": {
-        "evaluations": [
-            {"method": name, "relative_accuracy": value, "relative_accuracy_interval": ends,
-             "perplexity_ratio": None, "kl": {"mean": 0.1}, "rate": 0.3, "tasks": {}}
-            for name, value, ends in (("fdc", 0.9, [0.8, 1.0]), ("kq", 0.95, [0.9, 1.0]))
-        ]
-    }},
-    "b": {"kind": "bench", "data": DATA},
-}  # fmt: skip
+KEPT = {"fdc": (0.9, [0.8, 1.0]), "kq": (0.95, [0.9, 1.0])}
+RESULTS = {"a": evaluation_result(tuple(KEPT), tasks=()), "b": {"kind": "bench", "data": DATA}}
+for row in RESULTS["a"]["data"]["evaluations"]:
+    row["relative_accuracy"], row["relative_accuracy_interval"] = KEPT[row["method"]]
 
 
 def measured(*measures: Measure) -> Measured:

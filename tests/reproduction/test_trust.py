@@ -8,27 +8,14 @@ from kvprof.records.cases import MOST_UNATTRIBUTED
 from kvprof.reproduction.ledger import NOT_TESTABLE, REPRODUCED, judge_line, verdict_of
 from kvprof.reproduction.measures import Measured, measure_all
 from kvprof.reproduction.recipe import Line, Measure
-
-
-def share(accuracy: float, items: int) -> dict[str, Any]:
-    return {"accuracy": accuracy, "baseline": 1.0, "items": items}
-
-
-def evaluation(method: str, accuracy: float, items: int) -> dict[str, Any]:
-    return {
-        "method": method,
-        "relative_accuracy": 1.0,
-        "relative_accuracy_interval": None,
-        "perplexity_ratio": None,
-        "kl": {"mean": 0.0},
-        "rate": 0.3,
-        "tasks": {"needle": {**share(accuracy, items), "difference_interval": [0.0, 0.0]}},
-    }
+from tests.views.synthetic_evaluation import evaluation_result
 
 
 def answered(items: int, accuracy: float = 1.0) -> dict[str, Any]:
-    rows = [evaluation("full", 1.0, items), evaluation("tale", accuracy, items)]
-    return {"a": {"kind": "eval", "data": {"evaluations": rows}}}
+    result = evaluation_result(("full", "tale"), tasks=("needle",))
+    for row, share in zip(result["data"]["evaluations"], (1.0, accuracy), strict=True):
+        row["tasks"]["needle"] |= {"accuracy": share, "baseline": 1.0, "items": items}
+    return {"a": result}
 
 
 def measured(results: dict[str, Any], *measures: Measure) -> Measured:

@@ -1,6 +1,7 @@
 """Results of `kvprof eval` as a real run writes them, from made-up scores, without a model."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ def evaluation_result(
         data=data,
         warnings=warnings,
         complete=complete,
+        created=datetime(2026, 1, 1, tzinfo=UTC),
     )
 
 

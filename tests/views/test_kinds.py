@@ -9,7 +9,7 @@ import pytest
 from kvprof.records.fold import result_of
 from kvprof.records.schema import kinds
 from kvprof.report.blocks import Curves, Heading, Table
-from kvprof.views import bench, evaluation, frontier
+from kvprof.views import bench, frontier
 from kvprof.views.export import blocks_of, to_html, to_markdown
 from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text
@@ -54,7 +54,6 @@ def page_of(kind: str) -> str:
 
 _VIEWS = {
     "bench": bench,
-    "eval": evaluation,
     "frontier": frontier,
 }
 
@@ -93,27 +92,6 @@ def test_a_page_shows_what_the_report_says() -> None:
     assert page.count("<svg") == 3  # bars, steps, memory
     assert "<th class=w>part (ms)</th>" in page
     assert "Time between tokens against context" in page
-
-
-def test_an_evaluations_figure_stands_behind_its_first_table() -> None:
-    pytest.importorskip("matplotlib")
-    page = page_of("eval")
-    assert page.count("<svg") == 1
-    assert page.index("</table>") < page.index("<svg") < page.index("<h2>")
-    data = RESULTS["eval"]["data"]
-    # What could not be measured has no point, and a page without any row no figure.
-    rows = [row | {"relative_accuracy": None} for row in data["evaluations"][:1]]
-    drawn = figure_of(RESULTS["eval"] | {"data": data | {"evaluations": rows}})
-    assert drawn is not None
-    assert drawn().axes[0].containers == []
-    every = figure_of(RESULTS["eval"])
-    assert every is not None
-    drawing = every()
-    points = [x for one in drawing.axes[0].containers for x in one.lines[0].get_xdata()]
-    assert sorted(points) == pytest.approx(
-        sorted(row["rate"] for row in data["evaluations"] if row["relative_accuracy"] is not None)
-    )
-    assert "<svg" not in to_html(RESULTS["eval"] | {"data": data | {"evaluations": []}})
 
 
 @pytest.mark.parametrize("kind", ["eval", "frontier", "jct", "bench"])
