@@ -22,16 +22,16 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 101_260,
-    "package_files": 426,
-    "docstring_share": 0.177,
-    "raises": 1096,
-    "functions_with_12_parameters": 72,
-    "modules_with_one_importer": 97,
-    "test_lines": 59_630,
-    "test_functions": 2749,
-    "tests_of_wording": 786,
-    "document_words": 37_051,
+    "package_lines": 99_864,
+    "package_files": 425,
+    "docstring_share": 0.173,
+    "raises": 1076,
+    "functions_with_12_parameters": 67,
+    "modules_with_one_importer": 98,
+    "test_lines": 59_613,
+    "test_functions": 2739,
+    "tests_of_wording": 765,
+    "document_words": 37_033,
     "readme_lines": 148,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.

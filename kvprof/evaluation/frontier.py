@@ -54,18 +54,7 @@ def frontier_row(
     reason: str | None,
     targets: Sequence[Target],
 ) -> dict[str, Any]:
-    """Return one method of a frontier, as the schema documents it.
-
-    Parameters
-    ----------
-    request : MethodRequest
-    tested : sequence of MeasuredRate
-        In any order.
-    reason : str or None
-        Why there are no points, or fewer than there should be.
-    targets : sequence of Target
-        All have to be met; the first is whose share a point's ``share`` is.
-    """
+    """Return one method of a result (`kvprof.results.frontier`), from points in any order."""
     first = targets[0]
     points = [
         {
@@ -141,30 +130,16 @@ class Evaluates(Protocol):
 
 @dataclass
 class Half:
-    """One half of the text, and what is known of it.
-
-    Attributes
-    ----------
-    evaluator : Evaluates
-    cache : EvaluationCache
-    ran_baseline : bool
-        Whether the uncompressed model ran here, not only its figures were found.
-    """
+    """One half of the text, and what is known of it."""
 
     evaluator: Evaluates
     cache: EvaluationCache
-    ran_baseline: bool = False
+    ran_baseline: bool = False  # the uncompressed model, here; not only were its figures found
 
     def baseline(
         self, advance: Callable[[int], None], should_stop: Callable[[], bool]
     ) -> dict[str, Any]:
-        """Measure the uncompressed model.
-
-        Raises
-        ------
-        Interrupted
-            When it was stopped: there is nothing to compare with.
-        """
+        """Measure the uncompressed model; without it there is nothing to compare with."""
         found = self.evaluator.baseline(advance, should_stop)
         if not found["complete"]:
             raise Interrupted
@@ -175,27 +150,13 @@ class Half:
 
 @dataclass(frozen=True)
 class FrontierOptions:
-    """What is searched for.
-
-    Attributes
-    ----------
-    targets : tuple of Target
-        All have to be met; at least one.
-    points : int
-        Evaluations per method at most.
-    """
+    """What is searched for: all targets together, in so many evaluations per method at most."""
 
     targets: tuple[Target, ...] = (Target(),)
     points: int = 6
 
     def check(self, baseline: Mapping[str, Any]) -> None:
-        """Refuse a metric of which the uncompressed model has nothing that could be kept.
-
-        Raises
-        ------
-        UsageError
-            When that is so.
-        """
+        """Refuse a metric of which the uncompressed model has nothing that could be kept."""
         for target in self.targets:
             check_baseline(target.metric, baseline, what=self.metric_option)
 
@@ -206,16 +167,7 @@ class FrontierOptions:
 
 
 def expected_steps(requests: Sequence[MethodRequest], points: int, halves: Sequence[Half]) -> int:
-    """Return how many units a frontier advances its progress by, the baselines included.
-
-    Parameters
-    ----------
-    requests : sequence of MethodRequest
-    points : int
-        Evaluations per method at most.
-    halves : sequence of Half
-        Their evaluators say how many units one evaluation has.
-    """
+    """Return how many units a frontier advances its progress by, the baselines included."""
     planned = sum(_planned(request, points) for request in requests)
     each = [half.evaluator for half in halves]
     return sum(one.baseline_steps + planned * one.steps() for one in each)
@@ -228,21 +180,8 @@ def _planned(request: MethodRequest, points: int) -> int:
 class Frontier:
     """Searches methods one after the other.
 
-    Parameters
-    ----------
-    search, report : Half
-        The text that says which rates are tried, and the other, of which all figures are.
-    options : FrontierOptions
-    family_of : callable
-        Calibrates a method and returns its plans.
-    facts_of : callable
-        From a plan to what a point says of it besides its evaluation; it is never kept for later.
-    describe : callable
-        Called with what is being done, in words.
-    advance : callable
-        Called with how many units are done; see `expected_steps`.
-    should_stop : callable
-        Asked before and during every evaluation.
+    `search` says which rates are tried, all figures are of `report`. `facts_of` returns what a
+    point says of a plan besides its evaluation; it is never kept for later.
     """
 
     def __init__(
@@ -270,20 +209,9 @@ class Frontier:
         self.measured = 0
 
     def run(self, requests: Sequence[MethodRequest]) -> dict[str, Any]:
-        """Search every method and return ``data`` of a frontier result.
+        """Search every method, each label once, and return ``data`` of a result.
 
-        Parameters
-        ----------
-        requests : sequence of MethodRequest
-            Each label once.
-
-        Raises
-        ------
-        UsageError
-            When the baseline has nothing of the metric to keep, or the only method asked for (but
-            for `ALWAYS`) does not fit the model.
-        Interrupted
-            Before the baseline was known: there is nothing to return.
+        The only method asked for (but for `ALWAYS`) is refused where it does not fit the model.
         """
         asked = [request for request in requests if request.method not in ALWAYS]
         # The first calibration comes first: what is wrong with its data, or with the only method,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprof.errors import UsageError
-from kvprof.methods.named import ALWAYS, installed_points, method_entries, parts_of
+from kvprof.methods.named import ALWAYS, installed_points, method_entries, options_in, parts_of
 from kvprof.methods.registry import (
     COMMON_OPTIONS,
     METHODS,
@@ -23,27 +23,17 @@ _BESIDE = ("bits", "keep", *COMMON_OPTIONS, "fisher_form")
 
 @dataclass(frozen=True)
 class MethodRequest:
-    """One row of a frontier.
+    """One row of a frontier."""
 
-    Attributes
-    ----------
-    label : str
-        As the user wrote it: the method, with options of its own where it has any.
-    method : str
-        Registered name.
-    options : dict
-        All of the method's options, those of the whole command included.
-    """
-
-    label: str
-    method: str
-    options: dict[str, Any] = field(default_factory=dict)
+    label: str  # as the user wrote it: the method, with options of its own where it has any
+    method: str  # registered name
+    options: dict[str, Any] = field(default_factory=dict)  # those of the whole command included
 
 
 def parse_methods(
     text: str,
     common: Mapping[str, Any],
-    read_options: Callable[[list[str]], dict[str, Any]],
+    read_options: Callable[[list[str]], dict[str, Any]] = options_in,
 ) -> list[MethodRequest]:
     """Return the rows that a list of methods asks for, and those of `ALWAYS` after them."""
     requests: list[MethodRequest] = []
@@ -64,7 +54,11 @@ def parse_methods(
             if (key in known or key in beside) and key not in own
         }
         taken |= shared.keys()
-        requests.append(MethodRequest(label, method, typed_options(method, {**shared, **own})))
+        try:
+            typed = typed_options(method, {**shared, **own})
+        except UsageError as problem:
+            raise UsageError(f"--methods {label}: {problem}") if own else problem from None
+        requests.append(MethodRequest(label, method, typed))
     for option, value in common.items():
         if option not in taken:
             raise UsageError(
@@ -73,7 +67,7 @@ def parse_methods(
             )
     labels = [request.label for request in requests]
     if twice := [label for label in labels if labels.count(label) > 1]:
-        raise UsageError(f"--methods: {twice[0]} stands there twice")
+        raise UsageError(f"--methods: {twice[0]} is named twice")
     return [*requests, *(MethodRequest(name, name) for name in ALWAYS if name not in labels)]
 
 

@@ -42,16 +42,9 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Target:
-    """A share of the baseline's metric that has to be kept.
+    """A share of the baseline's metric that has to be kept."""
 
-    Attributes
-    ----------
-    metric : str
-        One of `METRICS`, or a task's name.
-    share : float
-    """
-
-    metric: str = "accuracy"
+    metric: str = "accuracy"  # one of `METRICS`, or a task's name
     share: float = DEFAULT_SHARE
 
     def described(self) -> dict[str, Any]:

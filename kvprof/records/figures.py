@@ -161,22 +161,6 @@ def _load(data: Row) -> Iterator[Figure]:
         yield from _given(method, "cache_tokens", key, "higher", exact=True)
 
 
-def _frontier(data: Row) -> Iterator[Figure]:
-    for method in data["methods"]:
-        key = (("method", method["label"]),)
-        yield from _given(
-            method,
-            "sure_rate",
-            key,
-            "higher",
-            headline=True,
-            exact=True,
-        )
-        yield from _given(method, "max_rate", key, "higher", interval="max_rate_interval")
-        for target, rate in method["max_rates"].items():
-            yield from _given({"max_rate": rate}, "max_rate", (*key, ("target", target)), "higher")
-
-
 def _nothing(data: Row) -> Iterator[Figure]:
     return iter(())
 
@@ -221,7 +205,6 @@ _KINDS: dict[str, Callable[[Row], Iterator[Figure]]] = {
     "bench": _bench,
     "compare": _nothing,
     "doctor": _nothing,
-    "frontier": _frontier,
     "jct": _jct,
     "load": _load,
 }

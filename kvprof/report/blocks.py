@@ -117,6 +117,7 @@ class Series:
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
     method: str = ""  # decides the colour; without one the curve's place does
+    reference: bool = False  # what the others are held against
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,8 @@ def framed(
     if notes:
         blocks += [Heading("Notes"), Notes(notes)]
     inputs = result.inputs
-    gguf, dtype, device = (getattr(inputs, name, None) for name in ("gguf", "dtype", "device"))
+    gguf, device = getattr(inputs, "gguf", None), getattr(inputs, "device", None)
+    dtype = getattr(inputs, "dtype", None) or getattr(result.data, "dtype", None)
     known = {
         **measured_with,
         "weights": f"{gguf['file']}, {gguf['quantisation']}" if gguf else None,

@@ -3,10 +3,11 @@
 from typing import Any
 
 from kvprof.report.blocks import Bars, Chart, Curves, HeatMap, Ratios, Ready
-from kvprof.views.figure import draw_curves, draw_map, new_figure, plain_counts
+from kvprof.views.figure import draw_curves, draw_map, new_figure, outer_legend, plain_counts
 
 __all__ = ["drawn"]
 
+_NAMES = 9  # that a figure has room for beside its curves
 _LEAST_HEIGHT, _ROW = 2.4, 0.09  # inches; a row of a map needs that much to be seen
 
 
@@ -27,6 +28,11 @@ def drawn(chart: Chart, title: str = "") -> Any:
             )
             if _counts(chart):
                 plain_counts(axes)
+            if len(chart.series) > _NAMES:  # which would hide the curves
+                axes.get_legend().remove()
+                handles, names = axes.get_legend_handles_labels()
+                outer_legend(figure, dict(zip(names, handles, strict=True)), 2)
+                figure.set_figheight(4.4)
         case HeatMap():
             figure = new_figure(5.0, max(_LEAST_HEIGHT, _ROW * len(chart.values) + 1.0))
             image = draw_map(figure.subplots(), chart, title=title)

@@ -207,6 +207,9 @@ def draw_curves(
         slot = method_slot(one.method) if one.method else index
         colour = _COLOURS[slot % len(_COLOURS)]
         y = _drawable(one.y, log=log_y)
+        if one.reference:
+            axes.plot(list(one.x), y, color=_REFERENCE, linestyle=":", label=one.label)
+            continue
         axes.plot(
             list(one.x),
             y,

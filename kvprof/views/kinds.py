@@ -100,7 +100,6 @@ _MODULES = {
     "bench": "bench",
     "compare": "compare",
     "doctor": "doctor",
-    "frontier": "frontier",
     "jct": "jct",
     "load": "load",
     "recipe": "recipe",

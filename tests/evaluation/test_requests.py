@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvprof.commands.options import method_options
 from kvprof.errors import UsageError
 from kvprof.evaluation.requests import MethodRequest, option_names, parse_methods
 
 
 def parse(text: str, **common: Any) -> list[MethodRequest]:
-    return parse_methods(text, common, lambda own: method_options(None, None, None, own))
+    return parse_methods(text, common)
 
 
 def test_full_and_fp8_are_always_rows() -> None:
@@ -57,7 +56,9 @@ def test_options_of_combinations_and_of_the_calibration_are_known() -> None:
         ("full:grid=16", "it has none"),
         ("grid=32", "belongs to no method"),
         ("fdc,grid=32", "belongs to no method"),
-        ("fdc,kq,fdc", "fdc stands there twice"),
+        ("fdc,kq,fdc", "fdc is named twice"),
+        ("kq,kq:grid=8,kq:grid=8", "kq:grid=8 is named twice"),
+        ("kq:grid=8,kq:grid=many", "--methods kq:grid=many"),
         ("kq:allocation", "KEY=VALUE"),
         ("fdc,kq:", "'kq:' has a colon"),
         ("kq: ,grid=32", "'kq:' has a colon"),

@@ -15,6 +15,7 @@ from kvprof.views.page import render_text
 from tests.report.approved import check_approved
 from tests.views.synthetic import spectrum_result
 from tests.views.synthetic_evaluation import evaluation_result
+from tests.views.synthetic_frontier import frontier_result, two_targets, with_facts
 from tests.views.synthetic_generate import generate_result
 from tests.views.synthetic_plan import results as plan_results
 from tests.views.synthetic_sensitivity import sensitivity_result
@@ -33,6 +34,9 @@ RESULTS: dict[str, dict[str, Any]] = {
     "eval, baseline alone": evaluation_result(
         ("full",), complete=False, warnings=["a [doubt]"], protocol="teacher_forced"
     ),
+    "frontier": with_facts(),
+    "frontier, two targets": two_targets(),
+    "frontier, interrupted": frontier_result(complete=False, tasks=False),
     "spectrum": spectrum_result(group=2),
     "spectrum, ragged": spectrum_result(heads=[4, 2, 4, 1], widths=[128, 64, 128, 256]),
     "spectrum, one dimension": spectrum_result(heads=[1], widths=[1], grid=1),

@@ -1,5 +1,6 @@
 """A frontier result whose every figure is known."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from kvprof.records.result import build_result
@@ -126,4 +127,44 @@ def frontier_result(*, complete: bool = True, tasks: bool = True) -> dict[str, A
         },
         warnings=[] if complete else ["interrupted"],
         complete=complete,
+        created=datetime(2026, 1, 1, tzinfo=UTC),
     )
+
+
+def two_targets() -> dict[str, Any]:
+    """Return the frontier of two targets: of needles kq keeps 0.95 to 0.25 alone."""
+    result = frontier_result()
+    data = result["data"]
+    data["targets"] = [
+        {"metric": "accuracy", "target": 0.99},
+        {"metric": "needle", "target": 0.95},
+    ]
+    for method in data["methods"]:
+        method["sure_rate"] = (method["max_rate_interval"] or [None])[0]
+        method["binding"] = [] if method["label"] in ("full", "fp8") else ["accuracy"]
+        for point in method["points"]:
+            kept = {key: point[key] for key in ("share", "share_interval")}
+            lost = method["label"] == "kq" and point["rate"] > 0.3
+            needle = {"share": 0.5 if lost else 0.97, "share_interval": [0.4, 0.98]}
+            point["shares"] = {"accuracy": kept, "needle": needle}
+        if method["label"] == "kq":
+            method |= {"max_rate": 0.25, "max_rate_interval": [None, 0.41]}
+            method["binding"] = ["needle"]
+    return result
+
+
+def with_facts() -> dict[str, Any]:
+    """Return the frontier with what running takes."""
+    result = frontier_result()
+    kept = {"full": [], "palu": ["folded", "rebuilt"]}
+    for method in result["data"]["methods"]:
+        refused = None if method["label"] != "fdc" else "tokens are evicted"
+        for one in method["points"]:
+            one["needs"] = kept.get(method["label"], ["online", "folded"])
+            one["kernel"] = {"layers": 0 if refused else 6, "of": 6, "reason": refused}
+            one["long_context"] = {
+                "context": 102_400,
+                "rate": one["rate"],
+                "bytes_per_token": 24_576 * (1 - one["rate"]),
+            }
+    return result

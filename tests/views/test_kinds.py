@@ -9,7 +9,7 @@ import pytest
 from kvprof.records.fold import result_of
 from kvprof.records.schema import kinds
 from kvprof.report.blocks import Curves, Heading, Table
-from kvprof.views import bench, frontier
+from kvprof.views import bench
 from kvprof.views.export import blocks_of, to_html, to_markdown
 from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text
@@ -54,7 +54,6 @@ def page_of(kind: str) -> str:
 
 _VIEWS = {
     "bench": bench,
-    "frontier": frontier,
 }
 
 
