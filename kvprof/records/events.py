@@ -2,11 +2,14 @@
 
 A measurement writes events as they happen, `kvprof.records.fold` makes the result of them, and the
 live view reads the same lines. Nobody but the measurement makes events, so that what was seen is
-what is on disk. Times are seconds; `time` counts from the start of the run.
+what is on disk. Times are seconds; `time` counts from the start of the run. A field's type
+says what it can be, when it is read; making one checks nothing, which would cost the measurement.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from kvprof.records.result import to_plain
 
@@ -23,6 +26,7 @@ __all__ = [
     "LoadServer",
     "MemorySample",
     "PartSample",
+    "Phase",
     "Progress",
     "RunFinished",
     "RunStarted",
@@ -35,20 +39,41 @@ __all__ = [
 #: Written into every run's first event; grows when events change, and others are refused.
 EVENTS = "kvprof-events/5"
 
+Phase = Literal["prefill", "decode"]
 #: Phases of a request.
 PHASES = ("prefill", "decode")
 
+# What nothing has would cost hours to draw, or overflow.
+_LARGEST = 2.0**63  # of bytes, tokens, seconds, operations per second
+Number = Annotated[float, Field(gt=-_LARGEST, lt=_LARGEST, strict=True)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+Layer = Annotated[int, Field(ge=0, lt=10_000, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+def _of_a_layer(facts: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what no layer is or has."""
+    numbers = [*facts.values()]
+    for value in numbers:
+        numbers += value if isinstance(value, list) else ()
+    far = any(isinstance(one, int | float) and not 0 <= one < _LARGEST for one in numbers)
+    if far or (isinstance(facts.get("layer"), int) and facts["layer"] >= 10_000):
+        raise ValueError("of no layer")
+    return facts
+
+
+LayerFacts = Annotated[dict[str, Any], AfterValidator(_of_a_layer)]
+
 
 @dataclass(frozen=True)
-class Event:
+class _Timed:
     """Something that happened `time` seconds after the start of the run."""
 
-    type: ClassVar[str]
-    time: float
+    time: Number
 
 
 @dataclass(frozen=True)
-class RunStarted(Event):
+class RunStarted(_Timed):
     """The first event.
 
     Attributes
@@ -71,7 +96,7 @@ class RunStarted(Event):
         The method against which differences are shown.
     """
 
-    type: ClassVar[str] = "run_started"
+    event: Literal["run_started"] = field(default="run_started", kw_only=True)
     created: str
     kvprof_version: str
     kind: str
@@ -86,7 +111,7 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
-class CaseStarted(Event):
+class CaseStarted(_Timed):
     """A method at one batch, input length and output length.
 
     Attributes
@@ -104,19 +129,19 @@ class CaseStarted(Event):
         What a reader must know: ``by_difference`` and the like, free text.
     """
 
-    type: ClassVar[str] = "case_started"
+    event: Literal["case_started"] = field(default="case_started", kw_only=True)
     case: str
     method: str
-    rate: float | None
-    batch: int
-    input_len: int
-    output_len: int
-    layers: list[dict[str, Any]] = field(default_factory=list)
+    rate: Number | None
+    batch: Count
+    input_len: Count
+    output_len: Count
+    layers: Annotated[list[LayerFacts], Field(max_length=10_000)] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Progress(Event):
+class Progress(_Timed):
     """How far the measurement is; it enters no result.
 
     Attributes
@@ -134,18 +159,18 @@ class Progress(Event):
         Of the unit under way: forward passes done, and all of them; 0 where that is not told.
     """
 
-    type: ClassVar[str] = "progress"
+    event: Literal["progress"] = field(default="progress", kw_only=True)
     case: str | None
     unit: str
-    done: int
-    least: int
-    most: int
-    step: int = 0
-    steps: int = 0
+    done: Count
+    least: Count
+    most: Count
+    step: Count = 0
+    steps: Count = 0
 
 
 @dataclass(frozen=True)
-class PartSample(Event):
+class PartSample(_Timed):
     """A part was timed.
 
     Attributes
@@ -168,19 +193,19 @@ class PartSample(Event):
         ``seconds * weight``.
     """
 
-    type: ClassVar[str] = "part"
+    event: Literal["part"] = field(default="part", kw_only=True)
     case: str
-    phase: str
+    phase: Phase
     part: str
-    seconds: float
-    step: int
-    context: int
-    layer: int | None = None
-    weight: float = 1.0
+    seconds: Number
+    step: Count
+    context: Count
+    layer: Layer | None = None
+    weight: Number = 1.0
 
 
 @dataclass(frozen=True)
-class StepFinished(Event):
+class StepFinished(_Timed):
     """A forward pass ended.
 
     Attributes
@@ -194,18 +219,18 @@ class StepFinished(Event):
         those have ended, from prefill on, in place of those of the first one.
     """
 
-    type: ClassVar[str] = "step"
+    event: Literal["step"] = field(default="step", kw_only=True)
     case: str
-    phase: str
-    step: int
-    context: int
-    seconds: float
-    weight: float = 1.0
-    runs: int = 1
+    phase: Phase
+    step: Count
+    context: Count
+    seconds: Number
+    weight: Number = 1.0
+    runs: Count = 1
 
 
 @dataclass(frozen=True)
-class MemorySample(Event):
+class MemorySample(_Timed):
     """Bytes of the cache at a context, and of the process's device at most so far.
 
     Attributes
@@ -218,18 +243,18 @@ class MemorySample(Event):
         Tokens per level by name, for methods that have levels.
     """
 
-    type: ClassVar[str] = "memory"
+    event: Literal["memory"] = field(default="memory", kw_only=True)
     case: str
-    context: int
-    logical: int
-    allocated: int
-    full_width: int
-    peak: int | None = None
-    levels: dict[str, int] = field(default_factory=dict)
+    context: Count
+    logical: Count
+    allocated: Count
+    full_width: Count
+    peak: Count | None = None
+    levels: dict[str, Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class TelemetrySample(Event):
+class TelemetrySample(_Timed):
     """The machine at one moment.
 
     Attributes
@@ -245,23 +270,23 @@ class TelemetrySample(Event):
         Reasons, empty for none.
     """
 
-    type: ClassVar[str] = "telemetry"
+    event: Literal["telemetry"] = field(default="telemetry", kw_only=True)
     device: str
-    values: dict[str, float]
+    values: dict[str, Number]
     throttled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Warned(Event):
+class Warned(_Timed):
     """A reader must know this before believing the figures; `case` None is the whole run."""
 
-    type: ClassVar[str] = "warning"
+    event: Literal["warning"] = field(default="warning", kw_only=True)
     message: str
     case: str | None = None
 
 
 @dataclass(frozen=True)
-class CaseFinished(Event):
+class CaseFinished(_Timed):
     """The case's wall times, without instrumentation.
 
     Attributes
@@ -275,20 +300,20 @@ class CaseFinished(Event):
         Two ends each: 95 % intervals of the first two, over the samples or runs that they are of.
     """
 
-    type: ClassVar[str] = "case_finished"
+    event: Literal["case_finished"] = field(default="case_finished", kw_only=True)
     case: str
-    prefill_seconds: float
-    decode_seconds: float
-    energy_joules: float | None = None
-    prefill_interval: list[float] | None = None
-    decode_interval: list[float] | None = None
+    prefill_seconds: Number
+    decode_seconds: Number
+    energy_joules: Number | None = None
+    prefill_interval: list[Number] | None = None
+    decode_interval: list[Number] | None = None
 
 
 # --- Load: requests arrive at a rate while others are served. A case is a method at a rate.
 
 
 @dataclass(frozen=True)
-class LoadServer(Event):
+class LoadServer(_Timed):
     """A method's server is ready, and what is known of it.
 
     Attributes
@@ -306,18 +331,18 @@ class LoadServer(Event):
         What it was started with, and what it does not take; no address and no key.
     """
 
-    type: ClassVar[str] = "load_server"
+    event: Literal["load_server"] = field(default="load_server", kw_only=True)
     method: str
-    seconds: float
-    servers: int
+    seconds: Number
+    servers: Count
     engine: str | None = None
-    cache_tokens: int | None = None
-    cache_bytes: int | None = None
+    cache_tokens: Count | None = None
+    cache_bytes: Count | None = None
     settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class LoadRateStarted(Event):
+class LoadRateStarted(_Timed):
     """Requests begin to arrive: from here on times of the case are seconds `at` after this.
 
     Attributes
@@ -333,16 +358,16 @@ class LoadRateStarted(Event):
         Until the last arrives.
     """
 
-    type: ClassVar[str] = "load_rate_started"
+    event: Literal["load_rate_started"] = field(default="load_rate_started", kw_only=True)
     case: str
     method: str
-    rate: float
-    requests: int
-    seconds: float
+    rate: Number
+    requests: Count
+    seconds: Number
 
 
 @dataclass(frozen=True)
-class LoadRequest(Event):
+class LoadRequest(_Timed):
     """A request has ended, or failed; nothing of its text.
 
     Attributes
@@ -366,23 +391,23 @@ class LoadRequest(Event):
         Which one answered.
     """
 
-    type: ClassVar[str] = "load_request"
+    event: Literal["load_request"] = field(default="load_request", kw_only=True)
     case: str
-    number: int
-    arrival: float
-    sent: float
-    prompt: int
-    output: int
-    first: float | None
-    last: float | None
-    tokens: int
-    longest: float | None = None
+    number: Count
+    arrival: Number
+    sent: Number
+    prompt: Count
+    output: Count
+    first: Number | None
+    last: Number | None
+    tokens: Count
+    longest: Number | None = None
     failure: str | None = None
-    server: int = 0
+    server: Annotated[int, Field(ge=0, lt=100_000, strict=True)] = 0
 
 
 @dataclass(frozen=True)
-class LoadSample(Event):
+class LoadSample(_Timed):
     """The state of the servers at one moment, all together.
 
     Attributes
@@ -399,18 +424,18 @@ class LoadSample(Event):
         Since the case began.
     """
 
-    type: ClassVar[str] = "load_sample"
+    event: Literal["load_sample"] = field(default="load_sample", kw_only=True)
     case: str
-    at: float
-    sent: int
-    running: int | None = None
-    waiting: int | None = None
-    cache: float | None = None
-    preemptions: int | None = None
+    at: Number
+    sent: Count
+    running: Count | None = None
+    waiting: Count | None = None
+    cache: Number | None = None
+    preemptions: Count | None = None
 
 
 @dataclass(frozen=True)
-class LoadRateFinished(Event):
+class LoadRateFinished(_Timed):
     """All requests of a case have ended or failed, or the case was given up.
 
     Attributes
@@ -434,17 +459,17 @@ class LoadRateFinished(Event):
         load's beginning until the last was sent; None where that is too short to tell.
     """
 
-    type: ClassVar[str] = "load_rate_finished"
+    event: Literal["load_rate_finished"] = field(default="load_rate_finished", kw_only=True)
     case: str
-    complete: bool
+    complete: Flag
     reason: str | None = None
-    engine: dict[str, float] = field(default_factory=dict)
-    spans: list[dict[str, float]] = field(default_factory=list)
-    client_busy_share: float | None = None
+    engine: dict[str, Number] = field(default_factory=dict)
+    spans: list[dict[str, Number]] = field(default_factory=list)
+    client_busy_share: Number | None = None
 
 
 @dataclass(frozen=True)
-class RunFinished(Event):
+class RunFinished(_Timed):
     """The last event. Without it the run was killed.
 
     Attributes
@@ -456,16 +481,37 @@ class RunFinished(Event):
         Keys of the result's `data` that no other event carries, as ``requests``.
     """
 
-    type: ClassVar[str] = "run_finished"
-    complete: bool
+    event: Literal["run_finished"] = field(default="run_finished", kw_only=True)
+    complete: Flag
     reason: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+#: What a line of a journal holds.
+Event = Annotated[
+    RunStarted
+    | CaseStarted
+    | Progress
+    | PartSample
+    | StepFinished
+    | MemorySample
+    | TelemetrySample
+    | Warned
+    | CaseFinished
+    | LoadServer
+    | LoadRateStarted
+    | LoadRequest
+    | LoadSample
+    | LoadRateFinished
+    | RunFinished,
+    Field(discriminator="event"),
+]
 
 
 def event_line(event: Event) -> dict[str, Any]:
     """Return an event as plain JSON types, its type under ``event``."""
     # Not `asdict`, which copies every value deeply before it is made plain.
     named = {entry.name: getattr(event, entry.name) for entry in fields(event)}
-    plain = to_plain({"event": event.type, **named})
+    plain = to_plain({"event": event.event, **named})
     assert isinstance(plain, dict)
     return plain

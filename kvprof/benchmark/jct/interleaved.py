@@ -20,7 +20,7 @@ from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.errors import Interrupted
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
-from kvprof.records.events import Event, PartSample, Progress, StepFinished
+from kvprof.records.events import Event, PartSample, Phase, Progress, StepFinished
 from kvprof.runtime.clock import REST, Stretch
 
 __all__ = [
@@ -321,7 +321,7 @@ class CaseEvents:
         )
 
 
-def _phase(number: int) -> str:
+def _phase(number: int) -> Phase:
     return "decode" if number else "prefill"
 
 
