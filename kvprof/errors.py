@@ -38,12 +38,7 @@ _at_command_line = False
 
 
 def as_parameters(message: str) -> str:
-    """Return a message with its options as names of parameters.
-
-    Parameters
-    ----------
-    message : str
-    """
+    """Return a message with its options as names of parameters."""
     return _CITED.sub(
         lambda found: found[1].replace("-", "_") if found[1] is not None else found[0], message
     )
@@ -61,12 +56,7 @@ def options_named() -> Iterator[None]:
 
 
 def usage_message(problem: Any) -> str:
-    """Return what is wrong with a command line, as Typer found it, with the value that was given.
-
-    Parameters
-    ----------
-    problem : click's UsageError, or Typer's own
-    """
+    """Return what is wrong with a command line, as Typer found it, with the value that was given."""
     message: str = problem.format_message().rstrip(".")
     # Typer's validation says what it wanted but not what it got; the cause (pydantic's) knows.
     errors = getattr(problem.__cause__, "errors", None)

@@ -111,27 +111,12 @@ class JctOptions:
     kernels: str | None = None
 
     def refuse_without_jct(self) -> None:
-        """Refuse them all where ``--jct`` is missing.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse them all where ``--jct`` is missing."""
         if said := self._given():
             raise UsageError(f"{' and '.join(said)} means nothing without --jct")
 
     def refuse_beside_load(self, given: Mapping[str, bool]) -> None:
-        """Refuse those that a load does not have, and others that mean nothing beside it.
-
-        Parameters
-        ----------
-        given : mapping of str to bool
-            Options of ``kvprof bench`` besides, and whether they were given.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse those that a load does not have, and others that mean nothing beside it."""
         said = [option for option in self._given() if option not in _SHARED]
         said += [option for option, there in given.items() if there]
         if said:
@@ -153,12 +138,7 @@ class JctOptions:
 
 
 def refuse_kernel_options(given: Mapping[str, str | None]) -> None:
-    """Refuse options of the plain benchmark, which times one attention call.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse options of the plain benchmark, which times one attention call."""
     if said := [option for option, value in given.items() if value is not None]:
         raise UsageError(
             f"{' and '.join(said)} means nothing with --jct, which runs both phases at the lengths "
@@ -167,23 +147,7 @@ def refuse_kernel_options(given: Mapping[str, str | None]) -> None:
 
 
 def bench_jct(asked: JctOptions, outputs: Outputs, **given: Any) -> None:
-    """Measure, show and keep.
-
-    Parameters
-    ----------
-    asked : JctOptions
-    outputs : Outputs
-    **given
-        What ``kvprof bench`` was given besides, as `_request` takes it; empty methods and None are
-        what was not given.
-
-    Raises
-    ------
-    typer.Exit
-        With 130 when the run was interrupted.
-    KvprofError
-        As `kvprof.benchmark.jct.run.run_jct`; what was measured is shown and kept before.
-    """
+    """Measure, show and keep."""
     outputs.check({"--out": outputs.events})
     request = _request(asked, **given)
     with graceful_interrupt() as stop:

@@ -81,22 +81,7 @@ def bench_load(
     layers: int | None,
     seed: int | None,
 ) -> None:
-    """Measure, show and keep.
-
-    Parameters
-    ----------
-    asked : LoadOptions
-    outputs : Outputs
-    model, methods, plans, rate, baseline, requests, tp, layers, seed
-        What ``kvprof bench`` was given besides; None and empty are what was not given.
-
-    Raises
-    ------
-    typer.Exit
-        With 130 when the run was interrupted.
-    KvprofError
-        What a server failed with; what was measured is shown and kept before.
-    """
+    """Measure, show and keep."""
     if layers is not None and (asked.url is not None or asked.simulate):
         raise UsageError("--layers is for a shape without weights whose servers are started here")
     if asked.url is not None:
@@ -172,13 +157,7 @@ def _simulate(
 
 
 def baseline_first(labels: Sequence[str], baseline: str | None) -> tuple[str, ...]:
-    """Return methods with the baseline first: ``full`` unless another is named.
-
-    Raises
-    ------
-    UsageError
-        For one that is not among them.
-    """
+    """Return methods with the baseline first: ``full`` unless another is named."""
     base = baseline or ("full" if "full" in labels else labels[0])
     if base not in labels:
         raise UsageError(f"--baseline {base} is not measured; --methods has {','.join(labels)}")
@@ -317,13 +296,7 @@ def check_offered(
     seconds: float | None,
     refine: int | None,
 ) -> tuple[tuple[float, ...], "Arrivals", dict[str, float]]:
-    """Return rates, arrivals and the objective of a load as they are written.
-
-    Raises
-    ------
-    UsageError
-        For what no load can have.
-    """
+    """Return rates, arrivals and the objective of a load as they are written."""
     if requests is not None and seconds is not None:
         raise UsageError("--requests and --seconds both say how many arrive; leave one out")
     if seconds is not None and not 0 < seconds < math.inf:
@@ -461,25 +434,7 @@ def measure_and_show(
     *,
     mode: str,
 ) -> None:
-    """Run into a journal, and show and keep what was measured, also where something failed.
-
-    Parameters
-    ----------
-    options : SweepOptions
-    targets : sequence of LoadTarget
-    inputs : dict
-        Of the result; by them an interrupted run of the same load is known again.
-    outputs : Outputs
-    mode : str
-        Of the run, as its first event has it.
-
-    Raises
-    ------
-    UsageError
-        When the folder holds the interrupted run of another load, or a file is there already.
-    KvprofError
-        What ended the run before anything was measured.
-    """
+    """Run into a journal, and show and keep what was measured, also where something failed."""
     path = outputs.events
     earlier = _earlier(outputs, inputs)
     if earlier is not None:
@@ -550,13 +505,7 @@ def _leave_nothing(path: Path | None, journal: Journal) -> None:
 
 
 def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
-    """Return the events of an interrupted run of the same load in the folder; None without one.
-
-    Raises
-    ------
-    UsageError
-        When the folder holds the interrupted run of another load.
-    """
+    """Return the events of an interrupted run of the same load in the folder; None without one."""
     if outputs.out is None or outputs.force or (found := find_events(outputs.out)) is None:
         return None
     try:

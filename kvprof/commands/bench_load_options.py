@@ -145,12 +145,7 @@ class LoadOptions:
     engine: str | None = None
 
     def refuse_without_load(self) -> None:
-        """Refuse them all where ``--load`` is missing.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse them all where ``--load`` is missing."""
         said = [f"--{name.replace('_', '-')}" for name, v in vars(self).items() if v is not None]
         if said:
             raise UsageError(f"{' and '.join(said)} means nothing without --load")

@@ -70,22 +70,7 @@ def urls(text: str | None) -> list[str]:
 def running_servers(
     text: str, inputs: Mapping[str, Any], *, served_model: str | None, key_env: str | None
 ) -> "list[LoadTarget]":
-    """Return the servers that run already, as one target.
-
-    Parameters
-    ----------
-    text : str
-        Of ``--url``.
-    inputs : mapping
-        Of the load; ``timeout`` and ``router`` are read.
-    served_model, key_env : str or None
-        What they call the model, and the variable with their key.
-
-    Raises
-    ------
-    UsageError
-        When there is no address, or no key.
-    """
+    """Return the servers that run already, as one target."""
     from kvprof.serving.load.target import ServedTarget
 
     addresses = [parse_address(url) for url in urls(text)]
@@ -133,24 +118,7 @@ class EngineModel:
 
 @contextmanager
 def engine_model(model: str, layers: int | None, words: Sequence[str]) -> Iterator[EngineModel]:
-    """Give what vLLM finds a model by: it knows folders and hub ids, no shapes and no GGUF files.
-
-    Parameters
-    ----------
-    model : str
-        As the user names it; a shape without weights gets random ones.
-    layers : int or None
-        Take only so many of a shape's.
-    words : sequence of str
-        Further options for vLLM.
-
-    Raises
-    ------
-    UsageError
-        For a shape that cannot be drawn, and a GGUF file that no engine would read texts with.
-    LackingError
-        Without vLLM, before a GGUF file's model is written for it.
-    """
+    """Give what vLLM finds a model by: it knows folders and hub ids, no shapes and no GGUF files."""
     from kvprof.benchmark.shapes import has_weights
     from kvprof.models.locate import locate
     from kvprof.serving.shapes import shape_folder, words_for_shape
@@ -179,26 +147,7 @@ def started_servers(
     inputs: Mapping[str, Any],
     lengths: Any,
 ) -> "list[LoadTarget]":
-    """Return a target for each method, whose servers are started when it is their turn.
-
-    Parameters
-    ----------
-    model : EngineModel
-    methods : sequence of LoadMethod
-        Their names are methods, and those of the files of `plans`.
-    plans : sequence of Path
-    inputs : mapping
-        Of the load.
-    lengths : Lengths
-
-    Raises
-    ------
-    UsageError
-        When requests are longer than the model's positions, or a method or a plan cannot be served:
-        its turn may come after hours.
-    LackingError
-        Without vLLM, or where it would not find kvprof's plug-in.
-    """
+    """Return a target for each method, whose servers are started when it is their turn."""
     from kvprof.serving.load.target import ServedTarget
 
     files = {path.name: path for path in plans}
@@ -315,13 +264,7 @@ def _process(
 
 
 def served_method(label: str) -> tuple[str, list[str], float | None]:
-    """Return a method, its options, and the rate that it is given for itself; None without one.
-
-    Raises
-    ------
-    UsageError
-        For a rate that is given twice or is no share to save, and for options of vLLM's own.
-    """
+    """Return a method, its options, and the rate that it is given for itself; None without one."""
     ((_, method, written),) = method_entries(label)
     if written and served_by_engine(method) is not None:
         raise UsageError(

@@ -28,22 +28,7 @@ def simulated_targets(
     settings: Mapping[str, Any],
     inputs: Mapping[str, Any],
 ) -> "tuple[list[LoadTarget], dict[str, Any]]":
-    """Return what simulates each method, and what a result says of it.
-
-    Parameters
-    ----------
-    steps : ModelSteps
-    methods : sequence of str
-    settings : mapping
-        From `scheduler_settings`.
-    inputs : mapping
-        Of the load; ``memory``, ``replicas`` and ``router`` are read.
-
-    Raises
-    ------
-    UsageError
-        As `kvprof.serving.load.simulator.engine_settings`.
-    """
+    """Return what simulates each method, and what a result says of it."""
     from kvprof.serving.load.simulator import SimulatedTarget, engine_settings
 
     own = {**settings, "replicas": inputs["replicas"], "route": inputs["router"]}
@@ -56,18 +41,7 @@ def simulated_targets(
 
 
 def scheduler_settings(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that options of vLLM's scheduler ask for.
-
-    Parameters
-    ----------
-    words : sequence of str
-        Of ``--engine``.
-
-    Raises
-    ------
-    UsageError
-        For an option that the simulator does not know.
-    """
+    """Return the settings that options of vLLM's scheduler ask for."""
     found: dict[str, Any] = {}
     left = list(words)
     while left:

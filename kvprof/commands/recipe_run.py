@@ -57,13 +57,7 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def check_command(words: Sequence[str]) -> str | None:
-    """Return what is wrong with a cell's words (an option, its value, a method), or None.
-
-    Parameters
-    ----------
-    words : sequence of str
-        A command's name and what follows it.
-    """
+    """Return what is wrong with a cell's words (an option, its value, a method), or None."""
     name = words[0]
     command = _command(name)
     try:
@@ -96,13 +90,7 @@ def _command(name: str) -> Any:
 
 
 def _check_methods(command: str, values: dict[str, Any]) -> None:
-    """Refuse a method that does not exist.
-
-    Raises
-    ------
-    UsageError
-        With what there is.
-    """
+    """Refuse a method that does not exist."""
     named = values.get("methods") or values.get("method")
     if not named:
         return
@@ -151,27 +139,7 @@ class RunRequest:
 def run_recipes(
     request: RunRequest, *, runner: Runner = run_child, machine: Machine | None = None
 ) -> None:
-    """Run recipes and show what became of them.
-
-    Parameters
-    ----------
-    request : RunRequest
-    runner : callable
-        Runs one cell.
-    machine : Machine, optional
-        This one when not given.
-
-    Raises
-    ------
-    UsageError
-        Before anything is run, for whatever cannot be run as it was asked for.
-    FailedError
-        When a cell failed, or nothing can be written.
-    ClaimNotMetError
-        When something was not reproduced.
-    LackingError
-        When everything asked for needs what this machine lacks, or there is no such cluster.
-    """
+    """Run recipes and show what became of them."""
     outputs = Outputs(json=request.json, force=request.force)
     outputs.check()
     folder = request.out if request.out is not None else _default_folder()

@@ -46,16 +46,6 @@ def calibrated(
 
     It is calibrated by ``kvprof plan`` in a process of its own, so that the GPU is free again when
     the server starts; for a shape without weights it is drawn.
-
-    Parameters
-    ----------
-    model : str
-    plan_file : Path or None
-    given : dict
-        Options of ``kvprof plan`` by name; None for those not given.
-    option : sequence of str or None
-        Further options of the method.
-    trust_remote_code : bool
     """
     if plan_file is not None:
         yield plan_file
@@ -87,19 +77,7 @@ def calibrated(
 
 
 def refuse_weightless(model: str, load_format: str | None, engine: Sequence[str]) -> None:
-    """Refuse to serve a shape that has no weights, unless random ones are asked for.
-
-    Parameters
-    ----------
-    model : str
-    load_format : str or None
-    engine : sequence of str
-        Options for vLLM.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse to serve a shape that has no weights, unless random ones are asked for."""
     if not has_weights(model) and "dummy" not in (load_format, load_format_of(engine)):
         raise UsageError(
             f"{model} is a shape without weights; random ones, of which times alone mean "
@@ -139,18 +117,7 @@ def server_command(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[str]:
-    """Return the command that runs vLLM's server; what is given to vLLM itself comes first.
-
-    Parameters
-    ----------
-    model : str
-        As vLLM finds it.
-    engine : sequence of str
-        Options for vLLM.
-    settings : sequence of Setting
-    revision : str, optional
-    trust_remote_code : bool
-    """
+    """Return the command that runs vLLM's server; what is given to vLLM itself comes first."""
     words = ["serve", model, *engine]
     own = named(list(engine))
     for one in settings:
@@ -175,23 +142,7 @@ def serve_plan(
     gguf: str | None,
     trust_remote_code: bool,
 ) -> int:
-    """Run the server until it ends, and return its exit code.
-
-    Parameters
-    ----------
-    spec : str
-        The model, as kvprof names it.
-    plan : Path
-    engine : sequence of str
-        Options for vLLM.
-    host, port, dtype, ranks, load_format, revision, gguf, trust_remote_code
-        From the command line.
-
-    Raises
-    ------
-    KvprofError
-        For a plan that cannot be read or served, before a process is started.
-    """
+    """Run the server until it ends, and return its exit code."""
     check_found()
     # Refused before a process is started.
     read = served_plan(str(plan))

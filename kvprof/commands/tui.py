@@ -121,13 +121,7 @@ class Watched:
 
 
 def watched_command(words: Sequence[str]) -> Watched:
-    """Return what is to be run, with a folder of its own where none is named.
-
-    Raises
-    ------
-    UsageError
-        When the command writes no events, or would overwrite some.
-    """
+    """Return what is to be run, with a folder of its own where none is named."""
     arguments = tuple(words[1:] if words[0] == "kvprof" else words)
     if not arguments or arguments[0] != "bench" or not {"--jct", "--load"} & set(arguments):
         raise UsageError(
@@ -218,25 +212,7 @@ _DEMO_SECONDS = 20.0
 
 
 def open_run(name: str, speed: float | None = None) -> Session:
-    """Return a session that looks at a recorded run, or at one that is being written.
-
-    Parameters
-    ----------
-    name : str
-        A run's folder, its events, its result, or the recorded demo.
-    speed : float, optional
-        Play it this many times as fast as it happened; without it everything is shown at once,
-        but for the demo, which plays in at most 20 seconds from its first case on.
-
-    Raises
-    ------
-    UsageError
-        When it is no run, or one of another kind.
-    LackingError
-        When the demo is not installed.
-    FailedError
-        When it is damaged from its first line on, or of a newer kvprof.
-    """
+    """Return a session that looks at a recorded run, or at one that is being written."""
     found = run_files(name)
     record = found.events
     if record is None and found.result is not None and found.result.name == RESULT_NAME:

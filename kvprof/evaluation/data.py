@@ -74,25 +74,6 @@ def text_samples(
     Embedded names (``prose``, ``code``, ``tasks``) give the evaluation split, from which sequences
     are taken at equal distances, so that a small sample is not one document. Of a file the first
     sequences are taken; its end is not read.
-
-    Parameters
-    ----------
-    loaded : OpenedModel
-    sources : sequence of Source
-        Embedded, text or token ids.
-    seq_len : int
-        Tokens of each sequence.
-    sequences : int
-        Of each source, at most; a short source gives what it has.
-    calibrating : bool
-        Whether plans are made of what is found, so that the calibration split may be read too.
-
-    Raises
-    ------
-    UsageError
-        When a source is shorter than one sequence, cannot be evaluated on (random tokens, moments,
-        the calibration split unless `calibrating`), is named twice, or `seq_len` does not fit the
-        model.
     """
     if seq_len < _SHORTEST:
         raise UsageError(f"--seq-len {seq_len}: half of it is decoded; take {_SHORTEST} or more")

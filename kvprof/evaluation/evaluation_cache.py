@@ -38,13 +38,7 @@ _VARIABLE = "KVPROF_CACHE"
 
 
 def cache_folder(given: Path | None = None) -> Path:
-    """Return where evaluations and recorded rates are kept.
-
-    Parameters
-    ----------
-    given : Path or None
-        Of ``--cache``; else ``KVPROF_CACHE``, else ``kvprof/evaluations`` among the user's caches.
-    """
+    """Return where evaluations and recorded rates are kept."""
     if given is not None:
         return given
     if stated := os.environ.get(_VARIABLE):
@@ -57,10 +51,6 @@ def plan_digest(plan: Plan) -> str:
 
     The method's name and how the plan was made (the rate asked for, the knob) are left out: two
     rates between which the grid has no rank give the same plan, and so do two methods at times.
-
-    Parameters
-    ----------
-    plan : Plan
     """
     described = structure(plan)
     del described["method"], described["made"]
@@ -112,13 +102,7 @@ class EvaluationCache:
         self.found = 0
 
     def check(self) -> None:
-        """Refuse, before any work is done, a folder that nothing can be written to.
-
-        Raises
-        ------
-        FailedError
-            When that is so.
-        """
+        """Refuse, before any work is done, a folder that nothing can be written to."""
         if self._folder is None:
             return
         try:
@@ -135,13 +119,7 @@ class EvaluationCache:
         return sum(1 for path in self._own.glob("*.json"))
 
     def get(self, digest: str) -> dict[str, Any] | None:
-        """Return the evaluation of a plan, or None where there is none that can be used.
-
-        Parameters
-        ----------
-        digest : str
-            From `plan_digest`, or `BASELINE`.
-        """
+        """Return the evaluation of a plan, or None where there is none that can be used."""
         if digest in self._known:
             return dict(self._known[digest])
         path = self._path(digest)

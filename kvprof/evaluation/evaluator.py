@@ -319,28 +319,6 @@ class Evaluator:
         """Evaluate the uncompressed model; done once.
 
         Text in a single pass; answers as `EvaluationSettings` say, with the model's own cache.
-
-        Parameters
-        ----------
-        advance : callable
-            Called with `baseline_steps` in all.
-        should_stop : callable
-            Asked after each batch; True ends it, ``complete`` is False then, and plans are
-            compared on what was done.
-
-        Returns
-        -------
-        dict
-            As `evaluate` returns it, of the method ``full``: the baseline itself. Its divergence
-            is 0 and its relative accuracy 1 by definition; intervals and ``measured_bytes`` are
-            None.
-
-        Raises
-        ------
-        FailedError
-            When the model's logits are not finite.
-        LackingError
-            Out of memory.
         """
         if self._baseline is not None:
             return self._baseline
@@ -369,32 +347,7 @@ class Evaluator:
     def evaluate(
         self, plan: Plan, advance: Advance = _nothing, should_stop: ShouldStop = _never
     ) -> dict[str, Any]:
-        """Evaluate a plan against the uncompressed model, on the same tokens and questions.
-
-        Parameters
-        ----------
-        plan : Plan
-            For this model.
-        advance : callable
-            Called with `steps` of the plan in all.
-        should_stop : callable
-            Asked after each batch; True ends the evaluation with what was done, and ``complete``
-            is False then.
-
-        Returns
-        -------
-        dict
-            JSON values, as the schema of ``kvprof eval`` documents an evaluation.
-
-        Raises
-        ------
-        UsageError
-            When the plan does not fit the model.
-        FailedError
-            When the compressed model's logits are not finite.
-        LackingError
-            Out of memory; says what took it and what would fit.
-        """
+        """Evaluate a plan against the uncompressed model, on the same tokens and questions."""
         return self._assembled(plan, self.found(plan, advance, should_stop), self._answers)
 
     def found(

@@ -68,15 +68,7 @@ class HarnessSettings:
 
 
 def check_harness(settings: HarnessSettings) -> None:
-    """Find out before the work whether the tasks can be run.
-
-    Raises
-    ------
-    LackingError
-        When lm-eval is not installed.
-    UsageError
-        For a task that it does not know, or an include that is no folder.
-    """
+    """Find out before the work whether the tasks can be run."""
     if find_spec("lm_eval") is None:
         raise LackingError(f"--harness needs lm-eval, which is missing: {extra_command('harness')}")
     if settings.include is not None and not settings.include.is_dir():
@@ -94,27 +86,7 @@ def check_harness(settings: HarnessSettings) -> None:
 def harness_rows(
     loaded: LoadedModel, plan: Plan | None, settings: HarnessSettings
 ) -> list[dict[str, Any]]:
-    """Run the tasks on a model, compressed or as it is.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        With a tokenizer.
-    plan : Plan or None
-        None runs the uncompressed model.
-    settings : HarnessSettings
-
-    Returns
-    -------
-    list of dict
-        ``method, task, metric, value, stderr, items``; a row per figure that the harness reports.
-        Also ``single_pass``: whether it comes from single passes, at least in part.
-
-    Raises
-    ------
-    FailedError
-        When the harness gives up (for example because data cannot be downloaded).
-    """
+    """Run the tasks on a model, compressed or as it is."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -184,14 +156,7 @@ def _rows(found: dict[str, Any], method: str) -> list[dict[str, Any]]:
 
 
 def single_pass_tasks(found: dict[str, Any]) -> set[str]:
-    """Return the tasks of a run of the harness that it did not let the model generate for.
-
-    Parameters
-    ----------
-    found : dict
-        What ``simple_evaluate`` returned. A group is one of them when a member is; so is a task of
-        which nothing is known.
-    """
+    """Return the tasks of a run of the harness that it did not let the model generate for."""
     members = found.get("group_subtasks", {})
 
     def single(task: str) -> bool:

@@ -61,32 +61,7 @@ def search_rates(
     points: int,
     keep: Callable[[MeasuredRate], None],
 ) -> str | None:
-    """Evaluate a family at up to `points` rates; see the module.
-
-    Parameters
-    ----------
-    family : PlanFamily
-    evaluate : callable
-        From a plan and its digest to its evaluation. It raises `Interrupted` where it was stopped.
-    meets : callable
-        Whether a point keeps what has to be kept.
-    tokens : int
-        Context at which bytes are counted.
-    points : int
-        Evaluations at most.
-    keep : callable
-        Given each point as soon as it is measured, so that none is lost to an interruption.
-
-    Returns
-    -------
-    str or None
-        Why no setting saves anything; None where one does.
-
-    Raises
-    ------
-    UsageError
-        When no plan can be made.
-    """
+    """Evaluate a family at up to `points` rates; see the module."""
     search = _Search(family, evaluate, meets, tokens, points, keep)
     if family.settings and family.at_rate is None and len(family.settings) <= points:
         for setting in family.settings:

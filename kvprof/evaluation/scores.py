@@ -81,38 +81,13 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def target_scores(log_probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Score predictions of one token each.
-
-    Parameters
-    ----------
-    log_probabilities : Tensor
-        ``[..., vocabulary]``.
-    targets : Tensor
-        ``[...]``, ids of the tokens that came.
-
-    Returns
-    -------
-    tuple of Tensor
-        Whether the likeliest token is the target (bool), and the negative log-probability of the
-        target in nats; each ``[...]``.
-    """
+    """Score predictions of one token each."""
     loss = -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return log_probabilities.argmax(-1) == targets, loss
 
 
 def divergence(base: Tensor, other: Tensor) -> Tensor:
-    """Return ``KL(base ‖ other) = Σ p (log p − log q)`` in nats, from log-probabilities.
-
-    Parameters
-    ----------
-    base, other : Tensor
-        ``[..., vocabulary]``; a token that `base` cannot give counts as 0.
-
-    Returns
-    -------
-    Tensor
-        ``[...]``; never below 0, which rounding alone could bring about.
-    """
+    """Return ``KL(base ‖ other) = Σ p (log p − log q)`` in nats, from log-probabilities."""
     share = base.exp()
     terms = torch.where(share > 0, share * (base - other), 0.0)
     return terms.sum(-1).clamp(min=0)
@@ -129,19 +104,7 @@ def score_tokens(
     base: Iterable[Tensor] | None,
     advance: Callable[[int], None],
 ) -> TokenScores:
-    """Score every decoded token of a batch; only one figure per token leaves the device.
-
-    Parameters
-    ----------
-    logits : iterable of Tensor
-        ``[B, vocabulary]`` for one decoded token after the other; may compute them as it goes.
-    targets : Tensor
-        ``[B, decoded]``, the tokens that came.
-    base : iterable of Tensor or None
-        The same of the uncompressed model; None leaves `kl` at 0.
-    advance : callable
-        Called with 1 for every decoded token.
-    """
+    """Score every decoded token of a batch; only one figure per token leaves the device."""
     columns: list[Tensor] = []
     others: Iterable[Tensor | None] = repeat(None) if base is None else base
     for column, (step, other) in enumerate(zip(logits, others, strict=False)):
@@ -158,13 +121,7 @@ def score_tokens(
 
 
 def text_figures(pairs: Mapping[str, Pair]) -> dict[str, Any]:
-    """Return what an evaluation says of text, over all sources and for each.
-
-    Parameters
-    ----------
-    pairs : mapping
-        Source to scores; sequences of all sources are of one length.
-    """
+    """Return what an evaluation says of text, over all sources and for each."""
     base = TokenScores.joined(pair.base for pair in pairs.values())
     found = TokenScores.joined(pair.found for pair in pairs.values())
     sources = {}
@@ -217,19 +174,7 @@ def _figures(base: TokenScores, found: TokenScores, sizes: Sequence[int]) -> dic
 def worst_tokens(
     pairs: Mapping[str, Pair], number: int, start: int, describe: Describe
 ) -> list[dict[str, Any]]:
-    """Return the tokens whose prediction diverged most, the worst first.
-
-    Parameters
-    ----------
-    pairs : mapping
-        Source to scores.
-    number : int
-        How many.
-    start : int
-        Position of the first decoded token.
-    describe : callable
-        Adds ``token``, ``text`` and ``before``.
-    """
+    """Return the tokens whose prediction diverged most, the worst first."""
     found = []
     for name, pair in pairs.items():
         for flat in np.argsort(-pair.found.kl, axis=None, kind="stable")[:number]:
@@ -262,14 +207,6 @@ def task_figures(
     that were asked for are counted one by one, and guessing them would reach the count in fewer
     than five of a hundred cases (one-sided binomial test; any right one, where nothing can be
     guessed).
-
-    Parameters
-    ----------
-    items : sequence of TaskItem
-        Those without anything to be right are passed over.
-    base, found : sequence of TaskAnswer or None
-        Of the uncompressed and the compressed model; None where the run ended before. Only
-        questions that both answered count.
     """
     tasks: dict[str, Any] = {}
     for task, rows in _answered(items, base, found).items():
@@ -303,11 +240,6 @@ def answer_lengths(
 
     An answer that does not end within its limit counts as long as the limit, so that a ratio is
     between the true one and 1 where only one of the two is cut.
-
-    Parameters
-    ----------
-    items, base, found
-        As for `task_figures`.
     """
     tasks = {
         task: rows

@@ -226,15 +226,7 @@ def counted_of(case: LoadCase) -> Counted:
 
 
 def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
-    """Return a row of ``data.rates``.
-
-    Parameters
-    ----------
-    case : LoadCase
-    objective : mapping
-        ``ttft_seconds``, ``tbt_seconds``, ``normalised_latency_seconds``: what a request must keep
-        to be within it, as far as given; ``share``: of the requests that must.
-    """
+    """Return a row of ``data.rates``."""
     asked = counted_of(case)
     requests, done, counted, served = asked.requests, asked.done, asked.counted, asked.served
     begin, end, settled = asked.window
@@ -424,10 +416,6 @@ def undisturbed(rates: Sequence[LoadRateFinished]) -> list[LoadRateFinished]:
     sees when its tokens are computed again. So they are those at which none was, and at which the
     engine's front end passed on in time what it wrote: less than `BESIDE` of a request's time is
     its own.
-
-    Parameters
-    ----------
-    rates : sequence of LoadRateFinished
     """
     return [
         one
@@ -437,13 +425,7 @@ def undisturbed(rates: Sequence[LoadRateFinished]) -> list[LoadRateFinished]:
 
 
 def is_late(parts: Mapping[str, Any] | None) -> bool:
-    """Whether an engine's front end has so much of a request's time that its tokens come late.
-
-    Parameters
-    ----------
-    parts : mapping or None
-        As `rate_row` has them.
-    """
+    """Whether an engine's front end has so much of a request's time that its tokens come late."""
     front, total = ((parts or {}).get(f"{name}_seconds") for name in ("elsewhere", "end_to_end"))
     return bool(front and total and front >= BESIDE * total)
 
@@ -478,17 +460,7 @@ def _contexts(fit: Fit | None, baseline: Fit | None) -> list[dict[str, Any]]:
 
 
 def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, Any]:
-    """Compare latencies at equal rates, request by request.
-
-    Returns
-    -------
-    dict
-        ``ratios``: per rate that both completed, of the latency per token, and of the times to the
-        first token and between tokens; ``from_rate``: the smallest rate from which on the whole
-        interval of the former lies below 1 at every rate, None where there is none. Where either
-        lost more than a hundredth of its requests, those that were served do not tell which is
-        faster.
-    """
+    """Compare latencies at equal rates, request by request."""
     theirs = {case.started.rate: case for case in baseline if _complete(case)}
     ratios, lossy = [], set()
     for case in own:

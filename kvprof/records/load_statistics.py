@@ -48,19 +48,7 @@ _TOLD = 0.02  # of the rate: growth that a rate must exclude to be served for su
 
 
 def summarised(values: Sequence[float]) -> dict[str, Any]:
-    """Return mean and percentiles of one figure of requests, each with its interval.
-
-    Parameters
-    ----------
-    values : sequence of float
-        Seconds, in the order of arrival.
-
-    Returns
-    -------
-    dict
-        ``count``, and of ``mean``, ``p50``, ``p90``, ``p95`` and ``p99`` the value in seconds and
-        ``…_interval`` (95 %); None for what so few requests do not tell.
-    """
+    """Return mean and percentiles of one figure of requests, each with its interval."""
     found: dict[str, Any] = {
         "count": len(values),
         "mean": sum(values) / len(values) if values else None,
@@ -79,18 +67,7 @@ def _positive(bounds: tuple[float, float] | None) -> list[float] | None:
 
 
 def mean_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
-    """Return the ratio of two means over the same requests, the first over the second.
-
-    Parameters
-    ----------
-    pairs : sequence of (float, float)
-        In the order of arrival.
-
-    Returns
-    -------
-    dict or None
-        ``ratio``, ``interval`` (None for few pairs) and ``count``; None without a pair.
-    """
+    """Return the ratio of two means over the same requests, the first over the second."""
     above, below = zip(*pairs, strict=True) if pairs else ((), ())
     if not sum(below):
         return None
@@ -122,22 +99,7 @@ class Window(NamedTuple):
 
 
 def window_of(arrivals: Sequence[float], ends: Sequence[float | None]) -> Window:
-    """Return the time that counts: neither while the queue fills nor while it empties.
-
-    Parameters
-    ----------
-    arrivals : sequence of float
-        Of all requests, ascending.
-    ends : sequence of float or None
-        When each had all of its tokens; None of one that never had.
-
-    Returns
-    -------
-    Window
-        From the arrival of the first request beyond the first tenth, or the moment when all of that
-        tenth had ended where that is later (but before half of all arrived), to the arrival of the
-        one before the last tenth.
-    """
+    """Return the time that counts: neither while the queue fills nor while it empties."""
     if not arrivals:
         return Window(0.0, 0.0, settled=False)
     last = len(arrivals) - 1
@@ -158,19 +120,6 @@ def growth(arrivals: Sequence[float], ends: Sequence[float], settled: bool) -> d
     not, so that Student's t of the ten holds for both. The queue grows where the interval lies
     above 0 and the system had filled before; else the rate is served. That it is, is sure where
     growth of a fiftieth of the rate can be excluded; until then it is open.
-
-    Parameters
-    ----------
-    arrivals, ends : sequence of float
-        Seconds; a request that failed has no end.
-    settled : bool
-        Of `window_of`: until the system has filled, its backlog grows at any rate.
-
-    Returns
-    -------
-    dict
-        ``growth_per_s``, ``growth_per_s_interval`` (None where fewer than 20 requests arrived) and
-        ``grows`` (None where that is open).
     """
     came, left = sorted(arrivals), sorted(ends)
     begin, end = came[len(came) // 2 :][:1] or [0.0], came[-1:] or [0.0]
@@ -254,19 +203,7 @@ _Moments = list[list[float]]
 
 
 def fitted(spans: Sequence[Mapping[str, float]]) -> Fit | None:
-    """Fit a line through stretches of decoding by least squares, weighted by their tokens.
-
-    Parameters
-    ----------
-    spans : sequence of mapping
-        As `kvprof.records.events.LoadRateFinished` has them, those of one case after the other;
-        intervals are a bootstrap over blocks of ten.
-
-    Returns
-    -------
-    Fit or None
-        None for fewer than 20 spans.
-    """
+    """Fit a line through stretches of decoding by least squares, weighted by their tokens."""
     if len(spans) < LEAST:
         return None
     rows = np.array([[1.0, *(s[name] for name in COLUMNS), s["between"]] for s in spans])
@@ -329,25 +266,7 @@ def _solved(moments: NDArray[np.float64], indices: Sequence[int]) -> NDArray[np.
 
 
 def break_even(fit: Fit, baseline: Fit, batch: float) -> dict[str, Any] | None:
-    """Return from which context on a method's steps are shorter than the baseline's.
-
-    Parameters
-    ----------
-    fit, baseline : Fit
-        Both with a slope for the context; a batch that one of them leaves out counts for nothing.
-    batch : float
-        Sequences that decode, all of one context.
-
-    Returns
-    -------
-    dict or None
-        ``batch``; ``pays``: ``always``, ``from``, ``until`` or ``never``, and ``unclear`` where
-        fewer than nine of ten resamples say the same, or a line costs nothing or less without a
-        context, or less the longer it is: no step does; ``context`` in tokens of
-        each sequence, for ``from`` and ``until``; ``interval``: of that, None where it is not
-        told; ``certain``: the share of resamples that say the same; ``seen``: whether such
-        contexts were measured with both. None without a slope.
-    """
+    """Return from which context on a method's steps are shorter than the baseline's."""
     if "context" not in fit.slopes or "context" not in baseline.slopes:
         return None
 

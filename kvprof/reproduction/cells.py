@@ -66,13 +66,7 @@ class CellStore:
         return result
 
     def put(self, key: str, result: dict[str, Any]) -> None:
-        """Keep a result.
-
-        Raises
-        ------
-        FailedError
-            When it cannot be written (a full disk); `get` has it nevertheless.
-        """
+        """Keep a result."""
         self._known[key] = result
         if result["complete"]:
             write_result(self._path(key), result, force=True)

@@ -53,15 +53,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def load_recipe(path: Path, check_command: CommandCheck | None = None) -> Recipe:
-    """Read and check a recipe.
-
-    Raises
-    ------
-    InvalidRecipeError
-        With everything that is wrong, each behind the file and the key.
-    UsageError
-        When the file cannot be read, or is no YAML.
-    """
+    """Read and check a recipe."""
     data = read_yaml(path)
     found = [*_schema_problems(data)] or [*_file_problems(data, path)]
     if not found:

@@ -16,13 +16,7 @@ ALL = "all"
 
 
 def recipe_files() -> list[Path]:
-    """Return the recipes that ship, by name: beside the package in a checkout, inside it otherwise.
-
-    Raises
-    ------
-    FailedError
-        When there are none.
-    """
+    """Return the recipes that ship, by name: beside the package in a checkout, inside it otherwise."""
     package = PACKAGE
     beside = package.parent / "recipes"
     # A folder of that name beside site-packages would be a stranger's.
@@ -40,13 +34,7 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def find_recipes(names: list[str]) -> list[Path]:
-    """Return the files that names mean, each once and in the order in which they were named.
-
-    Raises
-    ------
-    UsageError
-        When one means nothing.
-    """
+    """Return the files that names mean, each once and in the order in which they were named."""
     found: dict[Path, None] = {}
     for name in names:
         if name.endswith((".yaml", ".yml")) or "/" in name:
@@ -75,13 +63,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
 def template(name: str) -> str:
-    """Return the example's text with a name of the user's own.
-
-    Raises
-    ------
-    UsageError
-        When no recipe can have that name.
-    """
+    """Return the example's text with a name of the user's own."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} is no recipe's name: lower-case letters, digits, - and .")
     (example,) = [path for path in recipe_files() if path.stem == EXAMPLE]

@@ -56,13 +56,7 @@ class Found:
 
 
 def parse_path(text: str) -> list[Step]:
-    """Read a path: names, ``[n]``, ``[key=value, key=value]``, ``["name"]``, ``[*]``.
-
-    Raises
-    ------
-    ValueError
-        In one line, when it is none.
-    """
+    """Read a path: names, ``[n]``, ``[key=value, key=value]``, ``["name"]``, ``[*]``."""
     steps: list[Step] = []
     place = 0
     while place < len(text):
@@ -182,16 +176,7 @@ def implied_value(value: Any, row: Row | None, name: str | None) -> Any:
 
 
 def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[float, float] | None:
-    """Return the 95 % interval of a number that has none beside it, from what its row says.
-
-    Returns
-    -------
-    tuple of float or None
-        Of a share of questions Wilson's, which stays wide where every question was answered; of a
-        harness's score its standard error's; of
-        a frontier's largest rate its own, from 0 (full width) where no tested rate surely meets the
-        target, and up to 1 where none surely misses it or nobody knows.
-    """
+    """Return the 95 % interval of a number that has none beside it, from what its row says."""
     if row is None:
         return None
     if name in ("accuracy", "baseline", "task_accuracy") and row.get("items"):
@@ -210,17 +195,7 @@ def implied_interval(result: Row, row: Row | None, name: str | None) -> tuple[fl
 
 
 def why_unsure(result: Row, row: Row | None, name: str | None = None) -> str | None:
-    """Return why a number decides nothing, or None where it may.
-
-    Returns
-    -------
-    str or None
-        Of few sequences, whose figures have no interval. Of a frontier that was interrupted: what
-        was not tested may be the largest rate. Of a request's time, when more of it than
-        `kvprof.records.cases.MOST_UNATTRIBUTED` belongs to no part, or parts sum to more than their
-        phase by as much: then they are not what happened. Of a load that was interrupted, or a
-        largest rate (or its ratio) that no measured rate bounds on one side.
-    """
+    """Return why a number decides nothing, or None where it may."""
     few = row is not None and row.get("sequences", LEAST_SEQUENCES) < LEAST_SEQUENCES
     if few and f"{name}_interval" in (row or ()):
         return f"{LEAST_SEQUENCES} sequences or more give an interval"

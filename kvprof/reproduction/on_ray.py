@@ -16,13 +16,7 @@ _POLL_SECONDS = 0.2
 
 
 def ray_pool(address: str) -> tuple[Pool, int]:
-    """Connect to a Ray cluster; return its pool, and the most GPUs that one of its machines has.
-
-    Raises
-    ------
-    LackingError
-        When Ray is missing, or there is no cluster.
-    """
+    """Connect to a Ray cluster; return its pool, and the most GPUs that one of its machines has."""
     try:
         import ray
     except ImportError:

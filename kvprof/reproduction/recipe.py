@@ -51,13 +51,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a recipe's file holds.
-
-    Raises
-    ------
-    UsageError
-        As `read_text`, and when it is no YAML, or more than a recipe can be.
-    """
+    """Return what a recipe's file holds."""
     try:
         return yaml.load(read_text(path), _Loader)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, ValueError) as problem:
@@ -65,13 +59,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Return a recipe's file as it is written.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be read.
-    """
+    """Return a recipe's file as it is written."""
     try:
         with path.open(encoding="utf-8") as stream:
             text = stream.read(_LETTERS + 1)

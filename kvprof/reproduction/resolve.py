@@ -128,13 +128,7 @@ def _filled(cell: CellTemplate, values: Mapping[str, str], gpus: int) -> Cell:
 def resolve_cells(
     recipe: Recipe, profile: Profile, settings: Mapping[str, str], model: str | None
 ) -> list[Cell]:
-    """Return the cells of a profile with everything that the user set.
-
-    Raises
-    ------
-    UsageError
-        When it is not plain which model that is.
-    """
+    """Return the cells of a profile with everything that the user set."""
     if model is not None:
         settings = {**settings, "model": model}
     cells = expand(profile, settings)
@@ -169,13 +163,7 @@ def _model_slot(words: Sequence[str]) -> int | None:
 
 
 def check_settings(recipes: Sequence[tuple[Recipe, Profile]], settings: Mapping[str, str]) -> None:
-    """Refuse a ``--set`` that no recipe knows: it would do nothing.
-
-    Raises
-    ------
-    UsageError
-        Naming what there is.
-    """
+    """Refuse a ``--set`` that no recipe knows: it would do nothing."""
     known: dict[str, None] = {}
     for _, profile in recipes:
         used = [name for cell in profile.cells for name in placeholders(" ".join(cell.words))]

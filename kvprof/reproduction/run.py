@@ -51,14 +51,7 @@ def prepare(
     *,
     trusted: bool = False,
 ) -> list[Planned]:
-    """Return what a run will do, without doing it.
-
-    Raises
-    ------
-    UsageError
-        For a profile, a setting or a file that is not there, and for a cell that asks for what no
-        recipe may (`kvprof.reproduction.allowed`).
-    """
+    """Return what a run will do, without doing it."""
     if profile not in PROFILES:
         raise UsageError(f"--profile {profile}: there are {', '.join(PROFILES)}")
     there = [

@@ -28,23 +28,7 @@ _ALIKE = re.compile(r"(?:keys|chains)=(\d+)")
 def embedded_items(
     loaded: OpenedModel, task: str, most: int, longest: int
 ) -> tuple[list[TaskItem], int]:
-    """Return questions of one task that fit a model, evenly over lengths and depths.
-
-    Parameters
-    ----------
-    loaded : OpenedModel
-    task : str
-        One of `EMBEDDED`.
-    most : int
-    longest : int
-        Length of a question, of those that there are.
-
-    Returns
-    -------
-    items : list of TaskItem
-    left_out : int
-        Questions that were passed over because prompt and answer exceed the context.
-    """
+    """Return questions of one task that fit a model, evenly over lengths and depths."""
     items: list[TaskItem] = []
     left_out = 0
     rows = [row for row in _rows() if row["task"] == task and row["length"] <= longest]

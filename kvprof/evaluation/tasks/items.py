@@ -123,26 +123,13 @@ def string_match_all(text: str, references: Sequence[str]) -> float:
 
     RULER's score of one question (``scripts/eval/synthetic/constants.py`` there), which it gives
     in per cent over all of them.
-
-    Parameters
-    ----------
-    text : str
-    references : sequence of str
-        At least one.
     """
     lower = text.lower()
     return sum(reference.lower() in lower for reference in references) / len(references)
 
 
 def scored(item: TaskItem, text: str) -> float:
-    """Return the score, 0 to 1, of what was written as an answer.
-
-    Parameters
-    ----------
-    item : TaskItem
-        Scored by what is written.
-    text : str
-    """
+    """Return the score, 0 to 1, of what was written as an answer."""
     if item.scoring is Scoring.NUMBER:
         found = _INTEGER.findall(text.replace(",", ""))
         return float(bool(found) and found[-1] == item.references[0])

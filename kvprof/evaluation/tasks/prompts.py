@@ -43,13 +43,7 @@ class PromptWriter:
             self._chat.close()
 
     def __call__(self, question: Question) -> list[int]:
-        """Return the prompt of a question.
-
-        Raises
-        ------
-        FailedError
-            When the chat template fails.
-        """
+        """Return the prompt of a question."""
         turns = question.turns
         if self._chat is not None:
             messages = [
@@ -85,17 +79,6 @@ def largest_fitting(
 
     Prompts grow with their size nearly along a line, which is followed until a hundredth of the
     room is left at most.
-
-    Parameters
-    ----------
-    take : callable
-        From a size to a question and its prompt; the same each time it is called.
-    room : int
-        Tokens that the prompt may have.
-    least, most : int
-        Sizes that `take` takes.
-    near : int or None
-        Where to look first, for example the size of the question before.
     """
     question, ids = take(least)
     if len(ids) > room:

@@ -27,13 +27,7 @@ def lexicon() -> tuple[str, ...]:
 
 
 def essay(words: int) -> str:
-    """Return the beginning of the prose, its white space written as single blanks.
-
-    Parameters
-    ----------
-    words : int
-        At most `MOST_ESSAY_WORDS`.
-    """
+    """Return the beginning of the prose, its white space written as single blanks."""
     return " ".join(_words()[:words])
 
 

@@ -76,16 +76,7 @@ _LINE_WORDS = 6  # of a line
 
 
 def draw_rounds(rng: random.Random, size: int, length: int) -> Question:
-    """Return a conversation and the question at its end.
-
-    Parameters
-    ----------
-    rng : random.Random
-    size : int
-        Rounds, `ALIKE` or more.
-    length : int
-        Not heeded.
-    """
+    """Return a conversation and the question at its end."""
     things = [(form, topic) for form in _FORMS for topic in _TOPICS]
     rng.shuffle(things)
     form, topic = things[0]
@@ -123,17 +114,7 @@ def _arithmetic_limit(operations: int) -> int:
 
 
 def draw_arithmetic(operations: int, rng: random.Random, size: int, length: int) -> Question:
-    """Return a question that takes `operations` steps.
-
-    Parameters
-    ----------
-    operations : int
-    rng : random.Random
-    size : int
-        Crates that do not matter.
-    length : int
-        Not heeded.
-    """
+    """Return a question that takes `operations` steps."""
     names: set[str] = set()
 
     def name() -> str:
@@ -295,13 +276,7 @@ class TaskSelection:
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Read ``none``, or names of tasks and of `GROUPS` joined by commas.
-
-    Raises
-    ------
-    UsageError
-        For a name that is no task, and for RULER's that need a data set.
-    """
+    """Read ``none``, or names of tasks and of `GROUPS` joined by commas."""
     if text == "none":
         return ()
     chosen: set[str] = set()
@@ -332,23 +307,6 @@ def select_tasks(
     """Take questions of each task, evenly over lengths, and over depths where they are embedded.
 
     The same ones for the same model and numbers; a smaller choice is the start of a larger one.
-
-    Parameters
-    ----------
-    loaded : OpenedModel
-    names : sequence of str
-        Among `TASKS`.
-    per_task : int
-        Questions of each task, at most.
-    lengths : sequence of int or None
-        Tokens that prompt and answer of generated questions take at most; None takes those of the
-        device.
-
-    Raises
-    ------
-    UsageError
-        For an unknown task, a model without a tokenizer, lengths that the context does not hold or
-        that are too short for a task, and lengths where nothing is generated.
     """
     parse_tasks(",".join(names) or "none")
     generated = [name for name in names if TASKS[name].draw is not None]
