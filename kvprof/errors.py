@@ -56,7 +56,7 @@ def options_named() -> Iterator[None]:
 
 
 def usage_message(problem: Any) -> str:
-    """Return what is wrong with a command line, as Typer found it, with the value that was given."""
+    """Return what is wrong with a command line, as Typer found it, with the value given."""
     message: str = problem.format_message().rstrip(".")
     # Typer's validation says what it wanted but not what it got; the cause (pydantic's) knows.
     errors = getattr(problem.__cause__, "errors", None)

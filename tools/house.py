@@ -22,10 +22,10 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 99_864,
+    "package_lines": 97_651,
     "package_files": 425,
-    "docstring_share": 0.173,
-    "raises": 1076,
+    "docstring_share": 0.155,
+    "raises": 1072,
     "functions_with_12_parameters": 67,
     "modules_with_one_importer": 98,
     "test_lines": 59_613,

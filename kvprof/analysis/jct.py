@@ -47,21 +47,7 @@ class Integral(NamedTuple):
 
 
 def ladder(ends: Iterable[int], ratio: float = 2.0) -> list[int]:
-    """Return contexts to measure at: all ends, and between them steps of at most `ratio`.
-
-    Parameters
-    ----------
-    ends : iterable of int
-        First and last contexts of every request. Those that lie within 2 % of a larger one are
-        left out, but not the least of all.
-    ratio : float
-        Above 1.
-
-    Returns
-    -------
-    list of int
-        Ascending.
-    """
+    """Return contexts to measure at: all ends, and between them steps of at most `ratio`."""
     if ratio <= 1:
         raise ValueError(f"a ladder cannot climb by a factor of {ratio:g}")
     wanted = sorted(set(ends))
@@ -88,18 +74,6 @@ def step_weights(nodes: Sequence[int], first: int, last: int) -> NDArray[np.floa
 
     ``weights @ values`` is the sum over the contexts ``first … last`` of the straight lines between
     `values`, without visiting them.
-
-    Parameters
-    ----------
-    nodes : sequence of int
-        Contexts that were measured, ascending, each once.
-    first, last : int
-        Contexts of the first and the last step, both counted.
-
-    Raises
-    ------
-    ValueError
-        When a step lies outside the nodes: nothing is extrapolated.
     """
     if last < first:
         return np.zeros(len(nodes))
@@ -123,13 +97,7 @@ def step_weights(nodes: Sequence[int], first: int, last: int) -> NDArray[np.floa
 
 
 def interpolated(nodes: Sequence[int], values: Sequence[float], at: int) -> float:
-    """Return the time at a context on the straight line between its neighbours.
-
-    Raises
-    ------
-    ValueError
-        When it lies outside the nodes.
-    """
+    """Return the time at a context on the straight line between its neighbours."""
     if not nodes[0] <= at <= nodes[-1]:
         raise ValueError(f"{at} is not within {list(nodes)}")
     return float(np.interp(at, nodes, values))
@@ -140,17 +108,6 @@ def between(lengths: Sequence[int], values: Sequence[float], at: int) -> float:
 
     Exact for what costs the same at every length, by the token, by pairs of them, and for sums of
     these. Of two lengths it is a straight line.
-
-    Parameters
-    ----------
-    lengths, values
-        Ascending, and seconds at them.
-    at : int
-
-    Raises
-    ------
-    ValueError
-        When it lies outside the lengths.
     """
     if not lengths[0] <= at <= lengths[-1]:
         raise ValueError(f"{at} is not within {list(lengths)}")
@@ -168,13 +125,6 @@ def integral(nodes: Sequence[int], values: Sequence[float], first: int, last: in
     The error is the larger of two: a third of the change when every second rung is left out (what
     halving the distances would still change of a smooth curve, whose error falls with their
     square), and the distance to the sum over a smooth monotone curve through the same rungs.
-
-    Parameters
-    ----------
-    nodes, values
-        Contexts, ascending, and seconds at them.
-    first, last : int
-        As `step_weights` takes them.
     """
     points = np.asarray(values, dtype=np.float64)
     value = float(step_weights(nodes, first, last) @ points)
@@ -207,19 +157,6 @@ def beyond(lengths: Sequence[int], values: Sequence[float], at: int, *, degree: 
 
     ``a + b·T (+ c·T²)`` with no negative coefficient, fitted to relative distances: linear layers
     cost by the token, and causal attention by pairs of them.
-
-    Parameters
-    ----------
-    lengths, values
-        Measured, two or more.
-    at : int
-    degree : int
-        1 or 2.
-
-    Raises
-    ------
-    ValueError
-        With fewer than two measured lengths, or another degree.
     """
     if degree not in (1, 2) or len(lengths) < 2:
         raise ValueError(f"{len(lengths)} lengths do not tell a curve of degree {degree}")

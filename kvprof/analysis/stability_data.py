@@ -33,35 +33,7 @@ def stability_data(
     *,
     random_source: bool,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare every source run with every target and sum up.
-
-    Parameters
-    ----------
-    sources : sequence of Run
-        The offline source, one run per seed.
-    noise : sequence of Run
-        Random runs for the noise floor; empty when the sources themselves are random with
-        several seeds.
-    targets : sequence of Run
-        The datasets.
-    short_targets : sequence of Run
-        The same datasets at the source's sequence length, when the lengths differ by more than
-        two; empty else.
-    pairs : sequence of str
-        Pairs to compare.
-    choices : sequence of RankChoice
-        Ranks to look at.
-    random_source : bool
-        Whether the source is random tokens, which decides which claims apply.
-
-    Returns
-    -------
-    data : dict
-        ``curves``, ``claims``, ``recommendation``, ``clusters``, ``lengths``, ``unrelated_ratio``,
-        ``negligible_cost``, and ``half_ranks``: the rank at which each pair's cost is read.
-    warnings : list of str
-        What a reader must know before believing it.
-    """
+    """Compare every source run with every target and sum up."""
     # Runs with a seed of their own; a file of moments may hold the very tokens of one of them.
     siblings = [run for run in (*sources, *noise) if run.seed is not None]
     floor = _noise_pairs(siblings, 1 if sources[0].seed is None else len(sources))

@@ -111,24 +111,7 @@ def compare(
     *,
     target_name: str | None = None,
 ) -> Comparison:
-    """Judge the bases of `source` at each of its token counts on the data of `target`.
-
-    Parameters
-    ----------
-    source : Run
-        The offline calibration.
-    siblings : sequence of Run
-        The same source with several seeds (`source` among them, or random tokens), from which
-        the seed-to-seed perturbation is measured; fewer than two leave cluster alignment out.
-    target : Run
-        The dataset, taken at its largest token count.
-    pair : str
-        ``qk``, ``vo``, ``k`` or ``v``.
-    choices : sequence of RankChoice
-        Ranks to look at.
-    target_name : str or None
-        Written into the rows instead of the target's own name.
-    """
+    """Judge the bases of `source` at each of its token counts on the data of `target`."""
     own = target.stacks(max(target.snapshots), pair)
     result = Comparison(width=max(stack.basis.shape[-1] for stack in own))
     for tokens in sorted(source.snapshots):
@@ -223,11 +206,6 @@ def average(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
 
     Ratios are ratios of means, as the papers form them (mean |ΔR| over mean |R|); the other
     figures are means. ``spread`` holds the 2.5 and 97.5 percentiles over heads and seeds.
-
-    Parameters
-    ----------
-    comparisons : sequence of Comparison
-        Of the same source, target and pair, one per seed.
     """
     grouped: dict[tuple[Any, ...], list[int]] = {}
     rows = [row for comparison in comparisons for row in comparison.rows]
@@ -364,20 +342,6 @@ def judge(
     The papers' metric is taken after sign alignment, the only form of it in which a basis equals
     itself. Its interval is a 95 % bootstrap over heads: seeds and datasets share a head's basis, so
     a head is drawn with all of them. Costs are read at the rank of `given_rank`.
-
-    Parameters
-    ----------
-    comparisons : dict of (pair, target) to list of Comparison
-        One comparison per seed; the noise floor left out.
-    random_source : bool
-        Whether the source is random tokens.
-
-    Returns
-    -------
-    list of dict
-        ``claim``, ``paper``, ``pair``, ``target``, ``tokens``, ``threshold``, ``measured``,
-        ``interval``, ``cost``, ``holds`` and ``verdict`` in words; ``measured`` is null where the
-        sweep holds nothing that could judge the claim.
     """
     entries = []
     for claim in CLAIMS:
@@ -486,17 +450,6 @@ def recommend_tokens(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
 
     One flat step does not end the fall when a later one still removes its share: from the count
     that is recommended on, no step may.
-
-    Parameters
-    ----------
-    points : sequence of (tokens, cost)
-        Mean extra lost energy at each count of the sweep.
-
-    Returns
-    -------
-    dict
-        ``tokens``, ``stopped_falling`` (False when the largest count is given because the cost
-        still fell there), ``evidence``: per step how much of the cost a doubling removed.
     """
     ordered = sorted(points)
     evidence = []

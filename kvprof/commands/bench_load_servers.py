@@ -118,7 +118,7 @@ class EngineModel:
 
 @contextmanager
 def engine_model(model: str, layers: int | None, words: Sequence[str]) -> Iterator[EngineModel]:
-    """Give what vLLM finds a model by: it knows folders and hub ids, no shapes and no GGUF files."""
+    """Give what vLLM finds a model by: it knows folders and hub ids, no shapes and no GGUF."""
     from kvprof.benchmark.shapes import has_weights
     from kvprof.models.locate import locate
     from kvprof.serving.shapes import shape_folder, words_for_shape

@@ -36,13 +36,7 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
 
 
 def check_queries(query: Tensor, wanted: Sequence[int | None], dtype: torch.dtype) -> None:
-    """Refuse queries of another shape or dtype than `wanted`; None is the new tokens, any number.
-
-    Raises
-    ------
-    UsageError
-        Also for a dtype in which nothing runs.
-    """
+    """Refuse queries of another shape or dtype than `wanted`; None is any number of new tokens."""
     check_dtype("queries", query.dtype)
     fits = query.dim() == len(wanted) and all(
         size in (own, None) for own, size in zip(query.shape, wanted, strict=True)
@@ -56,16 +50,7 @@ def check_queries(query: Tensor, wanted: Sequence[int | None], dtype: torch.dtyp
 
 
 def check_cache(buffer: Tensor, rows: int, size: int, dtype: torch.dtype) -> None:
-    """Refuse a buffer that holds no `rows` rows of `size` values.
-
-    Parameters
-    ----------
-    buffer : Tensor
-        Flat and without gaps, or ``[rows, size or more]`` with a stride that keeps every row on a
-        multiple of 16 bytes.
-    rows, size : int
-    dtype : torch.dtype
-    """
+    """Refuse a buffer that holds no `rows` rows of `size` values."""
     if buffer.dtype != dtype:
         fits = False
     elif buffer.dim() == 2:
@@ -109,13 +94,7 @@ def check_numbers(what: str, numbers: Tensor, shape: tuple[int, ...], device: to
 def whole_numbers(
     what: str, numbers: Tensor | Sequence[object], shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Return whole numbers as the kernels take them: `shape`, int32, on the device, contiguous.
-
-    Raises
-    ------
-    UsageError
-        When they have another shape, or a tensor another dtype or device.
-    """
+    """Return whole numbers as the kernels take them: `shape`, int32, on the device, contiguous."""
     if not isinstance(numbers, Tensor):
         numbers = torch.tensor(numbers, dtype=torch.int32, device=device)
     check_numbers(what, numbers, shape, device)
@@ -134,12 +113,7 @@ def check_contexts(lengths: Sequence[int], rows: int, capacity: int, *, least: i
 
 
 def check_pages(table: Tensor | None, rows: int, *, paged: bool) -> None:
-    """Refuse a page table too many or too few, or one not ``[rows, most pages]`` int32, contiguous.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse a page table too many or too few, or not ``[rows, most pages]`` int32, contiguous."""
     if paged != (table is not None):
         raise UsageError("a paged step needs its page table" if paged else "this step has no pages")
     if table is None:
@@ -153,17 +127,7 @@ def check_pages(table: Tensor | None, rows: int, *, paged: bool) -> None:
 
 
 def check_pool(layout: RaggedLayout, page_tokens: int | None, rows: int | None) -> int:
-    """Refuse pages or rows that do not fit a layout; return the rows (sequences).
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-        Of sequences, or of a pool whose batch is the pages and whose capacity is a page's tokens.
-    page_tokens : int or None
-        Tokens of a page; None where there are none.
-    rows : int or None
-        None for those of a layout without pages.
-    """
+    """Refuse pages or rows that do not fit a layout; return the rows (sequences)."""
     paged = page_tokens is not None
     if paged and (page_tokens != layout.capacity or layout.capacity % STEP):
         raise UsageError(
@@ -192,13 +156,7 @@ def check_softcap(softcap: float) -> None:
 
 
 def checked_sinks(sinks: Tensor | None, heads: int, group: int) -> Tensor | None:
-    """Return sinks as the kernels take them, ``[heads, group]`` float32, contiguous.
-
-    Raises
-    ------
-    UsageError
-        For another shape or dtype.
-    """
+    """Return sinks as the kernels take them, ``[heads, group]`` float32, contiguous."""
     if sinks is None:
         return None
     if tuple(sinks.shape) != (heads, group) or sinks.dtype != torch.float32:

@@ -64,14 +64,7 @@ def check_interpreter(dtype: torch.dtype) -> None:
 def layout_of(
     key_widths: tuple[int, ...], value_widths: tuple[int, ...], sizes: tuple[int, ...]
 ) -> RaggedLayout:
-    """Return the layout of the numbers that an operator of torch takes.
-
-    Parameters
-    ----------
-    key_widths, value_widths : tuple of int
-    sizes : tuple of int
-        Group, batch and capacity.
-    """
+    """Return the layout of the numbers that an operator of torch takes."""
     return RaggedLayout(key_widths, value_widths, *sizes)
 
 
@@ -105,13 +98,6 @@ def early_launch(device: torch.device, rows: int) -> dict[str, bool]:
     Its programs take their places meanwhile and wait there, which saves most of the time between
     two kernels. A kernel so launched begins with `wait_for_earlier`; the one that joins parts waits
     where it first needs them (`kvprof.kernels.parts`).
-
-    Parameters
-    ----------
-    device : torch.device
-        Of some architectures alone; with others everything is launched one after another.
-    rows : int
-        Of the step: tokens or sequences, as the kernel has them.
     """
     if interpreted() or rows > EARLY_ROWS or not _launches_early(device):
         return {"DEPENDENT": False}
@@ -152,10 +138,6 @@ def argument_key(argument: Any) -> Any:
     That is whether a tensor begins at a multiple of 16 bytes and its dtype, and whether a number of
     32 bits is 1 or a multiple of 16. Arguments with equal keys are the same to Triton; a kernel
     that is not specialised on one is found under several keys.
-
-    Parameters
-    ----------
-    argument : Any
     """
     kind = type(argument)
     if kind is Tensor or kind is Parameter:
@@ -175,12 +157,6 @@ def _launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
     Settings of Triton's own, such as those of its debugger, count as they were when a kernel was
     first launched.
-
-    Parameters
-    ----------
-    kernel : JITFunction
-        Compile-time arguments are given by name, and all others by place.
-    grid : tuple of int
     """
     if type(kernel) is not JITFunction or kernel.pre_run_hooks:
         ordinary: Callable[..., Any] = kernel[grid]
@@ -235,11 +211,6 @@ def compiling_ahead() -> Iterator[Sequence["Future[Any]"]]:
 
     At the end everything is compiled, and kept on disk as everything that Triton compiles. A kernel
     that cannot be compiled says so when it is launched.
-
-    Yields
-    ------
-    sequence of Future
-        Of what is being compiled, or was found; it grows.
     """
     with (
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,

@@ -119,27 +119,6 @@ def merge_pieces(
     """Join parts; a program per row and KV head, query head of its group, and `WIDTH` columns.
 
     A row without tokens gets zeros.
-
-    Parameters
-    ----------
-    partial, logs
-        ``[items, GROUP, WIDEST]`` and ``[items, GROUP]`` float32: results, and log2 of the sums.
-    parts
-        ``[rows * heads]`` rows of `kvprof.kernels.tables.Part`, int32.
-    output
-        ``[rows, output_row]``.
-    heads
-        ``[heads, COLUMNS]`` int64, the first columns `kvprof.kernels.tables.Output`.
-    sinks
-        ``[heads, GROUP]`` float32: a further logit of each query head, read with `SINKS`.
-    counters
-        ``[COUNTERS]`` int32, set to 0 for the next layer that shares the cut.
-    beside, beside_logs
-        An `Attended`, read with `BESIDE`.
-    MOST
-        Power of two: parts that are read at once; more of them take more rounds.
-    DEPENDENT
-        Whether the launch did not wait for the parts (`kvprof.kernels.dispatch.early_launch`).
     """
     number = tl.program_id(0)
     query = tl.program_id(1)
@@ -220,17 +199,7 @@ def cutting(count: int) -> dict[str, int]:
 
 @triton.jit
 def task_of(firsts, count, item):
-    """Return the tasks that items are of, which of its items each is, and how many those are.
-
-    Parameters
-    ----------
-    firsts
-        ``[count + 1]`` int32: the items before each task's own, and all of them.
-    count
-        Tasks.
-    item
-        Items; one that is behind the last is no less than as many into the last task as that has.
-    """
+    """Return the tasks that items are of, which of its items each is, and how many those are."""
     task = item * 0
     behind = task + count
     left = count
@@ -275,15 +244,6 @@ def merge_sizes(
 
     Few programs read little each, so that every multiprocessor has one; of very many, each takes
     all columns, so that they do not queue.
-
-    Parameters
-    ----------
-    widest : int
-        Columns of a part.
-    items, tasks : int
-    group : int
-        Query heads of a task.
-    multiprocessors : int
     """
     most = triton.next_power_of_2(widest)
 
@@ -312,26 +272,7 @@ def launch_merge(
     counters: Tensor | None = None,
     beside: Attended | None = None,
 ) -> None:
-    """Join the parts that the kernel launched before has left, or still leaves.
-
-    Parameters
-    ----------
-    partial, logs : Tensor
-        ``[items, G, widest]`` and ``[items, G]`` float32.
-    parts : Tensor
-        ``[rows * heads]`` rows of `kvprof.kernels.tables.Part`, int32.
-    output : Tensor
-        ``[rows, Σ_g G·dv_g]``, written.
-    table : Tensor
-        ``[heads, columns]`` int64, the first columns `kvprof.kernels.tables.Output`.
-    heads : int
-    sinks : Tensor, optional
-        ``[heads, G]`` float32.
-    counters : Tensor, optional
-        int32, set to 0 on the way.
-    beside : Attended, optional
-        A further part of every row, which some kernel before that one has left.
-    """
+    """Join the parts that the kernel launched before has left, or still leaves."""
     items, group, widest = partial.shape
     workers = multiprocessors_of(output.device)
     width, most, warps = merge_sizes(widest, items, parts.shape[0], group, workers)

@@ -75,13 +75,7 @@ def _step(width: int) -> int:
 
 
 def chunks(width: int) -> tuple[int, ...]:
-    """Return the chunks of a width, largest first.
-
-    Raises
-    ------
-    UsageError
-        When the width is no multiple of 16 from 16 to 256 nor of 32 to 512.
-    """
+    """Return the chunks of a width, largest first."""
     if not STEP <= width <= LARGEST_WIDTH or width % _step(width):
         raise UsageError(
             f"a head of width {width} cannot run: widths are multiples of {STEP} from {STEP} to "
@@ -91,13 +85,7 @@ def chunks(width: int) -> tuple[int, ...]:
 
 
 def widened(width: int) -> int:
-    """Return the least width that can run and holds `width` columns.
-
-    Raises
-    ------
-    UsageError
-        When `width` is below 1 or above 512.
-    """
+    """Return the least width that can run and holds `width` columns."""
     if not 1 <= width <= LARGEST_WIDTH:
         raise UsageError(f"a head of width {width} cannot run: widths go to {LARGEST_WIDTH}")
     step = _step(width)
@@ -177,13 +165,7 @@ class RaggedLayout:
         return (0, *accumulate(self.group * width for width in self.value_widths))
 
     def packed(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Return the buffer that holds every head's keys and values.
-
-        Parameters
-        ----------
-        keys, values : sequence of Tensor
-            ``[batch, capacity, width]`` per head.
-        """
+        """Return the buffer that holds every head's keys and values."""
         parts = [
             plane.flatten(1)
             for head in range(self.heads)
@@ -196,14 +178,7 @@ class RaggedLayout:
         return torch.cat(parts, dim=1).flatten()
 
     def planes(self, buffer: Tensor, head: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a head's planes of K and of V, ``[batch, capacity, chunk]`` each: views.
-
-        Parameters
-        ----------
-        buffer : Tensor
-            Flat, or ``[batch, values]`` with at least `row` values each.
-        head : int
-        """
+        """Return a head's planes of K and of V, ``[batch, capacity, chunk]`` each: views."""
         rows = in_rows(buffer, self.batch)
         widths = (self.key_widths[head], self.value_widths[head])
         found: list[list[Tensor]] = []
@@ -234,17 +209,7 @@ def row_stride(buffer: Tensor, rows: int) -> int:
 
 
 def of_sequence(rows: Tensor, sequence: int, table: Tensor | None, stop: int) -> Tensor:
-    """Return a sequence's first `stop` tokens: a view, or copied out of its pages.
-
-    Parameters
-    ----------
-    rows : Tensor
-        ``[rows, capacity, …]``, such as a plane.
-    sequence : int
-    table : Tensor or None
-        ``[sequences, most pages]``: the rows that are its pages.
-    stop : int
-    """
+    """Return a sequence's first `stop` tokens: a view, or copied out of its pages."""
     if table is None:
         return rows[sequence, :stop]
     pages = table[sequence, : -(-stop // rows.shape[1])].long()

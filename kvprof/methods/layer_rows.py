@@ -24,14 +24,7 @@ def layer_columns(facts: LayerLayout, side: str) -> int:
 
 
 def unrotated_layers(facts: Sequence[LayerLayout], coded: Collection[int]) -> tuple[LayerPlan, ...]:
-    """Return layers at full width; where tokens may be coded, keys before RoPE.
-
-    Parameters
-    ----------
-    facts : sequence of LayerLayout
-    coded : collection of int
-        Layers that are coded together with others.
-    """
+    """Return layers at full width; where tokens may be coded, keys before RoPE."""
     layers = []
     for own in facts:
         layer = identity_layer(own)
@@ -44,13 +37,7 @@ def unrotated_layers(facts: Sequence[LayerLayout], coded: Collection[int]) -> tu
 
 
 def together(inputs: MethodInputs, method: str, size: int) -> list[tuple[int, ...]]:
-    """Return runs of `size` layers, 0 for all, without those with windows and those left out.
-
-    Raises
-    ------
-    UsageError
-        When every layer has a sliding window.
-    """
+    """Return runs of `size` layers, 0 for all, without those with windows and those left out."""
     whole = tuple(x.index for x in inputs.layout.layers if x.sliding_window is None)
     if not whole:
         raise UsageError(f"{method}: every layer has a sliding window; there is nothing to share")
@@ -64,30 +51,7 @@ def together(inputs: MethodInputs, method: str, size: int) -> list[tuple[int, ..
 def gathered(
     inputs: MethodInputs, method: str, side: str, layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return what calibration tells of the rows of several layers.
-
-    Parameters
-    ----------
-    inputs : MethodInputs
-        With moments of these layers together, and perhaps of more.
-    method : str
-        For messages.
-    side : str
-        ``keys`` or ``values``.
-    layers : sequence of int
-
-    Returns
-    -------
-    gram : Tensor
-        ``[w + 1, w + 1]``, as `AcrossMoments` has it.
-    rows : Tensor
-        ``[n, w]`` float32, of the sequence that the gram does not count.
-
-    Raises
-    ------
-    UsageError
-        When there are no such moments, or the rows are too wide for their eigenvectors.
-    """
+    """Return what calibration tells of the rows of several layers."""
     known = inputs.calibrated(method).across
     of = () if known is None else known.groups
     number = next((at for at, own in enumerate(of) if set(layers) <= set(own)), None)

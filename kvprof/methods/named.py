@@ -185,19 +185,7 @@ def _changed(place: str) -> int:
 
 
 def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Modifier]] | None:
-    """Split a name into its method and what comes on top, with the bits where they are given.
-
-    Parameters
-    ----------
-    name : str
-    bases : iterable of str
-        Methods that something may come on top of.
-
-    Returns
-    -------
-    tuple or None
-        None where the name is neither a method nor a combination.
-    """
+    """Split a name into its method and what comes on top, with the bits where they are given."""
     known = set(bases)
     if name in known:
         return name, []
@@ -214,17 +202,7 @@ def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Modifier]] | No
 
 
 def side_bits(bits: int | str) -> tuple[int, int] | None:
-    """Return the bits of keys and of values: 8 and 4 of ``k8v4``, 4 and 4 of 4 or ``4``.
-
-    Parameters
-    ----------
-    bits : int or str
-
-    Returns
-    -------
-    tuple or None
-        None for a text that says neither.
-    """
+    """Return the bits of keys and of values: 8 and 4 of ``k8v4``, 4 and 4 of 4 or ``4``."""
     if isinstance(bits, int):
         return bits, bits
     match = _SIDES.fullmatch(bits.strip())
@@ -236,19 +214,7 @@ def side_bits(bits: int | str) -> tuple[int, int] | None:
 
 
 def check_names(names: Iterable[str], more: Iterable[str] = ()) -> None:
-    """Refuse a name that is neither a method nor a combination, at once.
-
-    Parameters
-    ----------
-    names : iterable of str
-    more : iterable of str
-        Names that are known here besides the methods, such as `BENCHED`.
-
-    Raises
-    ------
-    UsageError
-        Naming the nearest one.
-    """
+    """Refuse a name that is neither a method nor a combination, at once."""
     for name in names:
         if parts_of(name, (*METHOD_NAMES, *installed_points(), *more)) is None:
             raise unknown_method(name, dict.fromkeys((*more, *method_names())))
@@ -266,11 +232,6 @@ def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
     Options of one method follow it after a colon, also with commas between:
     ``fdc:paper,kq:allocation=budget,grid=32,palu`` are three methods. So may be the values of one
     option: ``kq:skip=0,-1``.
-
-    Raises
-    ------
-    UsageError
-        When it names no method, an option stands before any, or nothing follows a colon.
     """
     entries: list[tuple[str, list[str]]] = []
     for piece in listed(text):
@@ -299,19 +260,7 @@ def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
 
 
 def options_in(written: Iterable[str], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return options as keyword arguments from ``KEY=VALUE`` texts; values stay text.
-
-    Parameters
-    ----------
-    written : iterable of str
-    given : mapping, optional
-        Options that are given already; they are returned too.
-
-    Raises
-    ------
-    UsageError
-        When an entry has no value, or an option is given twice.
-    """
+    """Return options as keyword arguments from ``KEY=VALUE`` texts; values stay text."""
     options = dict(given or {})
     for entry in written:
         key, equals, value = entry.partition("=")

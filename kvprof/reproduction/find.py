@@ -16,7 +16,7 @@ ALL = "all"
 
 
 def recipe_files() -> list[Path]:
-    """Return the recipes that ship, by name: beside the package in a checkout, inside it otherwise."""
+    """Return the recipes that ship, by name: beside the package in a checkout, else inside it."""
     package = PACKAGE
     beside = package.parent / "recipes"
     # A folder of that name beside site-packages would be a stranger's.

@@ -211,16 +211,7 @@ def page_tile(page: int) -> int:
 
 
 def tile_height(key_width: int, value_width: int, tile: int, most: int = LARGEST_TILE) -> int:
-    """Return how many tokens a tile has, a power of two from 16 on, so that all move as much.
-
-    Parameters
-    ----------
-    key_width, value_width : int
-    tile : int
-        Values of K and V that one tile should hold.
-    most : int
-        Tokens.
-    """
+    """Return how many tokens a tile has, a power of two from 16 on, so that all move as much."""
     height = 16
     while 2 * height * (key_width + value_width) <= tile and height < most:
         height *= 2
@@ -236,20 +227,7 @@ def kinds(layout: RaggedLayout) -> tuple[tuple[int, int], ...]:
 
 
 def of_kinds(layout: RaggedLayout, pairs: Sequence[tuple[int, int]]) -> RaggedLayout:
-    """Return a layout with one head of every kind, by which a kernel for all of them is built.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-        Whose query heads per KV head it has.
-    pairs : sequence of (key width, value width)
-        Those of `layout` among them.
-
-    Raises
-    ------
-    UsageError
-        When one of the layout's own is missing.
-    """
+    """Return a layout with one head of every kind, by which a kernel for all of them is built."""
     if missing := set(kinds(layout)) - set(pairs):
         raise UsageError(
             f"heads of widths {sorted(missing)[0]} are not among the kinds {sorted(set(pairs))}"
@@ -261,14 +239,7 @@ def of_kinds(layout: RaggedLayout, pairs: Sequence[tuple[int, int]]) -> RaggedLa
 def checked_lengths(
     lengths: Sequence[int], starts: Sequence[int] | None, rows: int, capacity: int
 ) -> None:
-    """Refuse lengths and first visible tokens that make no sense.
-
-    Raises
-    ------
-    UsageError
-        When there are not `rows` of them, when a row is empty or longer than there is room for,
-        or when it sees none of its tokens.
-    """
+    """Refuse lengths and first visible tokens that make no sense."""
     check_contexts(lengths, rows, capacity)
     if starts is None:
         return
@@ -300,22 +271,7 @@ def equal_shares(
     tile: int,
     starts: Sequence[int] | None = None,
 ) -> Cut:
-    """Cut all heads of all rows into about `pieces` pieces of equal cost.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    lengths : sequence of int
-        Tokens of each row (in the paged form there may be more or fewer rows than the pool's
-        pages).
-    pieces : int
-        How many pieces to aim at, a few per multiprocessor; every head with tokens has at least
-        one, and others have none, as padding of a CUDA graph.
-    tile : int
-        See `tile_height`; a piece is a whole number of tiles but for a row's end.
-    starts : sequence of int, optional
-        First visible token of each row; 0 by default.
-    """
+    """Cut all heads of all rows into about `pieces` pieces of equal cost."""
     pairs = kinds(layout)
     tasks = _tasks(layout, lengths, starts)
     costs = [
@@ -345,13 +301,6 @@ def most_pieces(tiles: int, tuning: Tuning, multiprocessors: int) -> int:
 
     All that `tuning` allows where pieces are long. Shorter ones come in a single round: as many on
     every multiprocessor as lie there at once, or fewer, so that each has `LEAST_TILES`.
-
-    Parameters
-    ----------
-    tiles : int
-        Of all tasks.
-    tuning : Tuning
-    multiprocessors : int
     """
     pieces = tuning.pieces * multiprocessors
     if tiles < DEEP_TILES * pieces:
@@ -374,13 +323,6 @@ def pieces_for(
     and these fill whole rounds, a last round of a few pieces would take as long as any: fewer are
     aimed at. Not so where several rounds are shared by more tasks than there are multiprocessors:
     a task then has a handful of pieces, and one less of them makes each of them much longer.
-
-    Parameters
-    ----------
-    layout, lengths, starts
-        As for `equal_shares`.
-    tuning : Tuning
-    multiprocessors : int
     """
     heights = [
         tile_height(*widths, tuning.tile)
@@ -409,17 +351,6 @@ def predicted_makespan_over_mean(
     """Return the busiest multiprocessor's work over the mean work of all, 1 at best.
 
     Pieces go in order to whichever multiprocessor is free first, as the hardware hands them out.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    lengths : sequence of int
-        Tokens of each row.
-    multiprocessors : int
-    tuning : Tuning, optional
-        `tuning_for` the layout by default.
-    starts : sequence of int, optional
-        First visible token of each row.
     """
     tuning = tuning or tuning_for(layout)
     pieces = pieces_for(layout, lengths, tuning, multiprocessors, starts)

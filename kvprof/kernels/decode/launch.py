@@ -175,22 +175,6 @@ def share_equal(
 
     A step of a few hundred sequences has thousands of tasks: what each program of `cut_equal` would
     add up by itself would grow as their square.
-
-    Parameters
-    ----------
-    lengths, starts
-        ``[rows]`` int32: tokens, clamped to 0 … `capacity`, and the first that is visible.
-    heads
-        ``[layers, HEADS]`` rows of `kvprof.kernels.decode.cuts.Head`, int64.
-    firsts
-        ``[layers, count + 1]`` int32, written: the items before each task's own, and all of them.
-    count
-        Tasks of a layer: rows times heads.
-    most, whole, workers
-        Items to aim at in long contexts, items of a whole round, and multiprocessors.
-    DEPENDENT
-        Whether the launch did not wait for what comes before, nor what cuts the tasks for this one
-        (`kvprof.kernels.dispatch.early_launch`).
     """
     wait_for_earlier(DEPENDENT)
     layer = tl.program_id(0)
@@ -221,23 +205,7 @@ def cut_equal(
     STARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Cut the tasks of each layer into as many items as each has as its share; ITEMS a program.
-
-    Parameters
-    ----------
-    lengths, starts, heads, firsts, count, capacity, most, whole, workers
-        As `share_equal` has them.
-    items
-        ``[layers, room]`` rows of `kvprof.kernels.decode.cuts.Item`, int32, written; -1 as kind
-        behind the last of a layer.
-    parts
-        ``[layers, count]`` rows of `kvprof.kernels.tables.Part`, int32, written.
-    BLOCK
-        0 where `share_equal` has been launched. Otherwise every program does all of its work and
-        writes what all others write too, which takes less than another launch where tasks are few.
-    DEPENDENT
-        Whether the launch did not wait for what comes before.
-    """
+    """Cut the tasks of each layer into as many items as each has as its share; ITEMS a program."""
     wait_for_earlier(DEPENDENT)
     layer = tl.program_id(1)
     heads += layer * HEADS * _COLUMNS
@@ -285,16 +253,7 @@ def cut_equal(
 def head_table(
     layout: RaggedLayout, tile: int, device: torch.device, pairs: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """Return what the kernels look up per head, rows of `Head` in int64.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    tile : int
-    device : torch.device
-    pairs : sequence of (key width, value width)
-        The kinds that the kernel knows, in its order.
-    """
+    """Return what the kernels look up per head, rows of `Head` in int64."""
     rows = [
         Head(
             outputs=layout.output_offsets[head],
@@ -313,16 +272,7 @@ def head_table(
 
 @lru_cache(maxsize=256)
 def kind_table(pairs: tuple[tuple[int, int], ...], tile: int, page: int) -> tuple[int, ...]:
-    """Return the kinds of heads as the kernels take them, rows of `Kind`.
-
-    Parameters
-    ----------
-    pairs : tuple of (key width, value width)
-    tile : int
-        Values of K and V in a tile.
-    page : int
-        Tokens of a page; 0 without.
-    """
+    """Return the kinds of heads as the kernels take them, rows of `Kind`."""
     most = page_tile(page)
     return joined_rows(
         [Kind(chunk_columns(*pair), tile_height(*pair, tile, most)) for pair in pairs]
@@ -339,30 +289,7 @@ def launch_cut(
     workers: int,
     room: int,
 ) -> tuple[Tensor, Tensor]:
-    """Cut the work of one or more layers into items.
-
-    Parameters
-    ----------
-    lengths, starts : Tensor
-        ``[rows]`` int32.
-    heads : Tensor
-        ``[layers, heads, columns]``: a `head_table` of every layer.
-    capacity : int
-        Tokens to which lengths are clamped.
-    pieces : int
-        Items of a layer to aim at in long contexts.
-    whole : int
-        Items that run at once (`kvprof.kernels.decode.cuts.at_once`).
-    workers : int
-        Multiprocessors.
-    room : int
-        Items for which there is to be room: those of the longest contexts, and one for every task.
-
-    Returns
-    -------
-    tuple of Tensor
-        Items ``[layers, room, …]`` and parts ``[layers, tasks, …]``, as the kernels have them.
-    """
+    """Cut the work of one or more layers into items."""
     layers = len(heads)
     tasks = len(lengths) * heads.shape[1]
     items = lengths.new_empty(layers, room, len(Item._fields))
@@ -397,32 +324,7 @@ def launch_decode(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Run the items and join their parts.
-
-    Parameters
-    ----------
-    query : Tensor
-        ``[rows, Σ_g G·dk_g]``, contiguous.
-    buffer : Tensor
-    layout : RaggedLayout
-    family : RaggedLayout
-        One head of every kind that the kernel is to know (`of_kinds`).
-    tuning : Tuning
-    heads : Tensor
-        From `head_table`, with the same tile.
-    scheduled : sequence of Tensor
-        From `launch_cut`.
-    scaling, softcap : float
-    sinks : Tensor, optional
-        ``[heads, G]`` float32.
-    table : Tensor, optional
-        ``[rows, most pages]`` int32.
-
-    Returns
-    -------
-    Tensor
-        ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
-    """
+    """Run the items and join their parts."""
     items, parts = scheduled
     widest, rows, pairs = max(family.value_widths), query.shape[0], kinds(family)
     partial, logs = empty_parts(query, items.shape[0], layout.group, widest)

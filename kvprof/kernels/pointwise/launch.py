@@ -27,15 +27,7 @@ def normalised(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys of one token, turned; dense, in the order of axes that they have.
-
-    Parameters
-    ----------
-    query, keys : Tensor
-        ``[batch, heads, 1, d]``, a head's values side by side.
-    cos, sin : Tensor
-        ``[batch or 1, 1, d]``.
-    """
+    """Return queries and keys of one token, turned; dense, in the order of axes that they have."""
     found = torch.empty_like(query), torch.empty_like(keys)
     batch, heads, _, width = query.shape
     launching(rotate_heads, (batch * (heads + keys.shape[1]),))(

@@ -51,12 +51,6 @@ def side_by_side(jobs: Sequence[Callable[[], None]], device: torch.device) -> No
 
     The first runs on the current stream, the others on streams of their own; elsewhere than on a
     GPU one after the other. A job may keep nothing that another stream allocated beyond its end.
-
-    Parameters
-    ----------
-    jobs : sequence of callable
-        Each starts work on the current stream.
-    device : torch.device
     """
     if device.type != "cuda" or len(jobs) < 2:
         for job in jobs:
@@ -137,15 +131,7 @@ class PrefillStep:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> list[Callable[[], None]]:
-        """Return what is to be launched, each on a stream of its own (`side_by_side`).
-
-        Parameters
-        ----------
-        query, buffer, lengths, scaling, softcap, sinks
-            As for `kvprof.kernels.prefill.step.prefill`, contiguous.
-        output : Tensor
-            ``[batch, tokens, Σ_g G·dv_g]``; only the columns of this step's heads are written.
-        """
+        """Return what is to be launched, each on a stream of its own (`side_by_side`)."""
         unused = self.table
         tensors = (
             query,
@@ -276,36 +262,7 @@ def prefill_step(
     multiprocessors: int | None = None,
     heads: tuple[int, ...] | None = None,
 ) -> PrefillStep:
-    """Cut a prompt's work and put the table on the device; made once and remembered.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    tokens : int
-        New tokens of every sequence.
-    device : torch.device
-        With its index.
-    past : tuple of int, optional
-        Tokens before the new ones, per sequence, as far as the host knows; none by default. It
-        decides how the work is cut, never what is computed.
-    window : int
-    schedule : str
-        One of `kvprof.kernels.prefill.schedules.SCHEDULES`.
-    tuning : Tuning, optional
-    element_size : int
-        Bytes of a value.
-    multiprocessors : int, optional
-        The device's own by default (on a CPU, 1).
-    heads : tuple of int, optional
-        KV heads to compute; all by default.
-
-    Raises
-    ------
-    UsageError
-        For an unknown schedule or a capacity beyond 2³¹ values of a plane.
-    FailedError
-        While a CUDA graph is captured: the table must be there before.
-    """
+    """Cut a prompt's work and put the table on the device; made once and remembered."""
     if layout.capacity * max(layout.key_widths + layout.value_widths) >= 2**31:
         raise UsageError(f"a capacity of {layout.capacity:,} tokens is too large for one plane")
     tuning = tuning or Tuning()

@@ -50,13 +50,7 @@ _ON_CPU = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 
 
 def padded_width(width: int) -> int:
-    """Return the rewarded width that holds `width` columns.
-
-    Raises
-    ------
-    UsageError
-        When there is none.
-    """
+    """Return the rewarded width that holds `width` columns."""
     found = next((rewarded for rewarded in REWARDED if rewarded >= width), None)
     if found is None:
         raise UsageError(
@@ -85,19 +79,7 @@ def library_refuses(
     sinks: bool = False,
     window: int = 0,
 ) -> str | None:
-    """Tell why the library path cannot run this, or None when it can.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    tokens : int
-    lengths : sequence of int or None
-        As the host knows them; None when it does not.
-    softcap : float
-    sinks : bool
-        Whether there are any.
-    window : int
-    """
+    """Tell why the library path cannot run this, or None when it can."""
     if softcap or sinks or window:
         return "torch's kernels know no soft-cap, sinks or window"
     if lengths is None:
@@ -118,20 +100,7 @@ def library_jobs(
     scaling: float,
     heads: Sequence[int],
 ) -> list[Callable[[], None]]:
-    """Return one call per class of widths, for streams of their own.
-
-    Parameters
-    ----------
-    query : Tensor
-        ``[batch, tokens, Σ_g G·dk_g]``, contiguous; every sequence is as long.
-    buffer : Tensor
-    output : Tensor
-        ``[batch, tokens, Σ_g G·dv_g]``; the columns of `heads` are written.
-    layout : RaggedLayout
-    scaling : float
-    heads : sequence of int
-        KV heads to compute.
-    """
+    """Return one call per class of widths, for streams of their own."""
     grouped = width_classes(layout, heads).items()
 
     def job(widths: tuple[int, int], own: tuple[int, ...]) -> Callable[[], None]:
@@ -249,14 +218,7 @@ class Choice:
 
 
 def best_paths(layout: RaggedLayout, seconds: Callable[[tuple[str | None, ...]], float]) -> Choice:
-    """Return the fastest of all Triton, all library and each class its own.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    seconds : callable
-        Measures a path per head; None leaves a head out.
-    """
+    """Return the fastest of all Triton, all library and each class its own."""
     heads = range(layout.heads)
     if max(layout.key_widths + layout.value_widths) > REWARDED[-1]:
         return Choice(("triton",) * layout.heads, {})
@@ -294,15 +256,7 @@ def run_paths(
     schedule: str,
     tuning: Tuning,
 ) -> Tensor:
-    """Run heads their ways side by side, without soft-cap, sinks, window or past.
-
-    Parameters
-    ----------
-    paths : sequence of str or None
-        Per KV head; None leaves the head's outputs as they are (undefined).
-    query, buffer, layout, lengths, scaling, schedule, tuning
-        As for `kvprof.kernels.prefill.step.prefill`, contiguous.
-    """
+    """Run heads their ways side by side, without soft-cap, sinks, window or past."""
     output = query.new_empty(*query.shape[:2], layout.output_offsets[-1])
     own = {
         path: tuple(head for head, wanted in enumerate(paths) if wanted == path)
@@ -357,25 +311,6 @@ def measured_path(
     """Time both ways on random data and remember the faster for about as many tokens.
 
     Layers with the same widths, group and batch share what was found, up to twice the tokens.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-    tokens : int
-        New tokens of every sequence, with none before.
-    dtype : torch.dtype
-    device : torch.device
-        A GPU, with its index.
-    schedule : str
-        Of the Triton kernel.
-    tuning : Tuning, optional
-
-    Raises
-    ------
-    LackingError
-        Without a GPU.
-    FailedError
-        While a CUDA graph is captured: measure before.
     """
     if device.type != "cuda":
         raise LackingError("the paths of prefill are measured on a GPU only")
@@ -419,16 +354,6 @@ def quick_path(
     most 16,384 of them, and holds for all layers of these widths; they are taken where they are
     clearly faster. All else goes to Triton: every layer of a ragged plan has a layout of its own,
     and trying takes as long as eight prompts.
-
-    Parameters
-    ----------
-    layout, tokens, dtype, device, schedule, tuning
-        As for `measured_path`.
-
-    Returns
-    -------
-    str
-        ``triton`` or ``library``.
     """
     pairs = set(zip(layout.key_widths, layout.value_widths, strict=True))
     if len(pairs) > 1 or tokens < _WORTH or not set(*pairs) <= set(REWARDED):

@@ -93,18 +93,6 @@ def cut_rows(
 
     Every program counts the tiles of all sequences that come before its own: with a few hundred
     sequences that is cheaper than to sort.
-
-    Parameters
-    ----------
-    starts, lengths
-        ``[count + 1]`` and ``[count]`` int32, as `prefill_blocks` takes them.
-    blocks
-        A row of `kvprof.kernels.prefill.schedules.BlockRow` per program, int32, written; -1 as
-        sequence behind the last.
-    count, capacity
-        Sequences, and tokens that each has room for.
-    GROUP, ROWS
-        Query heads per KV head, and rows of a tile.
     """
     tile = tl.program_id(0)
     lane = tl.arange(0, LANES)
@@ -224,26 +212,7 @@ def rows_operator(
     sizes: Sequence[int],
     tuning: Sequence[int],
 ) -> Tensor:
-    """Attend: see `RowsStep.run`, which checks what is given.
-
-    Parameters
-    ----------
-    query, buffer, sinks, table, logs, scaling, softcap, window
-        As there.
-    starts, lengths, blocks, heights
-        Of a `RowsCut`.
-    heads, order
-        Of a `RowsStep`.
-    key_widths, value_widths, sizes
-        Of the layout; the sizes are its group, batch and capacity.
-    tuning
-        `Tuning.numbers`.
-
-    Returns
-    -------
-    Tensor
-        ``[tokens, Σ_g G·dv_g]``.
-    """
+    """Attend: see `RowsStep.run`, which checks what is given."""
     layout = layout_of(tuple(key_widths), tuple(value_widths), tuple(sizes))
     if not uses_triton(query.device):
         return prefill_rows_cpu(
@@ -397,23 +366,7 @@ class RowsStep:
     def cut(
         self, starts: Tensor | Sequence[int], lengths: Tensor | Sequence[int], tokens: int
     ) -> RowsCut:
-        """Cut the step's work on the device; nothing waits for it, and a CUDA graph may hold it.
-
-        Parameters
-        ----------
-        starts : Tensor or sequence of int
-            ``[rows + 1]`` int32: where each sequence's new tokens begin among all, and where the
-            last one's end. Sequences without any are allowed.
-        lengths : Tensor or sequence of int
-            ``[rows]`` int32: tokens of each sequence, the new ones included.
-        tokens : int
-            Rows of queries that `run` will get, no fewer than the new tokens.
-
-        Raises
-        ------
-        UsageError
-            When a shape, dtype or device does not fit.
-        """
+        """Cut the step's work on the device; nothing waits for it, and a CUDA graph may hold it."""
         device = self.heads.device
         starts = whole_numbers("starts", starts, (self.rows + 1,), device)
         lengths = whole_numbers("lengths", lengths, (self.rows,), device)
@@ -444,36 +397,6 @@ class RowsStep:
         Query ``i`` of sequence ``b`` is row ``starts[b] + i`` and stands at position ``lengths[b] -
         new + i``; its keys and values, and those of all before it, are in the cache. A query at a
         negative position gets zeros, and a row behind the last sequence's anything.
-
-        Parameters
-        ----------
-        query : Tensor
-            ``[tokens, Σ_g G·dk_g]``.
-        buffer : Tensor
-            The layer's cache in the same dtype: flat, or ``[batch, RaggedLayout.row or more]`` such
-            as an engine's pool of pages.
-        cut : RowsCut
-            From `cut`, of this step or of one with the same rows, group and heights.
-        scaling : float
-            Factor of ``q · k``, above 0.
-        softcap : float
-            Scores become ``softcap · tanh(score / softcap)``; 0 leaves them.
-        sinks : Tensor, optional
-            ``[heads, G]`` float32: a further logit per query head that takes weight and gives
-            nothing.
-        window : int
-            Tokens that a token sees, itself included; 0 for all.
-        table : Tensor, optional
-            ``[rows, most pages]`` int32, for a paged step. What it names is not checked; tokens
-            behind a sequence's last page are left out.
-        logs : Tensor, optional
-            ``[tokens, heads * G]`` float32, written where a sequence has new tokens: log2 of the
-            sums of exponentiated scores, as `kvprof.kernels.parts.Attended` has them.
-
-        Raises
-        ------
-        UsageError
-            When shapes or dtypes do not fit together, or bf16 is to be interpreted.
         """
         layout = self.layout
         check_queries(query, (cut.tokens, layout.query_offsets[-1]), self.dtype)
@@ -531,27 +454,7 @@ def rows_step(
     rows: int | None = None,
     pairs: Sequence[tuple[int, int]] | None = None,
 ) -> RowsStep:
-    """Prepare attention of unlike numbers of new tokens.
-
-    Parameters
-    ----------
-    layout : RaggedLayout
-        In the paged form, of the pool: its batch is the pages, its capacity a page's tokens.
-    device : torch.device or str
-    dtype : torch.dtype
-    tuning : Tuning, optional
-    page_tokens : int, optional
-        Tokens of a page, a multiple of 16, and the layout's capacity; contiguous by default.
-    rows : int, optional
-        Sequences of the paged form.
-    pairs : sequence of (key width, value width), optional
-        Kinds of head of all layers that are to share a cut; the layout's own by default.
-
-    Raises
-    ------
-    UsageError
-        When pages or rows do not fit the layout.
-    """
+    """Prepare attention of unlike numbers of new tokens."""
     device = placed(device)
     rows = check_pool(layout, page_tokens, rows)
     own = [*zip(layout.key_widths, layout.value_widths, strict=True), *(pairs or ())]

@@ -56,21 +56,7 @@ def units(
     widest: int,
     device: torch.device,
 ) -> Units:
-    """Return a pass's units, made once per shape: a captured graph needs one run before it.
-
-    Parameters
-    ----------
-    query : tuple or None
-        Widths per KV head, d, and query heads per KV head.
-    keys, values : tuple or None
-        Widths per KV head, and d (0 where latents are only stored); of values also from which
-        column on a row of latents has each head's, or 0 where they lie side by side.
-    planes : tuple
-        Key and value widths, blocks and widest plane of the `Destination`.
-    widest : int
-        Most columns of a unit.
-    device : torch.device
-    """
+    """Return a pass's units, made once per shape: a captured graph needs one run before it."""
     key_widths, value_widths, blocks, widest_plane = planes
     begins = begins_of(key_widths, value_widths, blocks)
     rows: list[Unit] = []
@@ -229,13 +215,7 @@ def cut(work: Work, widest: int) -> Units:
 
 
 def launch(work: Work) -> Tensor | None:
-    """Run a pass; return the queries ``[batch, tokens, Σ_g G·dk_g]`` where there are any.
-
-    Raises
-    ------
-    UsageError
-        When bf16 is to be interpreted.
-    """
+    """Run a pass; return the queries ``[batch, tokens, Σ_g G·dk_g]`` where there are any."""
     first = work.states
     batch, tokens = first.shape[:2]
     check_interpreter(first.dtype)

@@ -43,23 +43,7 @@ def cut_pieces(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the pieces of one sequence's group; a program for each, that knows all lengths.
-
-    Parameters
-    ----------
-    lengths
-        ``[batch]`` int32, cut to 0 … `capacity`.
-    groups
-        Rows of `Group`, int64.
-    items
-        ``[room]`` rows of `Item`, int32, to write.
-    parts
-        ``[numbers]`` rows of `Part`, int32, to write; numbers is batch · GROUPS.
-    pieces
-        To aim at.
-    MOST
-        Power of two from `numbers` on. These are no constants: an engine has graphs of dozens.
-    """
+    """Write the pieces of one sequence's group; a program for each, that knows all lengths."""
     number = tl.program_id(0)
     index = tl.arange(0, MOST)
     there = index < numbers

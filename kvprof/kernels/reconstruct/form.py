@@ -92,18 +92,6 @@ def tuning_for(target: Target, matrix: int, row: int, queries: int, element: int
 
     Small matrices stay with programs of four warps, several to a multiprocessor, whose tiles are
     pipelined. Large ones come in blocks, as wide as shared memory has room for beside a tile.
-
-    Parameters
-    ----------
-    target : Target
-    matrix : int
-        Bytes of the largest group's `up`.
-    row : int
-        Widest key latent.
-    queries : int
-        Rows of queries in a product.
-    element : int
-        Bytes of a value.
     """
     # Classes of GPUs: H100 and B200; A100; GPUs of graphics cards.
     size = 0 if target.shared >= 220000 else 1 if target.shared >= 160000 else 2
@@ -459,19 +447,7 @@ def halves(width: int, interleaved: bool) -> tuple[slice, slice]:
 
 
 def flat(up: Sequence[Tensor], form: Form) -> Tensor:
-    """Return every group's `up`, row after row, in one buffer.
-
-    Parameters
-    ----------
-    up : sequence of Tensor
-        Per group ``[n·d, r_k]``, the rows of KV head j from ``j·d`` on (`kvprof.methods.plan`).
-    form : Form
-
-    Raises
-    ------
-    UsageError
-        When shapes or dtypes do not fit.
-    """
+    """Return every group's `up`, row after row, in one buffer."""
     wanted = [(form.heads * form.head_dim, width) for width in form.key_widths]
     shapes = [tuple(matrix.shape) for matrix in up]
     if shapes != wanted:
@@ -487,12 +463,6 @@ def arranged(up: Sequence[Tensor], form: Form) -> Tensor:
     Per group and KV head: for every block of rotated pairs the rows of the first halves and then of
     the second, after them the blocks of rows that RoPE leaves alone. Blocks past a half's end are
     filled with zeros; every block is cut into the chunks of the latent's width, each dense.
-
-    Parameters
-    ----------
-    up : sequence of Tensor
-        As in `flat`, which checks them.
-    form : Form
     """
     first, second = halves(form.rotary_dim, form.interleaved)
     parts: list[Tensor] = []
@@ -508,19 +478,7 @@ def arranged(up: Sequence[Tensor], form: Form) -> Tensor:
 
 
 def arranged_values(up: Sequence[Tensor], form: Form) -> Tensor:
-    """Return every group's matrices that rebuild values in one buffer, as `arranged` sorts keys'.
-
-    Parameters
-    ----------
-    up : sequence of Tensor
-        Per group ``[n·d, r_v]``.
-    form : Form
-
-    Raises
-    ------
-    UsageError
-        When shapes do not fit.
-    """
+    """Return the matrices that rebuild values in one buffer, as `arranged` sorts keys'."""
     wanted = [(form.heads * form.head_dim, width) for width in form.value_widths]
     if (shapes := [tuple(matrix.shape) for matrix in up]) != wanted:
         raise UsageError(f"matrices {shapes} rebuild no values of a layer that wants {wanted}")

@@ -37,14 +37,7 @@ _SHARED = (
 
 
 def page_constants(form: Form, *, values: bool) -> dict[str, Any]:
-    """Return the compile-time arguments of `rebuild_pages`.
-
-    Parameters
-    ----------
-    form : Form
-    values : bool
-        Whether values are rebuilt too.
-    """
+    """Return the compile-time arguments of `rebuild_pages`."""
     found = constants_of(form, capped=False)
     widest = max(form.key_widths + (form.value_widths if values else ()))
     # The largest power of two that divides a page.
@@ -67,21 +60,7 @@ def rebuild_operator(
     row: int,
     form: Sequence[int],
 ) -> None:
-    """Launch `rebuild_pages`.
-
-    Parameters
-    ----------
-    planes, buffer, cos, sin, seen
-        As `PageRebuild.run` takes them.
-    up, value_up
-        From `kvprof.kernels.reconstruct.form.arranged` and `arranged_values`.
-    tables
-        Groups, heads and columns.
-    row
-        Values of a page of `planes`.
-    form
-        From `Form.encoded`.
-    """
+    """Launch `rebuild_pages`."""
     made = Form.decoded(form)
     fixed = page_constants(made, values=value_up is not None)
     tiles = made.capacity // fixed["TILE"]
@@ -131,24 +110,7 @@ class PageRebuild:
     columns: Tensor
 
     def run(self, planes: Tensor, buffer: Tensor, seen: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Write pages of rotated keys and of values; nothing waits for the device.
-
-        Parameters
-        ----------
-        planes : Tensor
-            Flat: as many pages of `whole` as are seen; written.
-        buffer : Tensor
-            The pool of latents, as `ReconstructStep.run` takes it.
-        seen : Tensor
-            ``[pages]`` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32.
-        cos, sin : Tensor
-            ``[tokens, rotary_dim / 2]``, as `ReconstructStep.run` takes them.
-
-        Raises
-        ------
-        UsageError
-            When shapes or dtypes do not fit, or bf16 is to be interpreted.
-        """
+        """Write pages of rotated keys and of values; nothing waits for the device."""
         step, form = self.step, self.step.form
         check_cache(buffer, form.batch, form.layout.row, step.dtype)
         check_interpreter(step.dtype)
@@ -178,23 +140,7 @@ class PageRebuild:
 def page_rebuild(
     step: ReconstructStep, whole: RaggedLayout, value_ups: Sequence[Tensor] = ()
 ) -> PageRebuild:
-    """Prepare what rebuilds a layer's keys page by page, on a GPU or interpreted.
-
-    Parameters
-    ----------
-    step : ReconstructStep
-        Paged.
-    whole : RaggedLayout
-        Of one page.
-    value_ups : sequence of Tensor
-        Per group ``[n·d, r_v]`` in the step's dtype: what rebuilds values, which are as wide as
-        keys then. Without, every KV head gets a copy of its group's latents.
-
-    Raises
-    ------
-    UsageError
-        When the pages are not those of the step's heads, or matrices do not fit.
-    """
+    """Prepare what rebuilds a layer's keys page by page, on a GPU or interpreted."""
     form = step.form
     own = [form.head_dim] * len(form.value_widths) if value_ups else form.value_widths
     values = tuple(width for width in own for _ in range(form.heads))

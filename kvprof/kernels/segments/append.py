@@ -36,19 +36,7 @@ def _stored(
 def addresses_of(
     layout: SegmentsLayout, segment: int, slots: Tensor, *, stride: int | None = None
 ) -> Addresses:
-    """Return where tokens lie; nothing waits for the device.
-
-    Parameters
-    ----------
-    layout : SegmentsLayout
-    segment : int
-    slots : Tensor
-        ``[batch, n]`` integers, each row's slots in the segment; of a pool of pages any shape of
-        two, ``page · C + place`` for pages of C tokens. A slot that there is not, below 0 or behind
-        the capacity, is left out.
-    stride : int, optional
-        Bytes from one row of the cache to the next; those of a row by default.
-    """
+    """Return where tokens lie; nothing waits for the device."""
     own = layout.segments[segment]
     slots = slots.to(torch.int64)
     room = own.layout.capacity * (layout.batch if own.paged else 1)
@@ -79,22 +67,6 @@ def append(
     """Store new tokens of a segment one after another; other tokens keep their values.
 
     Nothing waits for the device. A token behind the segment's capacity is left out.
-
-    Parameters
-    ----------
-    buffer : Tensor
-        Written.
-    layout : SegmentsLayout
-    segment : int
-    keys, values : sequence of Tensor
-        ``[batch, new, width]`` per head.
-    start : Tensor
-        ``[batch]`` integers: where each sequence's first new token goes.
-
-    Raises
-    ------
-    UsageError
-        When widths do not fit.
     """
     for head in range(layout.heads):
         for side, given in zip(layout.sides(segment, head), (keys, values), strict=True):
@@ -109,17 +81,7 @@ def append(
 
 
 def write(buffer: Tensor, places: Addresses, keys: Tensor, values: Tensor) -> None:
-    """Store tokens at their places, quantised; other tokens keep their values.
-
-    Parameters
-    ----------
-    buffer : Tensor
-        Written.
-    places : Addresses
-        No two tokens at one place.
-    keys, values : Tensor
-        ``[batch, n, Σ width]``, the heads side by side.
-    """
+    """Store tokens at their places, quantised; other tokens keep their values."""
     flat = _flat(buffer)
     places.keys.columns.write(flat, places.keys, keys)
     places.values.columns.write(flat, places.values, values)
@@ -129,11 +91,6 @@ def read(buffer: Tensor, places: Addresses) -> tuple[Tensor, Tensor]:
     """Return stored tokens, ``[batch, n, Σ width]`` float32 each, dequantised.
 
     Of a token that is left out anything comes.
-
-    Parameters
-    ----------
-    buffer : Tensor
-    places : Addresses
     """
     keys, values = (side.columns.read(_flat(buffer), side) for side in (places.keys, places.values))
     return keys, values
@@ -143,11 +100,6 @@ def read_scales(buffer: Tensor, places: Addresses) -> tuple[Tensor | None, Tenso
     """Return the scales of stored tokens, ``[batch, n, heads]`` float32 each.
 
     None for a side whose rows have no scale of their own.
-
-    Parameters
-    ----------
-    buffer : Tensor
-    places : Addresses
     """
     keys, values = (
         side.columns.scales(_flat(buffer), side) for side in (places.keys, places.values)

@@ -100,13 +100,7 @@ def _by_column(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def quantise_columns(rows: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-    """Return the codes of rows ``[..., width]``, uint8, and their scales ``[..., 1]`` as bytes.
-
-    Parameters
-    ----------
-    rows : Tensor
-    runs : Runs
-    """
+    """Return the codes of rows ``[..., width]``, uint8, and their scales ``[..., 1]`` as bytes."""
     values = rows.float()
     size = values.square().sum(-1, keepdim=True) / torch.full_like(values[..., :1], rows.shape[-1])
     scale = size.sqrt().clamp(_TOP_BITS.tiny, _TOP_BITS.max).to(torch.float8_e4m3fn)
@@ -263,13 +257,7 @@ class ColumnSide(Side):
 
     @classmethod
     def check_kinds(cls, kinds: Sequence[SideKind], widths: Sequence[int]) -> None:
-        """Refuse what a segment's heads cannot be like.
-
-        Raises
-        ------
-        UsageError
-            Unless bits fall from run to run and widths are multiples of 16 that make up the head.
-        """
+        """Refuse what a segment's heads cannot be like."""
         super().check_kinds(kinds, widths)
         for kind in kinds:
             bits = [own for _, own in _runs(kind)]
@@ -431,21 +419,7 @@ class ColumnSide(Side):
         blocks[..., : self.code_bytes] ^= TURNED
 
     def raw(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return what is stored as numbers, its tokens by block, then slot, then place.
-
-        Parameters
-        ----------
-        blocks : Tensor
-            ``[batch, blocks, nbytes]``.
-
-        Returns
-        -------
-        codes : Tensor
-            ``[batch, tokens, width]`` float32, steps included.
-        scale : Tensor
-            ``[batch, 1, tokens]`` float32.
-        middle : None
-        """
+        """Return what is stored as numbers, its tokens by block, then slot, then place."""
         shape = (*blocks.shape[:2], COLUMN_SLOTS, PLACES, self.width)
         codes = blocks.new_zeros(shape)
         for view, columns, bits, below, shift, apart in self._views(blocks):

@@ -78,18 +78,7 @@ def token_bytes(layout: SegmentsLayout, segment: int, head: int) -> int:
 def token_cost(
     layout: SegmentsLayout, segment: int, head: int, per_token: int, int8: bool = False
 ) -> int:
-    """Return what a token of a head costs, in sixteenths of a byte.
-
-    Parameters
-    ----------
-    layout : SegmentsLayout
-    segment, head : int
-    per_token : int
-        Bytes' worth of what every token costs: `Tuning.per_token`. Not read where sides
-        tell their products, with which that is counted.
-    int8 : bool
-        `Tuning.int8`.
-    """
+    """Return what a token of a head costs, in sixteenths of a byte."""
     keys, values = layout.sides(segment, head)
     if keys.products and values.products:
         computed = _PRODUCT * (keys.products + values.products)
@@ -277,25 +266,6 @@ def share_units(
 
     A step of a few hundred sequences has thousands of units: what each program of `cut_units` would
     add up by itself would grow as their square.
-
-    Parameters
-    ----------
-    lengths
-        ``[SEGMENTS, batch]`` int32; clamped to what there is room for.
-    units
-        ``[layers, SEGMENTS * HEADS]`` rows of `kvprof.kernels.segments.tables.Unit`, int64.
-    firsts
-        ``[layers, count + 1]`` int32, written: the items before each unit's own, and all of them.
-    counters
-        ``[layers, counted]`` int32, a `kvprof.kernels.segments.tables.Counter` and one per
-        multiprocessor: set to 0, but for whether pieces are long enough for shares.
-    count
-        Units of a layer: HEADS times batch times SEGMENTS, in that order.
-    near
-        Tiles that a piece has on average from which on pieces are long enough for shares.
-    DEPENDENT
-        Whether the launch did not wait for what comes before, nor what cuts the units for this one
-        (`kvprof.kernels.dispatch.early_launch`).
     """
     wait_for_earlier(DEPENDENT)
     layer = tl.program_id(0)
@@ -338,24 +308,7 @@ def cut_units(
     ITEMS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Cut the units of each layer into as many items as each has as its share; ITEMS a program.
-
-    Parameters
-    ----------
-    lengths, units, firsts, counters, count, batch, pieces, counted, near
-        As `share_units` has them.
-    items
-        ``[layers, room]`` rows of `kvprof.kernels.segments.tables.Item`, int32, written; -1 as
-        segment behind the last of a layer.
-    parts
-        ``[layers, batch * HEADS]`` rows of `kvprof.kernels.tables.Part`, int32, written. The last
-        one's items end where all do, which is what the next kernel reads of it.
-    BLOCK
-        0 where `share_units` has been launched. Otherwise every program does all of its work and
-        writes what all others write too, which takes less than another launch where units are few.
-    DEPENDENT
-        Whether the launch did not wait for what comes before.
-    """
+    """Cut the units of each layer into as many items as each has as its share; ITEMS a program."""
     wait_for_earlier(DEPENDENT)
     layer = tl.program_id(1)
     units += layer * SEGMENTS * HEADS * _UNIT

@@ -189,18 +189,6 @@ def query_digits(
     By 16 columns, of which a thread has four neighbours: as bytes they are the word that it needs
     in a product, and no thread asks another for any. A thread with a column of every query took
     three times the instructions, which every program reads anew.
-
-    Returns
-    -------
-    queries : tuple of tuple
-        By plane int8 ``[depth, 2 · heads]``; those that meet the highest of 3 bits are 4 and 2
-        times as large, and of 16 columns behind those of the lower ones. 16 columns of other bits
-        are the first of 32, and then the last of them.
-    parts : tuple of tuple
-        The same by what codes are worth: those that meet the highest of 3 bits are of a plane's
-        first half, and of its second.
-    largest
-        ``[2 · heads]`` float32: of each query, twice, what is `MOST` as digits.
     """
     digit = tl.arange(0, 2 * HEADS)
     whose = first_head + digit // 2
@@ -305,31 +293,13 @@ def summed(query, sums, worth):
     """Add a plane's digits, times `worth`, to their sums ``[16, 2 · heads]``, row by row.
 
     By a product, so that no thread asks another.
-
-    Parameters
-    ----------
-    query
-        int8 ``[DEPTH, 2 · heads]``.
-    sums
-        int32.
-    worth
-        int8 ``[16, DEPTH]``.
     """
     return tl.dot(worth, query, sums, out_dtype=tl.int32)
 
 
 @triton.jit
 def joined(products, WHOLE: tl.constexpr = True):
-    """Return products with digits, ``[n, 2 · heads]``, as float32 ``[n, heads]``.
-
-    Parameters
-    ----------
-    products
-        int32.
-    WHOLE
-        Whether what both digits make is an int32 too, whatever the codes; else they are joined as
-        float32, by an instruction more.
-    """
+    """Return products with digits, ``[n, 2 · heads]``, as float32 ``[n, heads]``."""
     both = tl.reshape(products, (products.shape[0], products.shape[1] // 2, 2))
     upper, lower = tl.split(both)
     if WHOLE:

@@ -45,17 +45,7 @@ _SHARED_MEMORY = 64 << 10
 def unit_table(
     layout: SegmentsLayout, family: SegmentsLayout, tuning: Tuning, device: torch.device
 ) -> Tensor:
-    """Return what the kernels look up per segment and head: rows of `Unit` in int64.
-
-    Parameters
-    ----------
-    layout : SegmentsLayout
-    family : SegmentsLayout
-        One head of every kind that the kernel is to know
-        (`kvprof.kernels.segments.layout.of_kinds`).
-    tuning : Tuning
-    device : torch.device
-    """
+    """Return what the kernels look up per segment and head: rows of `Unit` in int64."""
     kinds = list(family.unit_kinds)
     wide = layout.widest
     rows = []
@@ -172,16 +162,7 @@ _NONE = PlaneColumns(*(0,) * len(PlaneColumns._fields))
 def kind_table(
     family: SegmentsLayout, tuning: Tuning, code: str, query: str
 ) -> tuple[tuple[float, ...], int, int]:
-    """Return the kinds of heads as `segment_pieces` takes them, how many, and the planes of a side.
-
-    Parameters
-    ----------
-    family : SegmentsLayout
-        One head of every kind (`kvprof.kernels.segments.layout.of_kinds`).
-    tuning : Tuning
-    code, query : str
-        Types in which codes of V and of K are multiplied: ``bf16``, ``fp16`` or ``fp32``.
-    """
+    """Return kinds of heads as `segment_pieces` takes them, how many, and the planes of a side."""
     kinds = family.unit_kinds
     sides = [side for unit in kinds.values() for side in family.sides(*unit)]
     most = max(len(side.table(0)) for side in sides)
@@ -239,20 +220,7 @@ def kind_table(
 def constants(
     heads: int, family: SegmentsLayout, tuning: Tuning, *, softcap: bool, fast: bool
 ) -> dict[str, Any]:
-    """Return the compile-time arguments of `segment_pieces`.
-
-    Parameters
-    ----------
-    heads : int
-        KV heads of a layer.
-    family : SegmentsLayout
-        One head of every kind that a layer may have (`kvprof.kernels.segments.layout.of_kinds`).
-    tuning : Tuning
-    softcap : bool
-        Whether there is one.
-    fast : bool
-        Whether inline assembly can be used.
-    """
+    """Return the compile-time arguments of `segment_pieces`."""
     name = _NAMES[family.dtype]
     code = "bf16" if fast else name
     kinds, count, most = kind_table(family, tuning, code, name)
@@ -280,26 +248,7 @@ def constants(
 def launch_cut(
     lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int, near: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut the work of one or more layers into items.
-
-    Parameters
-    ----------
-    lengths : Tensor
-        ``[segments, batch]`` int32.
-    units : Tensor
-        ``[layers, segments * heads, columns]``: a `unit_table` of every layer.
-    heads, pieces : int
-    counted : int
-        Counters that the kernel needs, as `share_units` has them, or 0.
-    near : int
-        `Tuning.near`.
-
-    Returns
-    -------
-    tuple of Tensor
-        Items and parts, as `cut_units` has them, and counters, as `share_units` does, those of a
-        layer first.
-    """
+    """Cut the work of one or more layers into items."""
     layers = len(units)
     segments, batch = lengths.shape
     count = segments * batch * heads
@@ -344,39 +293,7 @@ def launch_segments(
     table: Tensor | None = None,
     beside: Attended | None = None,
 ) -> Tensor:
-    """Run the items and join their parts.
-
-    Parameters
-    ----------
-    query : Tensor
-        ``[rows, Σ_g G·dk_g]``, contiguous.
-    buffer : Tensor
-        uint8.
-    layout : SegmentsLayout
-    family : SegmentsLayout
-        One head of every kind that the kernel knows (`kvprof.kernels.segments.layout.of_kinds`).
-    tuning : Tuning
-    units : Tensor
-        From `unit_table`, with the same family and tuning.
-    eye : Tensor
-        uint8: `kvprof.kernels.segments.tables.eye`.
-    items, parts, counters : Tensor
-        From `launch_cut`; the counters are what they were when this ends.
-    shares : int
-        Of the work, one for each multiprocessor, `MOST_SHARES` at most.
-    scaling, softcap : float
-    sinks : Tensor, optional
-        ``[heads, G]`` float32.
-    table : Tensor, optional
-        ``[rows, most pages]`` int32, of a pool of pages.
-    beside : Attended, optional
-        A further part of every row.
-
-    Returns
-    -------
-    Tensor
-        ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
-    """
+    """Run the items and join their parts."""
     softly, fast = softcap > 0.0, not interpreted()
     chosen = constants(layout.heads, family, tuning, softcap=softly, fast=fast)
     partial, logs = empty_parts(query, len(items), layout.group, chosen["WIDEST"])

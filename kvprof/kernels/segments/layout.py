@@ -319,14 +319,7 @@ class SegmentsLayout:
         return self.batch * self.row
 
     def blocks(self, buffer: Tensor, segment: int, head: int) -> tuple[Tensor, Tensor]:
-        """Return the blocks of a head's K and V, ``[batch, blocks, bytes]`` each: views.
-
-        Parameters
-        ----------
-        buffer : Tensor
-            Flat, or ``[batch, bytes]`` with at least `row` bytes each.
-        segment, head : int
-        """
+        """Return the blocks of a head's K and V, ``[batch, blocks, bytes]`` each: views."""
         start, size = self.offsets[segment][head], self.block_bytes(segment, head)
         count = self.segments[segment].blocks
         rows = in_rows(buffer, self.batch)
@@ -339,13 +332,7 @@ class SegmentsLayout:
         return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
 
     def packed(self, states: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Tensor:
-        """Return the buffer that holds tokens from each segment's first on, quantised.
-
-        Parameters
-        ----------
-        states : sequence of (keys, values)
-            Per segment; ``[batch, tokens, width]`` per head, at most the segment's capacity.
-        """
+        """Return the buffer that holds tokens from each segment's first on, quantised."""
         buffer = self.empty(states[0][0][0].device)
         for number, pair in enumerate(states):
             for head in range(self.heads):
@@ -369,20 +356,7 @@ class SegmentsLayout:
 
 
 def of_kinds(layout: SegmentsLayout, kinds: Sequence[HeadKind]) -> SegmentsLayout:
-    """Return a layout with one head of every kind, by which a kernel for all of them is built.
-
-    Parameters
-    ----------
-    layout : SegmentsLayout
-        Whose formats and query heads per KV head it has.
-    kinds : sequence of HeadKind
-        Those of `layout` among them.
-
-    Raises
-    ------
-    UsageError
-        When one of the layout's own is missing.
-    """
+    """Return a layout with one head of every kind, by which a kernel for all of them is built."""
     if missing := set(layout.kinds) - set(kinds):
         raise UsageError(
             f"heads of widths {min(missing)} are not among the kinds {sorted(set(kinds))}"

@@ -77,17 +77,7 @@ def move_operator(
     numbers: Sequence[int],
     fixed: Sequence[int],
 ) -> None:
-    """Launch `move_tokens`; a segment of the buffer itself is the source where it is None.
-
-    Parameters
-    ----------
-    buffer, source, stretches, columns, origins, targets, low
-        As the kernel takes them.
-    dtype
-        Of the run.
-    numbers, fixed
-        The kernel's other arguments, and its compile-time ones, in their order.
-    """
+    """Launch `move_tokens`; a segment of the buffer itself is the source where it is None."""
     full = buffer.view(dtype)
     key_bits, value_bits, slots, width, pooled = fixed
     for begin in range(0, len(targets), _MOST):
@@ -155,30 +145,7 @@ class TokenMove:
         *,
         pooled: bool = False,
     ) -> None:
-        """Store the tokens; nothing waits for the device, and a CUDA graph may hold it.
-
-        Parameters
-        ----------
-        buffer : Tensor
-            The layer's; written.
-        source : Tensor or None
-            Planes that the tokens come from; None where they come from a segment of the buffer.
-        origins, targets : Tensor
-            ``[batch]`` integers, each row's slot where it comes from, and in the segment. A slot
-            that there is not, below 0 or behind the capacity, is left out.
-        low : Tensor, optional
-            ``[batch]`` bool: these lose the columns that the last segment has not.
-        pooled : bool
-            Slots of planes and segment count on from row to row (or page to page), ``row · C +
-            slot``, and as many tokens may come as do, each once; those of one place of a block,
-            which share bytes, beside one another, with none that there is not between them. Of a
-            pool of pages targets always do.
-
-        Raises
-        ------
-        UsageError
-            When bf16 is to be interpreted.
-        """
+        """Store the tokens; nothing waits for the device, and a CUDA graph may hold it."""
         check_interpreter(self.layout.dtype)
         layout = self.layout
         own = layout.segments[self.segment]
@@ -217,22 +184,7 @@ class TokenMove:
 def token_move(
     layout: SegmentsLayout, segment: int, source: RaggedLayout | int, device: torch.device
 ) -> TokenMove:
-    """Prepare moves of tokens into a segment.
-
-    Parameters
-    ----------
-    layout : SegmentsLayout
-    segment : int
-    source : RaggedLayout or int
-        Planes of the same heads, or a segment at full precision; a narrower target takes the first
-        columns.
-    device : torch.device
-
-    Raises
-    ------
-    UsageError
-        When the source is quantised, or has fewer columns.
-    """
+    """Prepare moves of tokens into a segment."""
     if isinstance(source, int) and not full_precision(layout, source):
         raise UsageError(f"segment {source} is quantised, and moves begin at full precision")
     planes = source if isinstance(source, int) else replace(source, batch=1, capacity=1)
@@ -257,15 +209,7 @@ def restore_operator(
     numbers: Sequence[int],
     fixed: Sequence[int],
 ) -> None:
-    """Launch `restore_tokens`.
-
-    Parameters
-    ----------
-    planes, buffer, stretches, columns, slots, targets
-        As the kernel takes them.
-    numbers, fixed
-        The kernel's arguments from `room` on, and its compile-time ones, in their order.
-    """
+    """Launch `restore_tokens`."""
     key_bits, value_bits, count, width, tokens = fixed
     launching(restore_tokens, (-(-len(slots) // tokens), len(stretches)))(
         planes,
@@ -316,27 +260,7 @@ class TokenRestore:
     def run(
         self, planes: Tensor, buffer: Tensor, slots: Tensor, targets: Tensor, rows: int = 1
     ) -> None:
-        """Write tokens into planes; nothing waits for the device, and a CUDA graph may hold it.
-
-        Parameters
-        ----------
-        planes : Tensor
-            Flat, of rows (or pages) of the heads' widths and as many tokens as there is room for;
-            written.
-        buffer : Tensor
-            The layer's.
-        slots, targets : Tensor
-            ``[tokens]`` integers each: where a token lies in the segment, and in the planes. Both
-            count on from row to row (or page to page), ``row · C + slot``; where either is not
-            there nothing is written.
-        rows : int
-            Of the planes.
-
-        Raises
-        ------
-        UsageError
-            When bf16 is to be interpreted.
-        """
+        """Write tokens into planes; nothing waits for the device, and a CUDA graph may hold it."""
         check_interpreter(self.layout.dtype)
         own, layout = self.layout.segments[self.segment], self.layout
         if not len(slots):
@@ -361,14 +285,7 @@ class TokenRestore:
 # For every layer of a model, chunk after chunk.
 @lru_cache(maxsize=4096)
 def token_restore(layout: SegmentsLayout, segment: int, device: torch.device) -> TokenRestore:
-    """Prepare what brings tokens of a segment back into planes.
-
-    Parameters
-    ----------
-    layout : SegmentsLayout
-    segment : int
-    device : torch.device
-    """
+    """Prepare what brings tokens of a segment back into planes."""
     planes = replace(layout.segments[segment].layout, batch=1, capacity=1)
     stretches, columns, _ = _tables(_roomless(layout), segment, planes, device)
     fixed = tuple(restore_constants(layout, segment).values())

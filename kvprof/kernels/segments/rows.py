@@ -179,13 +179,7 @@ class RowSide(Side):
         return (before + at) // 2 if at else 0
 
     def column_places(self, start: int, size: int) -> list[tuple[int, int, int, int]]:
-        """Return ``(first, block, part, place)`` of every column, as `RowColumns` has them.
-
-        Parameters
-        ----------
-        start, size : int
-            As `Placed` has them.
-        """
+        """Return ``(first, block, part, place)`` of every column, as `RowColumns` has them."""
         full = self.bits is None
         unit = self.dtype.itemsize if full else 1
         found: list[tuple[int, int, int, int]] = []

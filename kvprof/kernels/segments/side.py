@@ -116,16 +116,7 @@ class Side(ABC):
 
     @classmethod
     def kind(cls, width: int, bits: int | None, runs: Runs) -> SideKind:
-        """Return what a head is like whose columns are quantised so.
-
-        Parameters
-        ----------
-        width : int
-        bits : int or None
-            Of every column, unless there are runs.
-        runs : Runs
-            Bits by column, 0 where columns are left out.
-        """
+        """Return what a head is like whose columns are quantised so."""
         return width
 
     @classmethod
@@ -135,13 +126,7 @@ class Side(ABC):
 
     @classmethod
     def check_kinds(cls, kinds: Sequence[SideKind], widths: Sequence[int]) -> None:
-        """Refuse what a segment's heads cannot be like.
-
-        Raises
-        ------
-        UsageError
-            Unless there is a kind for every width, or none where widths say it all.
-        """
+        """Refuse what a segment's heads cannot be like."""
         wanted = 0 if cls.by_width else len(widths)
         if len(kinds) != wanted:
             raise UsageError(
@@ -165,13 +150,7 @@ class Side(ABC):
 
     @classmethod
     def tuned(cls, kinds: int) -> Tuning | None:
-        """Return what its kernel is fastest with; None where widths and formats say that.
-
-        Parameters
-        ----------
-        kinds : int
-            Of unit, a head of a segment, that have such sides.
-        """
+        """Return what its kernel is fastest with; None where widths and formats say that."""
         return None
 
     # What a block holds.
@@ -252,20 +231,7 @@ class Side(ABC):
 
     @abstractmethod
     def raw(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return what is stored as numbers, its tokens by block, then slot, then place.
-
-        Parameters
-        ----------
-        blocks : Tensor
-            ``[batch, blocks, nbytes]``.
-
-        Returns
-        -------
-        codes : Tensor
-            ``[batch, tokens, width]`` float32, such that scale and middle make values of them.
-        scale, middle : Tensor or None
-            ``[batch, groups, tokens]`` float32; None for what the format does not keep.
-        """
+        """Return what is stored as numbers, its tokens by block, then slot, then place."""
 
     def load(self, blocks: Tensor) -> Tensor:
         """Return ``[batch, tokens, width]`` float32 from ``[batch, blocks, nbytes]``."""
@@ -295,21 +261,7 @@ class Side(ABC):
         lowest: int,
         free: int,
     ) -> tuple[list[Stretch], list[MovedColumn]]:
-        """Return how one launch stores a token, but for the side and head, and from row 0 on.
-
-        Parameters
-        ----------
-        start : int
-            Byte of a block at which the side begins.
-        size : int
-            Bytes from block to block.
-        came : sequence of (int, int, int, int)
-            Where each column comes from: the first four fields of `MovedColumn`.
-        lowest : int
-            Columns that the lowest level keeps.
-        free : int
-            Columns of a program where no scale says how many.
-        """
+        """Return how one launch stores a token, but for the side and head, and from row 0 on."""
 
     # Single tokens, of all heads at once.
 
@@ -430,18 +382,6 @@ def replace_bits(
 
     By adding differences: several tokens may share a byte, and those that are left out may share a
     place with one that is not.
-
-    Parameters
-    ----------
-    stored : Tensor
-        Flat; written.
-    at : Tensor
-        ``[batch, n, m]`` int64.
-    there : Tensor
-        ``[batch, n]`` bool.
-    new : Tensor
-        ``[batch, n, m]``, in the dtype of `stored`.
-    mask : Tensor or int
     """
     old = taken(stored, at)
     change = torch.where(there[..., None], new - (old & mask), torch.zeros_like(new))

@@ -28,15 +28,7 @@ _LACK = tl.constexpr(E4M3_LACK)
 
 
 def missing_factor(container: int, dtype: str) -> float:
-    """Return by how much what `codes` returns is too small: 1 but for e4m3.
-
-    Parameters
-    ----------
-    container : int
-        As `codes` takes FORMAT.
-    dtype : str
-        ``bf16``, ``fp16`` or ``fp32``.
-    """
+    """Return by how much what `codes` returns is too small: 1 but for e4m3."""
     if container == FP8:
         return {"bf16": E4M3_LACK, "fp16": 2.0**8, "fp32": 1.0}[dtype]
     return 1.0
@@ -181,17 +173,6 @@ def codes(
     """Return the codes of one slot of a byte as numbers of DTYPE about 0.
 
     Those of e4m3 lack `missing_factor`.
-
-    Parameters
-    ----------
-    octets
-        uint8; what is loaded itself at full precision.
-    SLOT
-        Which of a byte's codes, from the lowest bits.
-    FORMAT
-        `kvprof.kernels.segments.codes.NumberFormat.read_as`.
-    FAST
-        Inline assembly; only for bfloat16 and float16.
     """
     if FORMAT == _FULL:
         found = octets
@@ -248,17 +229,7 @@ def half(word, HIGH: tl.constexpr, FAST: tl.constexpr):
 def halves(
     pointer, places, AT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FAST: tl.constexpr
 ):
-    """Load float16 numbers of all slots of some places; a tuple of float32 vectors.
-
-    Parameters
-    ----------
-    pointer
-        float16, to the first place's block.
-    AT
-        Where the numbers begin in a block.
-    BLOCK
-        float16 numbers from block to block.
-    """
+    """Load float16 numbers of all slots of some places; a tuple of float32 vectors."""
     found = ()
     block = places // 32
     place = places % 32
