@@ -161,7 +161,7 @@ class TestOpening:
         monkeypatch.setattr(run_source, "files", lambda package: tmp_path)
         session = open_run("demo")
         assert session.source.playing
-        start = next(event.time for event in events if event.type == "case_started")
+        start = next(event.time for event in events if event.event == "case_started")
         assert session.source._speed == pytest.approx((events[-1].time - start) / 20)
 
     def test_the_demo_that_ships_shows_parts_in_its_first_second(self):

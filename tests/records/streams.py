@@ -86,7 +86,7 @@ def whole_first(events: Sequence[Event]) -> list[Event]:
 
 def cuts(events: Sequence[Event]) -> list[int]:
     """Return where a killed run may end: after each event that another kind follows."""
-    ends = (n for n in range(1, len(events)) if events[n - 1].type != events[n].type)
+    ends = (n for n in range(1, len(events)) if events[n - 1].event != events[n].event)
     return [*ends, len(events)]
 
 

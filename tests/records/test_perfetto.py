@@ -74,7 +74,7 @@ def test_parts_that_are_told_after_their_step_stay_in_their_phase() -> None:
             event
             for event in EVENTS
             if not isinstance(event, PartSample | StepFinished)
-            and event.type not in ("case_finished", "run_finished")
+            and event.event not in ("case_finished", "run_finished")
         ),
         *steps,
         *(event for event in EVENTS if isinstance(event, PartSample)),

@@ -47,7 +47,7 @@ class TestBars:
 
     def test_there_is_no_difference_while_either_is_unfinished(self):
         events = stream(("full", "fdc"))
-        finished = [i for i, event in enumerate(events) if event.type == "case_finished"]
+        finished = [i for i, event in enumerate(events) if event.event == "case_finished"]
         _, second = bars(state_of(events[: finished[1]]), Choice())
         assert second.baseline is None
         choice = Choice(baseline="fdc")

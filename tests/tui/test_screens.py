@@ -147,7 +147,7 @@ class TestScreens:
         events = stream(("full",))
         assert "no layer was timed" not in keys(tmp_path, "2", events=events)["text"]
         composed = [
-            replace(event, layer=None) if event.type == "part" else event for event in events
+            replace(event, layer=None) if event.event == "part" else event for event in events
         ]
         shown = keys(tmp_path / "composed", "2", events=composed)["text"]
         assert "no layer was timed on its own" in shown
@@ -189,7 +189,7 @@ class TestScreens:
     )
     def test_the_status_says_which_case_and_how_long(self, tmp_path, until_type, words):
         events = [replace(event, time=61.0) for event in stream(("full", "fdc"))]
-        end = next(i for i, event in enumerate(events) if event.type == until_type)
+        end = next(i for i, event in enumerate(events) if event.event == until_type)
         session = recorded(tmp_path, events[: end + 1])
         session.source.age = lambda: 3.0
         session.state.add_all(session.source.poll(10_000))
@@ -215,7 +215,7 @@ class TestScreens:
 
     def test_much_unattributed_is_a_warning_beside_the_bars(self, tmp_path):
         events = [
-            replace(event, prefill_seconds=1.0) if event.type == "case_finished" else event
+            replace(event, prefill_seconds=1.0) if event.event == "case_finished" else event
             for event in stream(("full",))
         ]
         shown = keys(tmp_path, events=events, size=(120, 50))["text"]

@@ -95,12 +95,12 @@ class TestAgainstTheFold:
 class TestWhileItRuns:
     def test_parts_add_up_before_the_case_is_finished(self):
         events = stream(steps=5)
-        cut = next(i for i, event in enumerate(events) if event.type == "step") + 1
+        cut = next(i for i, event in enumerate(events) if event.event == "step") + 1
         case = state_after(events[:cut]).cases[case_name("full", 5)]
         walked = [event for event in events[:cut] if isinstance(event, StepFinished)]
         assert case.account.seconds == pytest.approx(sum(step.seconds for step in walked))
         assert "unattributed" not in case.account.by_part()
-        prefill = next(event for event in events[:cut] if event.type == "step")
+        prefill = next(event for event in events[:cut] if event.event == "step")
         assert case.ttft_seconds() == prefill.seconds  # of one run so far
 
     def test_a_sample_stands_for_its_weight(self):
@@ -120,7 +120,7 @@ class TestWhileItRuns:
         events = stream(("full",), steps=2)
         events = [
             replace(event, prefill_seconds=1e-6, decode_seconds=1e-6)
-            if event.type == "case_finished"
+            if event.event == "case_finished"
             else event
             for event in events
         ]

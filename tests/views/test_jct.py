@@ -190,9 +190,9 @@ def test_a_run_that_was_killed_anywhere_has_a_report(events: list[Event]) -> Non
 
 def test_a_real_run_that_was_killed_shows_what_it_measured() -> None:
     events = whole_first(stream(("full",), steps=4))
-    first = next(n for n, event in enumerate(events) if event.type == "part")
+    first = next(n for n, event in enumerate(events) if event.event == "part")
     result = result_of(events[:first])
-    walked = sum(event.seconds for event in events[:first] if event.type == "step")
+    walked = sum(event.seconds for event in events[:first] if event.event == "step")
     shown = text(result)
     assert f"{duration(walked)} so far" in shown
     assert "Nothing was timed in parts yet." in shown

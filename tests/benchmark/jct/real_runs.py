@@ -58,7 +58,7 @@ def measured(
 
 def of(events: list[Event], kind: str) -> list[Any]:
     """Return the events of one type."""
-    return [event for event in events if event.type == kind]
+    return [event for event in events if event.event == kind]
 
 
 def seconds_by(events: list[Event], *names: str) -> dict[Any, float]:

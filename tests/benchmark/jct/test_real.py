@@ -135,7 +135,7 @@ def test_a_model_that_fails_half_way_leaves_its_events_and_no_trace() -> None:
 
     def emit(event: Any) -> None:
         events.append(event)
-        if event.type == "part" and event.step == 3:
+        if event.event == "part" and event.step == 3:
             raise FailedError("the disk is full")
 
     with pytest.raises(FailedError, match="disk is full"):
