@@ -35,6 +35,7 @@ class CommandEntry:
 
 #: Every command there is, in the order of ``kvprof --help``.
 COMMANDS = (
+    CommandEntry("advise", "Which cache for this model, GPU and context, and how many users fit?"),
     CommandEntry("spectrum", "How compact are Q, K and V? Singular values and ranks, by head."),
     CommandEntry("stability", "Is the rotation the model's own, and what does a wrong one cost?"),
     CommandEntry("sensitivity", "Which layers and heads tolerate lower precision?"),
@@ -94,6 +95,7 @@ def _checked(command: Any) -> Any:
         context = read(info_name, args, parent=parent, **extra)
         given = context.params
         named = any(parameter.opts[0] == "model" for parameter in context.command.params)
+        named = named and context.info_name != "advise"  # it takes a shape, or a config alone
         # Random weights may be of a shape, whose name no hub knows.
         if named and given.get("model") is not None and given.get("load_format") != "dummy":
             from kvprof.models.hub import check_reachable

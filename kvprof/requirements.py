@@ -72,6 +72,7 @@ COMMAND_NEEDS = {
     "spectrum": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext"), (("matplotlib", "--svg and --png"),), uses_gpu=True
     ),
+    "advise": CommandNeeds(("plotext",), (("matplotlib", "--svg and --png"),)),
     "stability": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext"), (("matplotlib", "--svg and --png"),), uses_gpu=True
     ),

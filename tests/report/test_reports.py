@@ -14,6 +14,7 @@ from kvprof.results import KINDS, class_of
 from kvprof.views.page import render_text
 from tests.report.approved import check_approved
 from tests.views.synthetic import spectrum_result
+from tests.views.synthetic_advise import advise_result
 from tests.views.synthetic_evaluation import evaluation_result
 from tests.views.synthetic_frontier import frontier_result, two_targets, with_facts
 from tests.views.synthetic_generate import generate_result
@@ -23,6 +24,10 @@ from tests.views.synthetic_stability import SHAPES, made
 
 _FULL = {"texts": ("prose", "code"), "harness": True, "written": True}
 RESULTS: dict[str, dict[str, Any]] = {
+    "advise": advise_result(),
+    "advise, windows": advise_result(window=1024, warnings=("a context of 64k",)),
+    "advise, no room": advise_result(weights=200 << 30),
+    "advise, latents": advise_result(latent=True),
     "generate": generate_result(),
     "generate, text alone": generate_result(diff=False),
     "sensitivity": sensitivity_result(),

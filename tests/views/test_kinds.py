@@ -17,6 +17,7 @@ from tests.records.load_stream import load_result
 from tests.records.sample import ENVIRONMENT, benchmark_result
 from tests.records.streams import stream
 from tests.views.synthetic import spectrum_result
+from tests.views.synthetic_advise import advise_result
 from tests.views.synthetic_bench import bench_result
 from tests.views.synthetic_evaluation import evaluation_result
 from tests.views.synthetic_frontier import frontier_result
@@ -35,6 +36,7 @@ _MADE = {
     "load": load_result(),
     "recipe": recipe_result(),
     "sensitivity": sensitivity_result(),
+    "advise": advise_result(),
     "spectrum": spectrum_result(),
     "stability": stability_result(counts=(1024, 2048), seeds=2, heads=(2,), targets=("prose",)),
 }
@@ -135,7 +137,7 @@ def test_blocks_keep_the_order_and_the_kind_of_what_they_show() -> None:
 def test_kinds_say_what_they_have() -> None:
     with_csv = {kind for kind, result in RESULTS.items() if csv_of(result) is not None}
     with_figure = {kind for kind, result in RESULTS.items() if figure_of(result) is not None}
-    drawn = {"bench", "eval", "frontier", "jct", "load", "spectrum", "stability"}
+    drawn = {"advise", "bench", "eval", "frontier", "jct", "load", "spectrum", "stability"}
     assert with_csv == drawn | {"sensitivity"}
     assert with_figure == drawn | {"generate", "sensitivity"}
 

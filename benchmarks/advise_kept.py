@@ -1,0 +1,91 @@
+"""What plans keep on the measured models, of the records: the table that ``kvprof advise`` shows.
+
+Run it where a record changed: ``python benchmarks/advise_kept.py``.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "kvprof" / "assets" / "advise-kept.json"
+
+#: Model type and width of heads, by which the nearest measured model is chosen.
+MODELS = {
+    "qwen2.5-coder-1.5b.gguf": ("Qwen2.5-Coder-1.5B", "qwen2", 128),
+    "smollm2": ("SmolLM2-135M", "llama", 64),
+}
+_FORMATS = (
+    *("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
+    *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "q8_0"),
+)
+_QWEN, _SMOL = "qwen2.5-coder-1.5b-h200", "smollm2-h200"
+#: A plan's name in the table, its record, and its method there; of `centring` the label.
+SOURCES = (
+    *((name, f"engine-formats-{_QWEN}", name) for name in _FORMATS),
+    ("fp8_e4m3", f"eval-kq-wf-{_SMOL}", "fp8"),
+    ("hadamard 4/4", f"centring-{_QWEN}", "Hadamard 4/4"),
+    ("hadamard 3/2", f"needles-5.8x-{_QWEN}", "hadamard-int3"),
+    ("hadamard 3/2", f"needles-5x-hadamard-{_SMOL}", "hadamard-int3"),
+    ("kq-wf 7x", f"kept-7x-by-loss-{_QWEN}", "kq-wf"),
+)
+#: Needles where a plan's own record has none.
+NEEDLES = {
+    ("kq-wf 7x", "qwen2.5-coder-1.5b.gguf"): (f"needles-7x-{_QWEN}", "kq-wf"),
+    ("fp8_e4m3", "qwen2.5-coder-1.5b.gguf"): (f"needles-8x-{_QWEN}", "fp8"),
+    ("fp8_e4m3", "smollm2"): (f"needles-5x-hadamard-{_SMOL}", "fp8"),
+}
+
+
+def _read(record: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "records" / f"{record}.json").read_text())
+    return found
+
+
+def _row(record: str, method: str) -> tuple[str, dict[str, Any]]:
+    """Return a record's model, and what it holds of a plan."""
+    found = _read(record)
+    data = found["data"]
+    if "evaluations" in data:
+        row = next(one for one in data["evaluations"] if one["method"] == method)
+        return found["inputs"]["model"], row
+    row = next(one for one in data["rows"] if one["plan"] == method and one["centre"] is True)
+    sequences, length = (int(found["inputs"][name]) for name in ("sequences", "seq_len"))
+    return found["inputs"]["model"], {**row, "decoded_tokens": sequences * length // 2, "tasks": {}}
+
+
+def _needles(row: dict[str, Any]) -> list[int] | None:
+    task = row["tasks"].get("niah_single_1")
+    return None if task is None else [round(task["accuracy"] * task["items"]), task["items"]]
+
+
+def table() -> list[dict[str, Any]]:
+    """Return the table's rows."""
+    rows = []
+    for plan, record, method in SOURCES:
+        model, row = _row(record, method)
+        name, kind, width = MODELS[model]
+        needles = _needles(row)
+        if needles is None and (plan, model) in NEEDLES:
+            needles = _needles(_row(*NEEDLES[plan, model])[1])
+        rows.append(
+            {
+                **{"plan": plan, "model": name, "model_type": kind, "head_dim": width},
+                "keeps": row["relative_accuracy"],
+                "interval": row["relative_accuracy_interval"],
+                "tokens": row["decoded_tokens"],
+                "needles": needles,
+                "record": f"{record}.json",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Write the table."""
+    lines = ",\n".join(f" {json.dumps(row)}" for row in table())
+    TABLE.write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A model's ``config.json`` and the bytes of its weights, without the weights and without torch."""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import yaml
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from kvprof.errors import LackingError, UsageError
+from kvprof.models.hub import HUB_ID, hub_answers, unreachable
+
+__all__ = ["named_parameters", "read_config_file", "weight_bytes"]
+
+_INDEX = "model.safetensors.index.json"
+#: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B (a token reads 3 of 30 billion).
+_COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
+
+
+def _shapes() -> dict[str, Any]:
+    text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return {name.lower(): entry for name, entry in found.items()}
+
+
+#: What a shape's source names, and its model type; others are llama.
+_KINDS = {
+    "gpt-oss": "gpt_oss",
+    "gemma-3": "gemma3_text",
+    "qwen3": "qwen3",
+    "mistral": "mistral",
+    "falcon": "falcon",
+    "phi-3": "phi3",
+}
+#: Bits of a parameter where ``quantization_config`` names a method without them.
+_BITS = {"mxfp4": 4.25, "fp8": 8.0}
+
+
+def _of_shape(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a shape that ships as a config."""
+    source = str(entry["source"]).lower()
+    kind = next((kind for part, kind in _KINDS.items() if part in source), "llama")
+    pattern, layers = entry.get("window_pattern", "F"), entry["layers"]
+    names = {"F": "full_attention", "W": "sliding_attention"}
+    return {
+        "model_type": kind,
+        "quantization_config": {"quant_method": "mxfp4"} if kind == "gpt_oss" else None,
+        "num_hidden_layers": layers,
+        "hidden_size": entry["hidden_size"],
+        "num_attention_heads": entry["num_heads"],
+        "num_key_value_heads": entry["num_kv_heads"],
+        "head_dim": entry["head_dim"],
+        "sliding_window": entry.get("sliding_window"),
+        "layer_types": [names[pattern[i % len(pattern)]] for i in range(layers)],
+        "max_position_embeddings": entry.get("context"),
+    }
+
+
+def _hub_file(model: str, name: str, revision: str | None) -> Path:
+    try:
+        path = huggingface_hub.hf_hub_download(
+            model, name, revision=revision, local_files_only=not hub_answers()
+        )
+    except LocalEntryNotFoundError as error:
+        raise LackingError(unreachable(model)) from error
+    except (HfHubHTTPError, OSError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LackingError(f"{model}: {name} cannot be had from the hub: {said}") from error
+    return Path(path)
+
+
+def read_config_file(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the config of a shape that ships, a folder, a ``config.json`` or a hub id."""
+    if (entry := _shapes().get(model.lower())) is not None:
+        return _of_shape(entry)
+    path = Path(model).expanduser()
+    if model == "reference":
+        path = Path(str(files("kvprof"))) / "assets" / "reference"
+    if path.suffix == ".gguf" or model == "smollm2":
+        raise UsageError(f"{model}: advise reads a config.json; name the folder or hub id with it")
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        if path.exists() or path.name == "config.json" or not HUB_ID.fullmatch(model):
+            raise UsageError(f"{model} is no shape, folder with a config.json, or hub id")
+        path = _hub_file(model, "config.json", revision)
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{model}: {path.name} cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{model}: {path.name} is no object")
+    return found
+
+
+def named_parameters(model: str) -> tuple[float, float] | None:
+    """Return how many parameters a name tells, and how many of them a token reads."""
+    found = _COUNT.findall(model.rpartition("/")[2])
+    counts = {
+        mark.lower(): float(size) * (1e9 if unit.lower() == "b" else 1e6)
+        for mark, size, unit in found
+        if mark.lower() != "e"
+    }
+    return (counts[""], counts.get("a", counts[""])) if "" in counts else None
+
+
+def weight_bytes(
+    model: str, config: Mapping[str, Any], revision: str | None = None
+) -> tuple[int, str] | None:
+    """Return the bytes of a model's weights and where they are told; None where nothing does."""
+    path = Path(model).expanduser()
+    folder = path if path.is_dir() else path.parent if path.is_file() else None
+    if model == "reference":
+        folder = Path(str(files("kvprof"))) / "assets" / "reference"
+    if folder is not None and (stored := [*folder.glob("*.safetensors")]):
+        return sum(one.stat().st_size for one in stored), "its files"
+    index = folder / _INDEX if folder is not None else None
+    if folder is None and model.lower() not in _shapes():
+        with suppress(LackingError):
+            index = _hub_file(model, _INDEX, revision)
+    if index is not None and index.is_file():
+        with suppress(ValueError, KeyError, TypeError):
+            total = int(json.loads(index.read_text("utf-8"))["metadata"]["total_size"])
+            return total, _INDEX
+    if (counted := named_parameters(model)) is None:
+        return None
+    given = config.get("quantization_config")
+    quantised = given if isinstance(given, Mapping) else {}
+    bits = quantised.get("bits") or _BITS.get(str(quantised.get("quant_method")), 16)
+    return int(counted[0] * bits / 8), f"the count in its name at {bits:g} bits"

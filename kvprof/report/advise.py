@@ -1,0 +1,145 @@
+"""The report of ``kvprof advise``: which cache, for how many users, at what cost."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvprof.report.blocks import (
+    Block,
+    Column,
+    Curves,
+    Heading,
+    Paragraph,
+    Report,
+    Series,
+    Table,
+    framed,
+)
+from kvprof.results.advise import AdvisedPlan, AdviseResult
+from kvprof.sizes import format_bytes, format_count
+from kvprof.views.numbers import MISSING, duration, interval, number
+
+__all__ = ["report"]
+
+_NOTES = (
+    "Bits: of a value, scales counted. Bytes: per token at the context, as the engine allocates.",
+    "Keeps: share of uncompressed accuracy [95 % interval] of the nearest model that was measured.",
+    "Needles: found of asked, RULER's niah_single_1; --csv names the records.",
+    "Attention, step: limits by bytes over the GPU's bandwidth, not measured times.",
+    "Users: sequences that fit at the context at a time; vLLM's own count of its blocks.",
+)
+
+#: Plans whose users are drawn, beside the best.
+_DRAWN = ("16 bits", "fp8_e4m3", "kq-wf 7x")
+
+
+def report(result: AdviseResult) -> Report:
+    """Return the report."""
+    inputs, best = result.inputs, _best(result)
+    shown = [one for one in result.data.plans if one.refused is None]
+    body: list[Block] = [
+        Heading(f"Plans at {_context(result)} tokens, by config.json alone"),
+        _table(shown, inputs.users),
+        *(Paragraph(one.refused, "aside") for one in result.data.plans if one.refused),
+        Heading("Users by context"),
+        _curves([one for one in shown if one.plan in _DRAWN or one is best]),
+    ]
+    return framed(
+        result,
+        body,
+        verdict=_verdict(result, best),
+        subject=f"{inputs.model}, {inputs.gpu}, {_context(result)} tokens",
+        cautions=[f"Run: {(best or result.data.plans[0]).command}"],
+        notes=_NOTES,
+        measured_with=_facts(result),
+    )
+
+
+def _context(result: AdviseResult) -> str:
+    return format_count(result.inputs.context)
+
+
+def _best(result: AdviseResult) -> AdvisedPlan | None:
+    return next((one for one in result.data.plans if one.plan == result.data.best), None)
+
+
+def _whole(users: float | None) -> str:
+    return MISSING if users is None else f"{users:,.0f}" if users >= 100 else f"{users:.1f}"
+
+
+def _verdict(result: AdviseResult, best: AdvisedPlan | None) -> str:
+    first, inputs = result.data.plans[0], result.inputs
+    if result.data.available_bytes <= 0:
+        return f"The weights of {inputs.model} leave no memory for a cache on {inputs.gpu}."
+    fits = f"{_whole(first.users)} users fit uncompressed"
+    if best is None or best is first:
+        return (
+            f"Stay uncompressed: no served plan that is known to keep {inputs.keep:g} fits more; "
+            f"{fits}."
+        )
+    where = "" if best.measured_here else ", not measured on this model"
+    return (
+        f"{best.plan} in {best.engine}: {_whole(best.users)} users of {_context(result)} tokens, "
+        f"{_whole(first.users)} uncompressed; it keeps {_keeps(best)} on {best.measured_on}{where}."
+    )
+
+
+def _keeps(plan: AdvisedPlan) -> str:
+    return interval(plan.keeps, plan.keeps_interval)
+
+
+def _needles(plan: AdvisedPlan) -> str:
+    return f"{plan.needles[0]}/{plan.needles[1]}" if plan.needles else MISSING
+
+
+def _known(write: Callable[[float], str]) -> Callable[[float | None], str]:
+    return lambda value: MISSING if value is None else write(value)
+
+
+def _table(plans: list[AdvisedPlan], users: int) -> Table:
+    many = "1 user" if users == 1 else f"{users:,} users"
+    columns = [
+        Column("plan", "plan", words=True),
+        Column("engine", "get it", words=True),
+        Column("bits", "bits", _known("{:.2f}".format)),
+        Column("bytes_per_token", "per token", _known(format_bytes), goes=1),
+        Column(_keeps, "keeps"),
+        Column(lambda one: one.measured_on or MISSING, "measured on", goes=3),
+        Column(_needles, "needles", goes=4),
+        Column("attention_speedup", "attention", _known("≤ {:.1f}×".format), goes=5),
+        Column("step_seconds", f"step, {many}", _known(lambda s: f"≥ {duration(s)}"), goes=2),
+        Column("users", "users", _whole),
+    ]
+    return Table(columns, plans)
+
+
+def _curves(plans: list[AdvisedPlan]) -> Curves:
+    return Curves(
+        [
+            Series(
+                one.plan,
+                [point[0] for point in one.users_at],
+                [point[1] or None for point in one.users_at],
+                method=one.plan,
+            )
+            for one in plans
+        ],
+        "Users that fit, by context",
+        "tokens of context",
+        "users",
+        log_x=True,
+        log_y=True,
+    )
+
+
+def _facts(result: AdviseResult) -> dict[str, Any]:
+    inputs, data = result.inputs, result.data
+    kinds = ", ".join(f"{count} {kind}" for kind, count in data.layer_kinds.items())
+    speed = f"{number(inputs.gpu_bytes_per_second / 1e12)} TB/s"
+    return {
+        "model": f"{inputs.model} ({inputs.model_type})",
+        "layers": f"{data.cached_layers} with a cache of their own ({kinds})",
+        "gpu": f"{inputs.gpu}, {format_bytes(inputs.gpu_memory_bytes)}, {speed}",
+        "bytes of weights": f"{format_bytes(data.weights_bytes)}, by {inputs.weights_from}",
+        "for the cache": format_bytes(max(data.available_bytes, 0)),
+        "depth": "config only",
+    }

@@ -1,0 +1,104 @@
+"""The result of ``kvprof advise``."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from kvprof.results.base import Compared, Keyed, Part, Result, ends
+
+__all__ = ["AdviseResult", "AdvisedPlan"]
+
+
+class AdvisedPlan(Part):
+    """A way to store the cache; null where it is refused, or not known."""
+
+    plan: Annotated[str, Keyed()]
+    engine: str = Field(description="vLLM, llama.cpp, or torch only: nothing serves it yet.")
+    served: bool
+    command: str
+    depth: str = Field(description="config only: no weights were read.")
+    refused: str | None = Field(description="Why the engine does not store this model's cache so.")
+    bits: float | None = Field(None, description="Of a value, with its scales.")
+    bytes_per_token: Annotated[float | None, Compared("lower", headline=True, exact=True)] = Field(
+        None, description="As allocated at the context, pages and states counted."
+    )
+    keeps: float | None = Field(None, description="Share of the uncompressed accuracy.")
+    keeps_interval: list[float] | None = None
+    keeps_tokens: int | None = None
+    keeps_at_least: float | None = Field(
+        None, description="Lower end of the interval: of this model, or the lowest of all measured."
+    )
+    needles: list[int] | None = Field(None, description="Found, and asked for.")
+    measured_on: str | None = Field(None, description="The nearest model that was measured.")
+    measured_here: bool = Field(False, description="Whether that is this model.")
+    record: str | None = None
+    attention_speedup: float | None = Field(
+        None, description="Bytes that a step reads uncompressed over the plan's: an upper bound."
+    )
+    step_seconds: float | None = Field(
+        None, description="Bytes of weights and caches over the GPU's bandwidth: a lower bound."
+    )
+    users: Annotated[float | None, Compared("higher", headline=True, exact=True)] = Field(
+        None, description="Sequences of the context that fit at a time."
+    )
+    users_at: list[list[float]] = Field([], description="The same, of contexts: tokens and users.")
+
+
+class AdviseData(Part):
+    """Data of `kvprof advise`."""
+
+    plans: list[AdvisedPlan] = Field(description="The first is uncompressed.")
+    best: str | None = Field(
+        description="Of vLLM's plans that keep enough, the one that fits most users."
+    )
+    weights_bytes: int
+    available_bytes: int = Field(description="For the cache; below 0 where weights do not fit.")
+    cached_layers: int
+    layer_kinds: dict[str, int]
+
+
+class AdviseInputs(Part):
+    """What was asked."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    model_type: str
+    fingerprint: str = Field(description="Digest of the config.")
+    weights_from: str
+    gpu: str
+    gpu_memory_bytes: int
+    gpu_bytes_per_second: float
+    context: int
+    users: int
+    keep: float
+
+
+class AdviseResult(Result):
+    """Which cache fits a model, a GPU and a context; a row of its CSV is a plan."""
+
+    columns: ClassVar[tuple[str, ...]] = (
+        *("plan", "engine", "served", "command", "depth", "refused", "bits", "bytes_per_token"),
+        *("keeps", "keeps_low", "keeps_high", "keeps_tokens", "needles_found", "needles_asked"),
+        *(
+            "keeps_at_least",
+            "measured_on",
+            "measured_here",
+            "record",
+            "attention_speedup",
+            "step_seconds",
+            "users",
+        ),
+    )
+
+    inputs: AdviseInputs
+    data: AdviseData
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the plans."""
+        for plan in self.data.plans:
+            row = plan.model_dump(exclude={"keeps_interval", "needles", "users_at"})
+            found, asked = plan.needles or (None, None)
+            row |= {"needles_found": found, "needles_asked": asked}
+            yield row | ends("keeps", plan.keeps_interval)

@@ -1,0 +1,56 @@
+"""Advice as `kvprof advise` gives it, of a made-up model."""
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from kvprof.methods.advice import GPUS, Question, advised
+from kvprof.methods.engine_cache import CacheLayer
+from kvprof.records.result import build_result
+from kvprof.results.advise import AdvisedPlan
+
+
+def advise_result(
+    *,
+    window: int = 0,
+    latent: bool = False,
+    weights: int = 16_000_000_000,
+    warnings: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the result of 32 layers: of full attention, half with windows, or with latents."""
+    full = CacheLayer("latent", 1, 576) if latent else CacheLayer("full", 8, 128)
+    other = CacheLayer("window", 8, 128, window) if window else full
+    question = Question(
+        model="made-up-8b",
+        model_type="llama",
+        layers=[full, other] * 16,
+        weights=weights,
+        read_weights=weights,
+        gpu=GPUS["h100-80gb"],
+        context=32_768,
+        users=1,
+    )
+    plans = [AdvisedPlan(**row).model_dump() for row in advised(question)]
+    enough = [one for one in plans[:3] if one["users"] and one["keeps_at_least"] >= 0.99]
+    best = max(enough, key=lambda one: one["users"], default=None)
+    return build_result(
+        "advise",
+        environment={},
+        created=datetime(2026, 11, 29, tzinfo=UTC),
+        warnings=warnings,
+        inputs={
+            **{"model": "made-up-8b", "model_type": "llama", "fingerprint": "0" * 32},
+            **{"weights_from": "--weights", "gpu": "h100-80gb", "context": 32_768, "users": 1},
+            **{"gpu_memory_bytes": question.gpu.memory, "keep": 0.99},
+            "gpu_bytes_per_second": question.gpu.bandwidth,
+        },
+        data={
+            "plans": plans,
+            "best": None if best is None else best["plan"],
+            "weights_bytes": weights,
+            "available_bytes": question.available,
+            "cached_layers": 32,
+            "layer_kinds": dict(Counter(one.kind for one in question.layers)),
+        },
+    )
