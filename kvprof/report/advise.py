@@ -16,7 +16,7 @@ from kvprof.report.blocks import (
 )
 from kvprof.results.advise import AdvisedPlan, AdviseResult
 from kvprof.sizes import format_bytes, format_count
-from kvprof.views.numbers import MISSING, duration, interval, number
+from kvprof.views.numbers import MISSING, duration, number
 
 __all__ = ["report"]
 
@@ -84,7 +84,10 @@ def _verdict(result: AdviseResult, best: AdvisedPlan | None) -> str:
 
 
 def _keeps(plan: AdvisedPlan) -> str:
-    return interval(plan.keeps, plan.keeps_interval)
+    if plan.keeps is None:
+        return MISSING
+    low, high = plan.keeps_interval or (None, None)
+    return f"{plan.keeps:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
 
 
 def _needles(plan: AdvisedPlan) -> str:
@@ -100,13 +103,13 @@ def _table(plans: list[AdvisedPlan], users: int) -> Table:
     columns = [
         Column("plan", "plan", words=True),
         Column("engine", "get it", words=True),
-        Column("bits", "bits", _known("{:.2f}".format)),
-        Column("bytes_per_token", "per token", _known(format_bytes), goes=1),
+        Column("bits", "bits", _known("{:.2f}".format), goes=1),
+        Column("bytes_per_token", "per token", _known(format_bytes), goes=2),
         Column(_keeps, "keeps"),
-        Column(lambda one: one.measured_on or MISSING, "measured on", goes=3),
+        Column(lambda one: one.measured_on or MISSING, "measured on"),
         Column(_needles, "needles", goes=4),
         Column("attention_speedup", "attention", _known("≤ {:.1f}×".format), goes=5),
-        Column("step_seconds", f"step, {many}", _known(lambda s: f"≥ {duration(s)}"), goes=2),
+        Column("step_seconds", f"step, {many}", _known(lambda s: f"≥ {duration(s)}"), goes=3),
         Column("users", "users", _whole),
     ]
     return Table(columns, plans)
