@@ -22,7 +22,7 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 98_907,
+    "package_lines": 98_910,
     "package_files": 431,
     "docstring_share": 0.154,
     "raises": 1094,
@@ -31,8 +31,8 @@ CEILINGS: Measures = {
     "test_lines": 59_868,
     "test_functions": 2751,
     "tests_of_wording": 766,
-    "document_words": 37_415,
-    "readme_lines": 149,
+    "document_words": 37_464,
+    "readme_lines": 150,
     "tracked_megabytes_outside_the_package": 6.2,
     # With --trace alone.
     "files_executed_spectrum": 138,
