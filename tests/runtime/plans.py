@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprof.evaluation.decode import last_states, state_logits
 from kvprof.methods.plan import HeadGroup, KeyPlan, LayerPlan, Placement, Plan, ValuePlan
 from kvprof.methods.storage import Levels
 from kvprof.models.load import LoadedModel, wrap_model
@@ -97,3 +98,8 @@ def make_plan(
             values = ValuePlan(identity(total, facts.v_head_dim))
         layers.append(LayerPlan(keys, values, facts.sliding_window))
     return Plan("test", model.fingerprint, tuple(layers), levels=levels, **options)
+
+
+def one_pass_logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
+    """Return the second half's logits ``[B, T - T // 2, vocabulary]``, from a single pass."""
+    return torch.stack(list(state_logits(loaded, last_states(loaded, ids))), 1)

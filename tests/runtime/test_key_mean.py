@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvprof.evaluation.decode import baseline_logits
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import plan_family
@@ -17,7 +16,7 @@ from kvprof.runtime.layer import LayerRuntime
 from kvprof.runtime.rows import RowGroup
 from tests.methods.models import FINE, inputs, model
 from tests.models.tiny import VOCABULARY, seeded
-from tests.runtime.plans import loaded, make_plan
+from tests.runtime.plans import loaded, make_plan, one_pass_logits
 
 _TOKENS = 48
 
@@ -41,7 +40,7 @@ def test_it_is_taken_where_it_leaves_the_softmax_and_changes_nothing(name: str) 
     outputs = []
     for plan in (found, with_means(found, None)):
         with compressed(own, plan, "off"):
-            outputs.append(baseline_logits(own, ids))
+            outputs.append(one_pass_logits(own, ids))
     assert torch.allclose(*outputs, atol=1e-4)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvprof.evaluation.decode import (
     TaskBatch,
-    baseline_logits,
     checked_answers,
     decoded_logits,
     greedy_answers,
@@ -28,6 +27,7 @@ from kvprof.runtime.compressed import compressed
 from kvprof.sources.grammar import parse_source
 from tests.methods.models import FINE
 from tests.models.tiny import VOCABULARY, seeded, tiny
+from tests.runtime.plans import one_pass_logits
 
 _TOKENS = 60
 _SINK = 3
@@ -62,7 +62,7 @@ def logits(loaded: LoadedModel, plan: Plan, ids: Tensor, *, one_pass: bool) -> T
     start = prefill_length(ids.shape[1])
     with compressed(loaded, plan, "off", prompt=start if one_pass else None) as session:
         if one_pass:
-            return baseline_logits(loaded, ids)
+            return one_pass_logits(loaded, ids)
         return torch.stack([*decoded_logits(loaded, ids, session.new_cache())], dim=1)
 
 
@@ -157,7 +157,7 @@ def test_few_passes_read_what_decoding_reads_across_layers(
                 found.append(torch.stack([*decoded_logits(model, ids, cache, steps)], dim=1))
                 held.append(cache.nbytes)
         assert held[0] == held[1]
-        exact = baseline_logits(model, ids)
+        exact = one_pass_logits(model, ids)
         assert float(divergence(exact, found[1])) > 1e-6
         assert float(divergence(found[1], found[0])) < 1e-8
         assert model is narrow or float((found[0] - found[1]).abs().max()) < 1e-9

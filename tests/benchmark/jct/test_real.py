@@ -56,7 +56,7 @@ def test_the_events_of_a_case() -> None:
     assert [event.time for event in events] == sorted(event.time for event in events)
     assert {event.case for event in events} == {"a case"}
     started, finished = events[0], events[-1]
-    assert (started.type, finished) == ("case_started", done)
+    assert (started.event, finished) == ("case_started", done)
     assert (started.batch, started.input_len, started.output_len) == (2, PROMPT, NEW)
     told = of(events, "step")
     assert [step.runs for step in told] == [1] * NEW + [2] * NEW

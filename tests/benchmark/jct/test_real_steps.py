@@ -228,16 +228,16 @@ def test_a_quiet_machine_needs_no_more_runs_than_asked_for() -> None:
     assert len(made.plain) == len(made.marked) == 3
     assert made.attributed() == [1.0] * 3
     assert run_warnings(made.plain, made.marked, made.attributed()) == []
-    steps = [(e.step, e.runs) for e in events if e.type == "step"]
+    steps = [(e.step, e.runs) for e in events if e.event == "step"]
     assert steps == [(0, 1), (1, 1), (2, 1), (0, 3), (1, 3), (2, 3)]
-    assert [e.step for e in events if e.type == "part"] == [0, 1, 2]
+    assert [e.step for e in events if e.event == "part"] == [0, 1, 2]
 
 
 def test_more_runs_are_made_while_the_share_in_parts_changes() -> None:
     # A neighbour is there for the first turn alone: plain 1, marked 1.5, marked 1, plain 1, …
     made, events = turned(1.0, 1.5, *([1.0] * 40), repeats=3, most=12)
     assert 3 < len(made.plain) < 12
-    assert {e.seconds for e in events if e.type == "part"} == {1.0}
+    assert {e.seconds for e in events if e.event == "part"} == {1.0}
     assert made.seconds(made.marked) == (1.0, 2.0)
     noisy = [1.0 + 0.3 * (n % 3) for n in range(40)]
     made, _ = turned(*noisy, repeats=3, most=5)
@@ -248,7 +248,7 @@ def test_more_runs_are_made_while_the_share_in_parts_changes() -> None:
 def test_a_first_run_that_was_disturbed_does_not_stay_in_the_steps() -> None:
     """The time between tokens is of the runs that the request's time is of."""
     made, events = turned(9.0, 1.0, *([1.0] * 20), repeats=3, most=3)
-    steps = [e for e in events if e.type == "step"]
+    steps = [e for e in events if e.event == "step"]
     assert [e.seconds for e in steps] == [9.0] * 3 + [1.0] * 3
     assert made.seconds(made.plain) == (1.0, 2.0)
 
