@@ -128,7 +128,7 @@ def test_what_came_before_a_chunk_is_the_same_in_one_piece_and_in_several(
         assert torch.equal(mine, other)
 
 
-@settings(max_examples=2 if interpreted() else 25)
+@settings(max_examples=2 if interpreted() else 10)
 @given(st.integers(2, LONGEST), st.sampled_from([8, 4, "fp8"]), st.booleans(), st.data())
 def test_no_border_of_a_chunk_changes_an_answer(
     tokens: int, bits: Any, fixed: bool, data: Any
