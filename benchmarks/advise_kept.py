@@ -23,18 +23,11 @@ _QWEN, _SMOL = "qwen2.5-coder-1.5b-h200", "smollm2-h200"
 #: A plan's name in the table, its record, and its method there; of `centring` the label.
 SOURCES = (
     *((name, f"engine-formats-{_QWEN}", name) for name in _FORMATS),
-    ("fp8_e4m3", f"eval-kq-wf-{_SMOL}", "fp8"),
     ("hadamard 4/4", f"centring-{_QWEN}", "Hadamard 4/4"),
     ("hadamard 3/2", f"needles-5.8x-{_QWEN}", "hadamard-int3"),
     ("hadamard 3/2", f"needles-5x-hadamard-{_SMOL}", "hadamard-int3"),
-    ("kq-wf 7x", f"kept-7x-by-loss-{_QWEN}", "kq-wf"),
+    ("kq-wf 7x", f"needles-7x-{_QWEN}", "kq-wf"),
 )
-#: Needles where a plan's own record has none.
-NEEDLES = {
-    ("kq-wf 7x", "qwen2.5-coder-1.5b.gguf"): (f"needles-7x-{_QWEN}", "kq-wf"),
-    ("fp8_e4m3", "qwen2.5-coder-1.5b.gguf"): (f"needles-8x-{_QWEN}", "fp8"),
-    ("fp8_e4m3", "smollm2"): (f"needles-5x-hadamard-{_SMOL}", "fp8"),
-}
 
 
 def _read(record: str) -> dict[str, Any]:
@@ -65,16 +58,13 @@ def table() -> list[dict[str, Any]]:
     for plan, record, method in SOURCES:
         model, row = _row(record, method)
         name, kind, width = MODELS[model]
-        needles = _needles(row)
-        if needles is None and (plan, model) in NEEDLES:
-            needles = _needles(_row(*NEEDLES[plan, model])[1])
         rows.append(
             {
                 **{"plan": plan, "model": name, "model_type": kind, "head_dim": width},
                 "keeps": row["relative_accuracy"],
                 "interval": row["relative_accuracy_interval"],
                 "tokens": row["decoded_tokens"],
-                "needles": needles,
+                "needles": _needles(row),
                 "record": f"{record}.json",
             }
         )

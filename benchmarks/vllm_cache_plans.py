@@ -28,6 +28,7 @@ os.environ.update(
     TORCH_COMPILE_DISABLE="1",
 )
 
+# What follows reads the environment, and torch as it is set here, when it is imported.
 import torch
 
 torch.cpu._is_amx_tile_supported = lambda: False  # it would change a hybrid's state to float32

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
 
 from kvprof import console
-from kvprof.commands.request import Mark, Request
+from kvprof.commands.request import Mark, Request, Rule, excludes, one_of
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
 from kvprof.methods.named import check_names, listed, options_in
@@ -58,12 +58,10 @@ __all__ = [
     "TasksOption",
     "TextOption",
     "TrustOption",
-    "check_choice",
     "check_rate",
     "grouped_option",
     "joined",
     "method_option",
-    "method_options",
     "one_method",
     "parse_removals",
     "read_counts",
@@ -500,6 +498,9 @@ DecodeOption = Annotated[
 ]
 
 
+_NAMED = ("allocation", "grid", "minimum")
+
+
 class CalibrationOptions(Request):
     """What a method is calibrated on, and the options that most methods have."""
 
@@ -511,7 +512,10 @@ class CalibrationOptions(Request):
 
     def options(self, extra: list[str] | None = None) -> dict[str, Any]:
         """Return the options of a method as keyword arguments; those not given are left out."""
-        return method_options(self.allocation, self.grid, self.minimum, extra)
+        named = {name: getattr(self, name) for name in _NAMED}
+        return options_in(
+            extra or [], {name: value for name, value in named.items() if value is not None}
+        )
 
 
 class MethodOptions(CalibrationOptions):
@@ -523,13 +527,25 @@ class MethodOptions(CalibrationOptions):
     plan_file: PlanFileOption = None
     option: MethodOptionsOption = None
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        excludes(
+            "plan_file",
+            *("method", "rate", "removal", "calibrate", "calibrate_tokens", "option"),
+            *_NAMED,
+        ),
+        one_of("rate", "removal"),
+    )
+
     def choice(self, method: str | None) -> dict[str, Any]:
         """Return the plan that is asked for of one method, as `steps.make_plan` takes it."""
         names = ("plan_file", "rate", "removal", "calibrate", "calibrate_tokens")
+        if self.plan_file is None and method is None:
+            raise UsageError("give --method, for example --method kq --rate 0.5, or --plan")
+        check_rate(self.rate)
+        if method is not None:
+            check_names([method])
         chosen = {name: getattr(self, name) for name in names}
-        choice = {**chosen, "method": method, "options": self.options(self.option)}
-        check_choice(**choice)
-        return choice
+        return {**chosen, "method": method, "options": self.options(self.option)}
 
 
 class SampleOptions(Request):
@@ -572,49 +588,3 @@ def one_method(given: list[str] | None) -> str | None:
     if named is not None and ("," in named or len(listed(named)) > 1):
         raise UsageError(f"--method {named}: this takes one method; run it once for each")
     return named
-
-
-def method_options(
-    allocation: str | None, grid: int | None, minimum: int | None, extra: list[str] | None
-) -> dict[str, Any]:
-    """Return the options of a method as keyword arguments; those not given are left out."""
-    named = {"allocation": allocation, "grid": grid, "minimum": minimum}
-    return options_in(
-        extra or [], {key: value for key, value in named.items() if value is not None}
-    )
-
-
-_NAMED = ("allocation", "grid", "minimum")
-
-
-def check_choice(
-    method: str | None,
-    plan_file: Path | None,
-    *,
-    rate: float | None,
-    removal: float | None,
-    calibrate: str | None,
-    calibrate_tokens: str | None,
-    options: dict[str, Any],
-) -> None:
-    """Refuse what contradicts itself, while torch is not loaded yet."""
-    if plan_file is not None:
-        given = {
-            "--method": method is not None,
-            "--rate": rate is not None,
-            "--removal": removal is not None,
-            "--calibrate": calibrate is not None,
-            "--calibrate-tokens": calibrate_tokens is not None,
-            **{f"--{key}" if key in _NAMED else f"--option {key}": True for key in options},
-        }
-        if said := [option for option, is_given in given.items() if is_given]:
-            raise UsageError(
-                f"--plan {plan_file} says everything already; leave out {' and '.join(said)}"
-            )
-        return
-    if method is None:
-        raise UsageError("give --method with --rate, for example --method kq --rate 0.5, or --plan")
-    if rate is not None and removal is not None:
-        raise UsageError("--rate and --removal both say how much is removed; keep one")
-    check_rate(rate)
-    check_names([method])

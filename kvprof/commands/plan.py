@@ -12,10 +12,10 @@ from kvprof.commands.options import (
     ContextOption,
     LoadOptions,
     MethodOption,
+    MethodOptions,
     MethodOptionsOption,
     RateOption,
     RemovalOption,
-    check_choice,
     check_rate,
     joined,
     one_method,
@@ -172,15 +172,10 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
 
     def choice(self) -> dict[str, Any]:
         """Return the plan that is asked for of one method, as `steps.make_plan` takes it."""
-        chosen: dict[str, Any] = {
-            **{name: getattr(self, name) for name in ("rate", "removal")},
-            **{name: getattr(self, name) for name in ("calibrate", "calibrate_tokens")},
-            "method": one_method(self.method),
-            "plan_file": self.file,
-            "options": self.options(self.option),
+        given = {
+            name: getattr(self, name) for name in MethodOptions.model_fields if hasattr(self, name)
         }
-        check_choice(**chosen)
-        return chosen
+        return MethodOptions(**given, plan_file=self.file).choice(one_method(self.method))
 
     def sizes(self) -> tuple[int, int] | None:
         """Return ``--fit`` and ``--reserve`` in bytes; None without."""

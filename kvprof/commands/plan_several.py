@@ -9,7 +9,6 @@ import torch
 from kvprof import console
 from kvprof.benchmark.shapes import layout_of, load_shape
 from kvprof.commands.loading import load_for_command, model_inputs
-from kvprof.commands.options import method_options
 from kvprof.commands.output import Outcome
 from kvprof.commands.steps import calibration_options, check_plan_file, evaluation_context
 from kvprof.dtypes import read_dtype
@@ -99,9 +98,7 @@ def several(
     """Plan several methods; return what fits into a memory, and what moving a cache takes."""
     options = request.options(request.option)
     usual = "full" if request.plan_files or request.rate is None else COMPARED
-    requests = parse_methods(
-        methods or usual, dict(options), lambda written: method_options(None, None, None, written)
-    )
+    requests = parse_methods(methods or usual, dict(options))
     _refuse_unheeded(request, requests)
     calibration_options(request.calibrate, request.calibrate_tokens, seq_len=None)
     given = None if request.context is None else parse_count(request.context, what="--context")

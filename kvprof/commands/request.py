@@ -215,6 +215,7 @@ def command(request: type[R], run: Callable[[R], None]) -> Callable[..., None]:
 
     made.__name__ = run.__name__
     made.__doc__ = request.__doc__
+    # Functions take attributes, whose type says nothing of it.
     made.__signature__ = signature  # type: ignore[attr-defined]
     made.__annotations__ = {one.name: one.annotation for one in parameters}
     made.request = request  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from kvprof.commands.options import (
     DtypeOption,
     GgufOption,
     GridOption,
+    MethodOptions,
     MethodOptionsOption,
     MinimumOption,
     PlanFileOption,
@@ -24,9 +25,7 @@ from kvprof.commands.options import (
     RemovalOption,
     RevisionOption,
     TrustOption,
-    check_choice,
     method_option,
-    method_options,
     one_method,
 )
 from kvprof.errors import LackingError, UsageError
@@ -97,16 +96,18 @@ def serve(
     kvprof serve reference --plan kq.plan -- --max-num-seqs 64 --max-model-len 1024
     """
     name = one_method(method)
-    options = method_options(allocation, grid, minimum, option)
-    check_choice(
-        name,
-        plan_file,
+    MethodOptions(
+        method=method,
         rate=rate,
         removal=removal,
+        plan_file=plan_file,
         calibrate=calibrate,
         calibrate_tokens=calibrate_tokens,
-        options=options,
-    )
+        allocation=allocation,
+        grid=grid,
+        minimum=minimum,
+        option=option,
+    ).choice(name)  # refuses what contradicts itself
     spec = model or "reference"
     _refuse_port_in_use(host, port)
     if plan_file is not None:  # what is wrong with it is told before what is lacking here

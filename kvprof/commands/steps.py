@@ -12,7 +12,7 @@ from typing import Any
 from kvprof import console
 from kvprof.analysis.stats import LEAST_SEQUENCES
 from kvprof.commands.loading import load_for_command
-from kvprof.commands.options import check_choice, read_counts
+from kvprof.commands.options import read_counts
 from kvprof.commands.output import end_without_result
 from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.data import TextSample, default_shape, text_samples
@@ -224,7 +224,7 @@ def make_plan(
     """Read the plan that was given, or calibrate the method that was named and make one."""
     if plan_file is not None:
         return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
-    assert method is not None  # check_choice has seen to it
+    assert method is not None
     calibrator = method_calibrator(loaded, calibrate, calibrate_tokens, seq_len=seq_len, stop=stop)
     with calibration_interrupts():
         family = calibrator.family(method, **options)
@@ -264,16 +264,7 @@ def check_plannable(
     context: int,
     plan_file: Path | None,
 ) -> None:
-    """Refuse options that contradict each other, and what a method has no use for or lacks."""
-    check_choice(
-        method,
-        plan_file,
-        rate=rate,
-        removal=removal,
-        calibrate=calibrate,
-        calibrate_tokens=calibrate_tokens,
-        options=options,
-    )
+    """Refuse what a method has no use for, lacks, or does not reach."""
     if method is None:
         return
     needs = calibration_needs(method, **options)

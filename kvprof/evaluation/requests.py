@@ -1,7 +1,7 @@
 """What ``--methods`` says: rows of a frontier, each a method with options of its own or none."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,18 +30,14 @@ class MethodRequest:
     options: dict[str, Any] = field(default_factory=dict)  # those of the whole command included
 
 
-def parse_methods(
-    text: str,
-    common: Mapping[str, Any],
-    read_options: Callable[[list[str]], dict[str, Any]] = options_in,
-) -> list[MethodRequest]:
+def parse_methods(text: str, common: Mapping[str, Any]) -> list[MethodRequest]:
     """Return the rows that a list of methods asks for, and those of `ALWAYS` after them."""
     requests: list[MethodRequest] = []
     taken: set[str] = set()
     for label, method, written in method_entries(text):
         calibration_needs(method)  # refuses an unknown name
         known = option_names(method)
-        own = read_options(written)
+        own = options_in(written)
         beside = tuple(COMMON_OPTIONS) if skips_layers(method) else ()
         for option in own:
             if option not in known and option not in _BESIDE:

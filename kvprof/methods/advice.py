@@ -10,6 +10,7 @@ from typing import Any
 
 from kvprof.errors import UsageError
 from kvprof.methods.engine_cache import CacheLayer, Pool, plan_pool, token_bytes
+from kvprof.methods.named import ENGINE_FORMATS
 
 __all__ = ["GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised"]
 
@@ -65,7 +66,7 @@ class Plan:
     engine : str
         Who serves it; ``torch only`` for what nothing serves yet.
     flag : str
-        What asks for it: of vLLM a ``--kv-cache-dtype``.
+        What asks for it; empty where nothing has to.
     bits : float
         Of a value with its scales, where vLLM does not plan the pages.
     exact : int
@@ -83,29 +84,33 @@ class Plan:
         """Whether an engine serves it."""
         return self.engine != "torch only"
 
+    @property
+    def dtype(self) -> str:
+        """What vLLM calls it."""
+        return self.flag.rpartition(" ")[2] or "auto"
+
 
 _UBATCH = 512  # tokens of a step in llama.cpp, for which windows keep room
-_TORCH, _EXACT = "torch only", 36  # 4 sinks and a window of 32
+_TORCH = "torch only"
+_EXACT = 36  # tokens: 4 sinks and a window of 32
+_OPEN = "--option sink=4 --option window=32"
+_VLLM = (
+    *("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
+    *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
+)
 PLANS = (
-    Plan("16 bits", "vLLM", "auto"),
-    Plan("fp8_e4m3", "vLLM", "fp8"),
-    *(
-        Plan(name, "vLLM", name)
-        for name in (
-            *("int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
-            *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
-        )
-    ),
-    Plan("q8_0", "llama.cpp", "-ctk q8_0 -ctv q8_0 -fa on", 8.5),
-    Plan("hadamard 4/4", _TORCH, "hadamard-int4 --option sink=4 --option window=32", 4.25, _EXACT),
+    Plan("16 bits", "vLLM", ""),
+    *(Plan(name, *ENGINE_FORMATS[name]) for name in _VLLM),
+    Plan("q8_0", *ENGINE_FORMATS["q8_0"], bits=8.5),
+    Plan("hadamard 4/4", _TORCH, f"hadamard-int4 {_OPEN}", 4.25, _EXACT),
+    Plan("hadamard 3/2", _TORCH, f"hadamard-int3 --option bits=k3v2 {_OPEN}", 2.75, _EXACT),
     Plan(
-        "hadamard 3/2",
+        "kq-wf 7x",
         _TORCH,
-        "hadamard-int3 --option bits=k3v2 --option sink=4 --option window=32",
-        2.75,
+        f"kq-wf --rate 0.857 --option allocation=output --option centre=true {_OPEN}",
+        16 / 7,
         _EXACT,
     ),
-    Plan("kq-wf 7x", _TORCH, "kq-wf --rate 0.857", 16 / 7, _EXACT),
 )
 
 
@@ -238,7 +243,7 @@ def _row(plan: Plan, question: Question) -> dict[str, Any]:
         if refused := _refused(plan, question.layers):
             raise UsageError(refused)
         stored: Pool | _Stored = (
-            plan_pool(question.layers, plan.flag, step_tokens=question.gpu.step_tokens)
+            plan_pool(question.layers, plan.dtype, step_tokens=question.gpu.step_tokens)
             if plan.engine == "vLLM"
             else _Stored(plan, question.layers)
         )
@@ -279,7 +284,7 @@ def _token(plan: Plan, layers: Sequence[CacheLayer]) -> list[float]:
     kept = [one for one in layers if one.kind != "state"]
     if plan.engine != "vLLM":
         return [_values(one) * plan.bits / 8 for one in kept]
-    return [float(one) for one in token_bytes(layers, plan.flag)]
+    return [float(one) for one in token_bytes(layers, plan.dtype)]
 
 
 def _read(plan: Plan, question: Question, context: int) -> float:
@@ -295,10 +300,9 @@ def _read(plan: Plan, question: Question, context: int) -> float:
 
 
 def _command(plan: Plan, question: Question) -> str:
+    model, context = question.model, question.context
     if plan.engine == "vLLM":
-        length = f"--max-model-len {question.context}"
-        kind = "" if plan.flag == "auto" else f" --kv-cache-dtype {plan.flag}"
-        return f"vllm serve {question.model} {length}{kind}"
+        return f"vllm serve {model} --max-model-len {context} {plan.flag}".rstrip()
     if plan.engine == "llama.cpp":
-        return f"llama-server -m MODEL.gguf -c {question.context} {plan.flag}"
-    return f"kvprof eval {question.model} --method {plan.flag}"
+        return f"llama-server -m MODEL.gguf -c {context} -fa on {plan.flag}"
+    return f"kvprof plan {model} --method {plan.flag} --context {context} --save FILE"

@@ -16,12 +16,29 @@ from typing import Any
 
 from kvprof.errors import UsageError
 
-__all__ = ["CacheLayer", "Pool", "cache_layers", "plan_pool", "text_config", "token_bytes"]
+__all__ = [
+    "EDGE",
+    "TURBOQUANT",
+    "CacheLayer",
+    "Pool",
+    "cache_layers",
+    "plan_pool",
+    "text_config",
+    "token_bytes",
+]
 
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _MOST = 100_000  # layers, or heads
 _BLOCK = 16  # tokens of a page, where nothing makes it larger
-_EDGE = 2  # first layers, and last ones, that stay at 16 bits in turboquant_*
+#: First layers, and last ones, that vLLM leaves at 16 bits in turboquant_*.
+EDGE = 2
+#: Bits of its keys (8 is FP8) and values.
+TURBOQUANT = {
+    "turboquant_k8v4": (8, 4),
+    "turboquant_4bit_nc": (4, 4),
+    "turboquant_k3v4_nc": (3, 4),
+    "turboquant_3bit_nc": (3, 3),
+}
 
 
 @dataclass(frozen=True)
@@ -333,7 +350,7 @@ def _token_bytes(layer: CacheLayer, dtype: str) -> int:
     if dtype == "int4_per_token_head" and layer.kind == "full":
         return heads * (width + 8)
     if dtype.startswith("turboquant"):
-        keys, values = _TURBOQUANT[dtype]
+        keys, values = TURBOQUANT[dtype]
         stored = width if keys == 8 else ceil(width * keys / 8) + 2
         slot = stored + ceil(width * values / 8) + 4
         return heads * (slot + slot % 2)
@@ -341,18 +358,10 @@ def _token_bytes(layer: CacheLayer, dtype: str) -> int:
     return heads * (2 * width + (8 if "per_token_head" in dtype else 0))
 
 
-_TURBOQUANT = {
-    "turboquant_k8v4": (8, 4),
-    "turboquant_4bit_nc": (4, 4),
-    "turboquant_k3v4_nc": (3, 4),
-    "turboquant_3bit_nc": (3, 3),
-}
-
-
 def _dtypes(layers: Sequence[CacheLayer], dtype: str) -> list[str]:
     """Return each layer's type: turboquant_* leaves outer layers at 16 bits, but of hybrids."""
     states = any(one.kind == "state" for one in layers)
-    edge = _EDGE if dtype.startswith("turboquant") and not states else 0
+    edge = EDGE if dtype.startswith("turboquant") and not states else 0
     return [dtype if edge <= i < len(layers) - edge else "auto" for i in range(len(layers))]
 
 
@@ -369,7 +378,7 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
     ----------
     layers : sequence of CacheLayer
     dtype : str
-        One of `DTYPES`, what ``--kv-cache-dtype`` takes.
+        What ``--kv-cache-dtype`` takes.
     step_tokens : int
         vLLM's ``max_num_batched_tokens``; two steps are in flight.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvprof.analysis.bases import block_hadamard
 from kvprof.errors import UsageError
+from kvprof.methods.engine_cache import EDGE, TURBOQUANT
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.named import ENGINE_FORMATS
@@ -28,7 +29,6 @@ _TURNED = 64  # least width, and what widths are multiples of, where llama.cpp t
 _SEED = 0x9E3779B9  # of the signs that vLLM draws
 # Of vLLM's, those that turn a head by one Hadamard matrix.
 _WHOLE = ("int4_per_token_head", *(f"turboquant_{x}_nc" for x in ("4bit", "k3v4", "3bit")))
-_EDGE = 2  # first layers, and last ones, that vLLM leaves out of turboquant_*
 
 
 def _both(kind: str, bits: int, group: int | None = None, scales: str = "float16") -> Quantiser:
@@ -36,7 +36,8 @@ def _both(kind: str, bits: int, group: int | None = None, scales: str = "float16
     return Quantiser(kind, side, side, scale_dtype=scales)
 
 
-def _turboquant(kind: str, keys: int, values: int) -> Quantiser:
+def _turboquant(keys: int, values: int) -> Quantiser:
+    kind = "fp8" if keys == 8 else "lloyd-max-unit"
     return Quantiser("minimum", SideQuantiser((keys,), kind=kind), SideQuantiser((values,)))
 
 
@@ -45,10 +46,7 @@ _QUANTISERS = {
     "fp8_e5m2": _both("fp8-e5m2", 8),
     "int8_per_token_head": _both("absmax", 8, scales="float32"),
     "int4_per_token_head": _both("hidden-zero", 4, scales="float32"),
-    "turboquant_k8v4": _turboquant("fp8", 8, 4),
-    "turboquant_4bit_nc": _turboquant("lloyd-max-unit", 4, 4),
-    "turboquant_k3v4_nc": _turboquant("lloyd-max-unit", 3, 4),
-    "turboquant_3bit_nc": _turboquant("lloyd-max-unit", 3, 3),
+    **{name: _turboquant(*bits) for name, bits in TURBOQUANT.items()},
     "q8_0": _both("absmax", 8, _BLOCK),
     "q5_1": _both("minimum", 5, _BLOCK),
     "q5_0": _both("signed-max", 5, _BLOCK),
@@ -84,7 +82,7 @@ def engine_format(name: str, inputs: MethodInputs) -> PlanFamily:
     engine, flag = ENGINE_FORMATS[name]
     quantiser, layers = _QUANTISERS[name], inputs.layout.layers
     made = {**inputs.made, "engine": engine, "flag": flag}
-    edge = min(_EDGE, len(layers) // 2) if name.startswith("turboquant") else 0
+    edge = min(EDGE, len(layers) // 2) if name.startswith("turboquant") else 0
     plan = Plan(
         name,
         inputs.fingerprint,

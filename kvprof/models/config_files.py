@@ -1,6 +1,5 @@
 """A model's ``config.json`` and the bytes of its weights, without the weights and without torch."""
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
+from kvprof.records.files import parse_json
 
 __all__ = ["named_parameters", "read_config_file", "weight_bytes"]
 
@@ -74,13 +74,16 @@ def _hub_file(model: str, name: str, revision: str | None) -> Path:
     return Path(path)
 
 
+def _path(model: str) -> Path:
+    shipped = Path(str(files("kvprof"))) / "assets" / "reference"
+    return shipped if model == "reference" else Path(model).expanduser()
+
+
 def read_config_file(model: str, revision: str | None = None) -> dict[str, Any]:
     """Return the config of a shape that ships, a folder, a ``config.json`` or a hub id."""
     if (entry := _shapes().get(model.lower())) is not None:
         return _of_shape(entry)
-    path = Path(model).expanduser()
-    if model == "reference":
-        path = Path(str(files("kvprof"))) / "assets" / "reference"
+    path = _path(model)
     if path.suffix == ".gguf" or model == "smollm2":
         raise UsageError(f"{model}: advise reads a config.json; name the folder or hub id with it")
     if path.is_dir():
@@ -90,8 +93,8 @@ def read_config_file(model: str, revision: str | None = None) -> dict[str, Any]:
             raise UsageError(f"{model} is no shape, folder with a config.json, or hub id")
         path = _hub_file(model, "config.json", revision)
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UsageError(f"{model}: {path.name} cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise UsageError(f"{model}: {path.name} is no object")
@@ -113,10 +116,8 @@ def weight_bytes(
     model: str, config: Mapping[str, Any], revision: str | None = None
 ) -> tuple[int, str] | None:
     """Return the bytes of a model's weights and where they are told; None where nothing does."""
-    path = Path(model).expanduser()
+    path = _path(model)
     folder = path if path.is_dir() else path.parent if path.is_file() else None
-    if model == "reference":
-        folder = Path(str(files("kvprof"))) / "assets" / "reference"
     if folder is not None and (stored := [*folder.glob("*.safetensors")]):
         return sum(one.stat().st_size for one in stored), "its files"
     index = folder / _INDEX if folder is not None else None
@@ -125,7 +126,7 @@ def weight_bytes(
             index = _hub_file(model, _INDEX, revision)
     if index is not None and index.is_file():
         with suppress(ValueError, KeyError, TypeError):
-            total = int(json.loads(index.read_text("utf-8"))["metadata"]["total_size"])
+            total = int(parse_json(index.read_bytes())["metadata"]["total_size"])
             return total, _INDEX
     if (counted := named_parameters(model)) is None:
         return None

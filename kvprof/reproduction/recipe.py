@@ -40,6 +40,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Read a value; refuse one too many, one too deep, an alias of nothing or of itself."""
         before, self.level = self.count, self.level + 1
+        # PyYAML has no types.
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         alias = event.anchor if isinstance(event, yaml.AliasEvent) else None
         self.count += 1 if alias is None else getattr(self.anchors.get(alias), "count", _VALUES)

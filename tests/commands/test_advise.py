@@ -44,7 +44,6 @@ def test_the_plan_named_keeps_enough_and_fits_most_users(tmp_path: Path) -> None
 def test_a_plan_that_another_model_does_not_bear_is_not_named(tmp_path: Path) -> None:
     data = advice(tmp_path, "Gemma-3-27B", "--gpu", "h200-141gb")["data"]
     fp8 = next(one for one in data["plans"] if one["plan"] == "fp8_e4m3")
-    assert fp8["measured_on"] == "SmolLM2-135M"
     assert fp8["keeps_at_least"] < 0.6  # on Qwen2.5-Coder-1.5B, whose keys have a bias
     assert data["best"] == "int8_per_token_head"
 
