@@ -225,7 +225,7 @@ class QuantisedSteps:
         """Dequantise tokens from their slots of the pool to slots of planes; -1 is padding."""
         cache = self.layer.attention.kv_cache
         if uses_triton(cache.device):
-            restore = token_restore(self.layout, 0, cache.device)
+            restore = token_restore(self.layout, 0, layout, cache.device)
             restore.run(planes, cache, slots, targets, layout.batch)
             return
         there = (slots >= 0) & (targets >= 0)

@@ -245,6 +245,8 @@ class TokenRestore:
     ----------
     layout : SegmentsLayout
     segment : int
+    planes : RaggedLayout
+        Of any batch and capacity.
     stretches, columns : Tensor
         As `TokenMove`.
     fixed : tuple of int
@@ -253,6 +255,7 @@ class TokenRestore:
 
     layout: SegmentsLayout
     segment: int
+    planes: RaggedLayout
     stretches: Tensor
     columns: Tensor
     fixed: tuple[int, ...]
@@ -265,7 +268,7 @@ class TokenRestore:
         own, layout = self.layout.segments[self.segment], self.layout
         if not len(slots):
             return
-        widths = sum(own.layout.key_widths) + sum(own.layout.value_widths)
+        widths = sum(self.planes.key_widths) + sum(self.planes.value_widths)
         direct(restore_operator)(
             planes,
             buffer,
@@ -282,14 +285,24 @@ class TokenRestore:
         )
 
 
+def token_restore(
+    layout: SegmentsLayout, segment: int, planes: RaggedLayout, device: torch.device
+) -> TokenRestore:
+    """Prepare what brings tokens of a segment back into planes.
+
+    Columns of planes that the segment does not have are left as they are.
+    """
+    return _token_restore(layout, segment, replace(planes, batch=1, capacity=1), device)
+
+
 # For every layer of a model, chunk after chunk.
 @lru_cache(maxsize=4096)
-def token_restore(layout: SegmentsLayout, segment: int, device: torch.device) -> TokenRestore:
-    """Prepare what brings tokens of a segment back into planes."""
-    planes = replace(layout.segments[segment].layout, batch=1, capacity=1)
+def _token_restore(
+    layout: SegmentsLayout, segment: int, planes: RaggedLayout, device: torch.device
+) -> TokenRestore:
     stretches, columns, _ = _tables(_roomless(layout), segment, planes, device)
     fixed = tuple(restore_constants(layout, segment).values())
-    return TokenRestore(layout, segment, stretches, columns, fixed)
+    return TokenRestore(layout, segment, planes, stretches, columns, fixed)
 
 
 def _roomless(layout: SegmentsLayout) -> SegmentsLayout:

@@ -472,7 +472,11 @@ class SegmentStore(KernelStore):
             return
         assert self.layout is not None
         for segment, targets, slots in self.launches(planes, first, new, once):
-            restore = token_restore(self.layout, segment, buffer.device)
+            form = self.formats[segment]
+            where = targets.new_zeros(planes.batch, planes.capacity, dtype=torch.bool)
+            where.view(-1)[targets] = True
+            cut_rows(planes, buffer, where, list(form.key_widths), list(form.value_widths))
+            restore = token_restore(self.layout, segment, planes, buffer.device)
             restore.run(buffer, self.buffer, slots, targets, planes.batch)
 
     def launches(

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.planes import RaggedLayout, chunks
+from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.segments import moving
 from kvprof.kernels.segments.append import addresses_of, read, write
 from kvprof.kernels.segments.codes import e4m3
@@ -234,7 +234,11 @@ def test_tokens_come_back_into_planes_as_torch_reads_them(layout, seed, gaps, da
     slots = torch.randint(-1, pool + 1, (data.draw(st.integers(0, 24)),), generator=generator)
     slots = slots.to(DEVICE)
     rows, room = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 27))
-    planes = RaggedLayout(own.key_widths, own.value_widths, 2, rows, room)
+    wide = data.draw(st.sampled_from([0, 16, 48]))  # columns that the segment lacks
+    key_widths, value_widths = (
+        tuple(width + wide for width in side) for side in (own.key_widths, own.value_widths)
+    )
+    planes = RaggedLayout(key_widths, value_widths, 2, rows, room)
     order = torch.randperm(rows * room + 24, generator=generator) - 1
     targets = order[: len(slots)].to(DEVICE)
     blank = torch.randn(planes.elements, generator=generator).to(DEVICE, layout.dtype)
@@ -243,7 +247,8 @@ def test_tokens_come_back_into_planes_as_torch_reads_them(layout, seed, gaps, da
         spread_buffer = torch.cat([buffer.view(layout.batch, -1)] * 2, dim=-1)
         spread_buffer[:, layout.row :] = 0
     found, wanted = blank.clone(), blank.clone()
-    token_restore(layout, number, DEVICE).run(found, spread_buffer, slots, targets, rows)
+    restore = token_restore(layout, number, planes, DEVICE)
+    restore.run(found, spread_buffer, slots, targets, rows)
     there = (slots >= 0) & (slots < pool) & (targets >= 0) & (targets < rows * room)
     rows, at = slots[there] // own.capacity, targets[there]
     for row in range(layout.batch):
@@ -254,13 +259,15 @@ def test_tokens_come_back_into_planes_as_torch_reads_them(layout, seed, gaps, da
             (row * own.capacity + within)[None] if layout.paged else within.expand(layout.batch, -1)
         )
         for side, states in enumerate(read(buffer, addresses_of(layout, number, where))):
-            widths = (planes.key_widths, planes.value_widths)[side]
+            widths = (own.key_widths, own.value_widths)[side]
             for head, part in enumerate(
                 torch.split(states[0 if layout.paged else row], list(widths), -1)
             ):
-                split = torch.split(part.to(layout.dtype), list(chunks(widths[head])), dim=-1)
-                for plane, piece in zip(planes.planes(wanted, head)[side], split, strict=True):
-                    plane[at[mine] // room, at[mine] % room] = piece
+                begin, part = 0, part.to(layout.dtype)
+                for plane in planes.planes(wanted, head)[side]:
+                    piece = part[:, begin : begin + plane.shape[-1]]
+                    plane[at[mine] // room, at[mine] % room, : piece.shape[-1]] = piece
+                    begin += plane.shape[-1]
     whole = {2: torch.int16, 4: torch.int32}[layout.dtype.itemsize]
     # What is no number has many forms.
     both = found.isnan() & wanted.isnan()
@@ -277,7 +284,7 @@ def test_a_million_tokens_come_back_by_one_launch(monkeypatch):
         return lambda *given, **named: None
 
     monkeypatch.setattr(moving, "launching", watched)
-    restore = token_restore(layout, 0, DEVICE)
+    restore = token_restore(layout, 0, layout.segments[0].layout, DEVICE)
     blank = torch.zeros(1, dtype=DTYPES[0], device=DEVICE)
     slots = torch.zeros(2**20, dtype=torch.int64, device=DEVICE)
     restore.run(blank, layout.empty(DEVICE), slots, slots)
