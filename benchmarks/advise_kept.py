@@ -23,6 +23,7 @@ _QWEN, _SMOL = "qwen2.5-coder-1.5b-h200", "smollm2-h200"
 #: A plan's name in the table, its record, and its method there; of `centring` the label.
 SOURCES = (
     *((name, f"engine-formats-{_QWEN}", name) for name in _FORMATS),
+    *((name, f"engine-formats-{_SMOL}", name) for name in _FORMATS),
     ("hadamard 4/4", f"centring-{_QWEN}", "Hadamard 4/4"),
     ("hadamard 3/2", f"needles-5.8x-{_QWEN}", "hadamard-int3"),
     ("hadamard 3/2", f"needles-5x-hadamard-{_SMOL}", "hadamard-int3"),

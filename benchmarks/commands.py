@@ -95,11 +95,6 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         "palu+kvquant --points 4 --text prose --text code --sequences 96 --seq-len 512 "
         "--tasks none --dtype bfloat16"
     ),
-    "eval-kq-wf-smollm2": (
-        "eval smollm2 --method kq-wf --option window=16 --rate 0.828 --dtype bfloat16 "
-        "--text prose --text code --sequences 48 --seq-len 1k --batch-size 48 "
-        "--tasks niah-single-1 --task-items 24 --task-lengths 1k"
-    ),
     "load-answers": (
         f"{_EIGHT} --methods full,fdc-4bit:kinds=4,fdc:kinds=4 --memory 2GB "
         "--lengths in=256,out=512 --rates 8,10,12,16,18,20,24,28,30,34 --seconds 20 "

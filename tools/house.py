@@ -31,9 +31,9 @@ CEILINGS: Measures = {
     "test_lines": 59_877,
     "test_functions": 2751,
     "tests_of_wording": 764,
-    "document_words": 37_480,
+    "document_words": 37_656,
     "readme_lines": 150,
-    "tracked_megabytes_outside_the_package": 6.2,
+    "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
     "files_executed_spectrum": 138,
     "files_executed_eval": 142,
