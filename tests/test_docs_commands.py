@@ -29,13 +29,12 @@ from tests.conftest import calibrate_on_few, few_layers, share_models, share_mom
 ROOT = Path(__file__).parents[1]
 
 #: Pages that are run first, as a reader would; the others come after them by name.
-ORDER = ("start.md", "concepts.md", "commands.md", "methods.md", "kernels.md")
+ORDER = ("start.md", "concepts.md", "choosing.md", "evaluating.md")
 
 # Tours of the commands with files, models and machines of the reader's own. What they name is
 # explained, and run, by the pages that they link; here their lines have to be ones that there are.
 _TOURS = {
     "README.md": "names models to download and files of the reader's own",
-    "docs/recipes.md": "runs recipes of minutes and files of the reader's own",
 }
 
 _BLOCK = re.compile(
@@ -130,7 +129,7 @@ def lines_of(page: str, text: str) -> Iterator[Line]:
 def documents() -> dict[str, str]:
     """Return every page's text by its name, in the order in which they are run."""
     ranks = {name: place for place, name in enumerate(ORDER)}
-    pages = sorted(ROOT.glob("docs/**/*.md"), key=lambda p: (ranks.get(p.name, len(ORDER)), p))
+    pages = sorted(ROOT.glob("docs/*.md"), key=lambda p: (ranks.get(p.name, len(ORDER)), p))
     found = [ROOT / "README.md", *pages]
     return {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in found}
 

@@ -22,18 +22,18 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 98_895,
+    "package_lines": 98_856,
     "package_files": 431,
     "docstring_share": 0.154,
     "raises": 1092,
     "functions_with_12_parameters": 67,
     "modules_with_one_importer": 100,
-    "test_lines": 59_877,
-    "test_functions": 2751,
+    "test_lines": 59_899,
+    "test_functions": 2752,
     "tests_of_wording": 764,
-    "document_words": 37_656,
-    "readme_lines": 150,
-    "tracked_megabytes_outside_the_package": 6.1,
+    "document_words": 23_201,
+    "readme_lines": 109,
+    "tracked_megabytes_outside_the_package": 6.2,
     # With --trace alone.
     "files_executed_spectrum": 138,
     "files_executed_eval": 142,

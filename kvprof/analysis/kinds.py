@@ -21,7 +21,7 @@ from kvprof.errors import UsageError
 __all__ = ["KINDS", "KindChooser", "Lattice", "left_sums", "spread_ranks"]
 
 #: Kinds of head that a plan has at most unless it is told otherwise. Ranks in steps of 16 have no
-#: more by themselves on the models that were measured (docs/findings.md).
+#: more by themselves on the models that were measured.
 KINDS = 8
 
 #: A loss that no assignment takes: a rank that a head does not have.

@@ -53,8 +53,7 @@ def column_signs(vectors: Tensor) -> Tensor:
     group of latents is another when one of its columns is turned round, so that ``kq-4bit`` kept
     another accuracy on another LAPACK. Here a column's entry of largest magnitude is positive (of
     several as large, to 1e-6, the first). That makes a basis the same everywhere, no better or
-    worse: docs/findings.md has the spread over random signs. Directions of equal eigenvalue mix
-    freely all the same; no sign settles that.
+    worse. Directions of equal eigenvalue mix freely all the same; no sign settles that.
 
     Parameters
     ----------

@@ -1,19 +1,18 @@
-"""The method of docs/adding-a-method.md, installed as a package of its own."""
+"""The method of docs/writing-a-method.md, installed as a package of its own."""
 
-import inspect
 import re
 import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 
-import kvprof.methods
+PAGE = Path(__file__).parents[2] / "docs/writing-a-method.md"
 
 
 def example():
     """Return the documented method and its entry point, as the documentation has them."""
-    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", inspect.getdoc(kvprof.methods) + "\n")
-    return textwrap.dedent(blocks[0]), textwrap.dedent(blocks[1])
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    return blocks[0], blocks[1]
 
 
 @pytest.fixture
