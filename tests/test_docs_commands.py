@@ -31,11 +31,8 @@ ROOT = Path(__file__).parents[1]
 #: Pages that are run first, as a reader would; the others come after them by name.
 ORDER = ("start.md", "concepts.md", "choosing.md", "evaluating.md")
 
-# Tours of the commands with files, models and machines of the reader's own. What they name is
-# explained, and run, by the pages that they link; here their lines have to be ones that there are.
-_TOURS = {
-    "README.md": "names models to download and files of the reader's own",
-}
+# A tour with files and models of the reader's own: its lines have to be ones that there are.
+_TOURS = {"README.md": "names models to download and files of the reader's own"}
 
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<kind>sh|console)\n(?P<body>.*?)^```",
@@ -239,10 +236,6 @@ def test_every_command_is_run_by_a_page_but_those_that_need_a_terminal_or_a_gpu(
     names = {entry.name for entry in COMMANDS}
     assert {line.words[0] for line in LINES} <= {*names, "--help"}
     assert names - {line.words[0] for line in RUN} == {"tui", "serve"}
-
-
-def test_tours_are_pages_that_have_blocks() -> None:
-    assert set(_TOURS) <= {line.where.partition(":")[0] for line in LINES}
 
 
 def test_a_wrong_option_and_a_wrong_comment_are_found() -> None:

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kvprof.cli import COMMANDS
+from kvprof.methods.papers import PAPERS
+from kvprof.methods.registry import METHODS
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *ROOT.glob("*.md"),
@@ -25,8 +29,6 @@ def test_relative_links_resolve(path: Path) -> None:
 
 
 def test_every_command_of_the_readme_exists() -> None:
-    from kvprof.cli import COMMANDS
-
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     used = {
@@ -34,3 +36,16 @@ def test_every_command_of_the_readme_exists() -> None:
     }
     assert used
     assert used <= {entry.name for entry in COMMANDS}
+
+
+def test_every_command_and_method_has_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import pages
+
+    monkeypatch.setattr(pages, "run", lambda line: f"Usage: kvprof {line}")
+    texts = [path.read_text(encoding="utf-8") for path in pages.write(tmp_path)]
+    titled = {name for text in texts for name in text.partition("\n")[0][2:].split(", ")}
+    assert titled == {f"kvprof {one.name}" for one in COMMANDS} | (METHODS.keys() - PAPERS.keys())
+    assert all(f"`{name}`" in "".join(texts) for name in PAPERS)
