@@ -137,8 +137,7 @@ NOT_RUN = [line for line in LINES if line.reason is not None]
 SNIPPETS = [
     (page, found["body"])
     for page, text in documents().items()
-    # What a region holds is a text of the code, with tests of its own.
-    for found in _PYTHON.finditer(re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL))
+    for found in _PYTHON.finditer(text)
     if found["mark"] is None and page.startswith("docs/")
 ]
 
