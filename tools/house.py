@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 59_882,
     "test_functions": 2751,
     "tests_of_wording": 764,
-    "document_words": 20_284,
+    "document_words": 20_480,
     "readme_lines": 112,
     "tracked_megabytes_outside_the_package": 6.2,
     # With --trace alone.
