@@ -38,9 +38,8 @@ from kvprof.kernels.segments.launch import tuning_for
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
 from kvprof.kernels.segments.moving import token_move
 from kvprof.kernels.segments.reference import reference_segments
-from kvprof.kernels.segments.side import Runs
+from kvprof.kernels.segments.side import Runs, Tuning
 from kvprof.kernels.segments.step import segments_step
-from kvprof.kernels.segments.tuning import Tuning
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser

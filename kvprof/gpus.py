@@ -10,24 +10,13 @@ __all__ = ["Gpu", "Gpus", "read_gpus"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
+    """One GPU."""
 
-    Attributes
-    ----------
-    name : str
-        As the driver gives it.
-    memory_bytes, memory_free_bytes : int or None
-        Of the whole device; None where the driver does not say.
-    compute_capability : str or None
-        For example ``"9.0"``.
-    peak_tb_per_s : float or None
-        Memory clock times bus width times two (double data rate): what the datasheet gives.
-    """
-
-    name: str
-    memory_bytes: int | None
+    name: str  # as the driver gives it
+    memory_bytes: int | None  # of the whole device; None where the driver does not say
     memory_free_bytes: int | None
-    compute_capability: str | None
+    compute_capability: str | None  # for example `"9.0"`
+    #: Memory clock times bus width times two (double data rate): what the datasheet gives.
     peak_tb_per_s: float | None
 
     def description(self) -> dict[str, Any]:

@@ -39,21 +39,12 @@ SMOLLM2_VARIABLE = "KVPROF_SMOLLM2"
 
 @dataclass(frozen=True)
 class CommandNeeds:
-    """What one command needs.
+    """What one command needs."""
 
-    Attributes
-    ----------
-    packages : tuple of str
-        Without them it does not start.
-    optional : dict
-        What it can do only with a package: package to what is lacking without it.
-    uses_gpu : bool
-        Whether it runs on a GPU when there is one.
-    """
-
-    packages: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # without them it does not start
+    #: What it can do only with a package: package to what is lacking without it.
     optional: tuple[tuple[str, str], ...] = ()
-    uses_gpu: bool = False
+    uses_gpu: bool = False  # whether it runs on a GPU when there is one
 
 
 _QUANTISERS = (("hqq", "--method hqq"), ("optimum-quanto", "--method quanto"))
@@ -111,24 +102,12 @@ COMMAND_NEEDS = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """One of kvprof's dependencies on this machine.
+    """One of kvprof's dependencies on this machine."""
 
-    Attributes
-    ----------
-    name : str
-        As in kvprof's metadata.
-    installed : str or None
-        Version; None when it is missing.
-    wanted : str
-        Range, for example ``">=2.11"``; empty for any version.
-    extra : str or None
-        The extra that brings it; None when kvprof requires it.
-    """
-
-    name: str
-    installed: str | None
-    wanted: str
-    extra: str | None
+    name: str  # as in kvprof's metadata
+    installed: str | None  # version; None when it is missing
+    wanted: str  # range, for example `">=2.11"`; empty for any version
+    extra: str | None  # the extra that brings it; None when kvprof requires it
 
     @property
     def ok(self) -> bool:

@@ -20,24 +20,12 @@ _SECONDS = 60
 
 @dataclass(frozen=True)
 class TritonState:
-    """What Triton can do here.
+    """What Triton can do here."""
 
-    Attributes
-    ----------
-    version : str or None
-        None when it is not installed.
-    compiles : bool
-        Whether a kernel compiled for compute capability 9.0.
-    interpreted : bool
-        Whether ``TRITON_INTERPRET`` asks for kernels to be interpreted.
-    problem : str or None
-        Why it does not compile, in one line.
-    """
-
-    version: str | None
-    compiles: bool
-    interpreted: bool
-    problem: str | None
+    version: str | None  # none when it is not installed
+    compiles: bool  # whether a kernel compiled for compute capability 9.0
+    interpreted: bool  # whether `TRITON_INTERPRET` asks for kernels to be interpreted
+    problem: str | None  # why it does not compile, in one line
 
 
 def probe_triton() -> TritonState:

@@ -189,17 +189,6 @@ def test_the_shell_completes_commands_and_their_options(tmp_path: Path) -> None:
         assert "--measure" in options, shell
 
 
-def test_completion_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Otherwise the shell is looked for among the parent processes.
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    done = python(
-        "import sys; from kvprof.cli import main\n"
-        "sys.argv = ['kvprof', '--show-completion', 'bash']; main()"
-    )
-    assert done.returncode == 0
-    assert "_KVPROF_COMPLETE" in done.stdout
-
-
 # --- errors ---------------------------------------------------------------------------------
 
 
@@ -331,38 +320,6 @@ def test_a_commands_own_exit_code_is_kept_without_a_word(command: Any) -> None:
 
 
 # --- as a process ---------------------------------------------------------------------------
-
-RUN = (
-    "import sys, types\n"
-    "from kvprof import cli\n"
-    "module = types.ModuleType('doctor')\n"
-    "def doctor() -> None:\n"
-    "    {body}\n"
-    "module.doctor = doctor\n"
-    "sys.modules['kvprof.commands.doctor'] = module\n"
-    "sys.argv = ['kvprof', 'doctor']\n"
-    "cli.main()\n"
-)
-
-
-def process(body: str, **options: Any) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN.format(body=body)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("body", ["print('x')", "print('x' * 100_000)"])
-def test_a_full_disk_behind_stdout_is_told_once(body: str) -> None:
-    with Path("/dev/full").open("w") as full:
-        running = process(body, stdout=full)
-        _, said = running.communicate(timeout=30)
-    assert running.returncode == 1
-    assert said == "kvprof: No space left on device: writing the output\n"
 
 
 @pytest.mark.parametrize(

@@ -47,27 +47,13 @@ _MARK = re.compile(r"(not run|exits|command): (.+)")
 
 @dataclass(frozen=True)
 class Line:
-    """A command line of a page.
+    """A command line of a page."""
 
-    Attributes
-    ----------
-    where : str
-        Page and line, as an editor opens it.
-    words : tuple of str
-        What follows the word ``kvprof``.
-    reason : str or None
-        Why it is not run here.
-    code : int
-        The exit code that it ends with.
-    record : bool
-        Whether it tells how a record was made, in an indented line.
-    """
-
-    where: str
-    words: tuple[str, ...]
-    reason: str | None = None
-    code: int = 0
-    record: bool = False
+    where: str  # page and line, as an editor opens it
+    words: tuple[str, ...]  # what follows the word `kvprof`
+    reason: str | None = None  # why it is not run here
+    code: int = 0  # the exit code that it ends with
+    record: bool = False  # whether it tells how a record was made, in an indented line
 
 
 def kvprof_words(text: str, *, prompt: bool = False) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -237,24 +223,5 @@ def test_every_command_is_run_by_a_page_but_those_that_need_a_terminal_or_a_gpu(
     assert names - {line.words[0] for line in RUN} == {"tui", "serve"}
 
 
-def test_a_wrong_option_and_a_wrong_comment_are_found() -> None:
-    page = "a\n\n<!-- not run: needs a GPU -->\n```sh\nkvprof bench --seqs 1k\n```\n"
-    (line,) = lines_of("a.md", page)
-    assert (line.where, line.reason) == ("a.md:5", "needs a GPU")
-    with pytest.raises(typer.BadParameter.__mro__[2], match="seqs"):
-        parsed(line.words)
-    with pytest.raises(ValueError, match=r"a\.md:3: 'not today' says nothing"):
-        list(lines_of("a.md", page.replace("not run: needs a GPU", "not today")))
-
-
-def test_lines_are_read_as_a_shell_reads_them() -> None:
-    text = (
-        "```console\n$ X=1 .venv/bin/kvprof plan \\\n    --rate 0.3  # a third\nit's made\n```\n\n"
-        "    kvprof eval --rate 0.2 \\\n        --tasks none\n\n```sh\ntrue && kvprof doctor\n```\n"
-    )
-    found = list(lines_of("a.md", text))
-    assert [(line.where, line.words, line.record) for line in found] == [
-        ("a.md:2", ("plan", "--rate", "0.3"), False),
-        ("a.md:11", ("doctor",), False),
-        ("a.md:7", ("eval", "--rate", "0.2", "--tasks", "none"), True),
-    ]
+def test_tours_are_pages_that_have_blocks() -> None:
+    assert set(_TOURS) <= {line.where.partition(":")[0] for line in LINES}

@@ -283,8 +283,7 @@ cli.main()
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
-    [("return", 0), ("raise SystemExit(4)", 4), ("raise SystemExit('why')", 1)],
+    ("end", "code"), [("return", 0), ("raise SystemExit(4)", 4), ("raise SystemExit('why')", 1)]
 )
 def test_what_goes_on_at_the_end_is_waited_for(end: str, code: int) -> None:
     """Threads, pools and what is to be done at the end, and all that was printed meanwhile."""

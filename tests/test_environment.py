@@ -138,9 +138,7 @@ class FakeDriver:
         return answer
 
 
-def test_a_gpus_peak_bandwidth_is_what_its_datasheet_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpus_peak_bandwidth_is_what_its_datasheet_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "pynvml", FakeDriver())
     found = gpus.read_gpus()
     assert (found.driver, found.driver_cuda) == ("570.1", "12.8")
@@ -151,9 +149,7 @@ def test_a_gpus_peak_bandwidth_is_what_its_datasheet_says(
     assert "memory_free_bytes" not in gpu.description()
 
 
-def test_the_memory_is_the_containers_where_that_is_lower(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_memory_is_the_containers_where_that_is_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SimpleNamespace(total=64 * 2**30)
     monkeypatch.setattr(environment.psutil, "virtual_memory", lambda: machine)
     for text, expected in (("max\n", 64), (f"{2**33}\n", 8), (f"{2**62}\n", 64)):

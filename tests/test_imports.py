@@ -21,12 +21,7 @@ COSTLY = {
     "resource",  # of Unix alone
 }
 #: Modules that run before kvprof, or where there may be none.
-EARLY = {
-    "kvprof",
-    "kvprof.__main__",
-    "kvprof.cli",
-    "kvprof.interrupt",
-}
+EARLY = {"kvprof", "kvprof.__main__", "kvprof.cli", "kvprof.interrupt"}
 
 
 @cache

@@ -38,24 +38,15 @@ def test_counts_are_read_as_people_write_them(text: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "not a count"),
-        ("k", "not a count"),
-        ("8kb", "not a count"),
-        ("-1", "not a count"),
-        ("1e3", "not a count"),
-        ("nan", "not a count"),
-        ("8,16", "not a count"),
-        ("8,1920", "not a count"),
-        ("8192,384", "not a count"),
-        ("8,", "not a count"),
-        (",192", "not a count"),
-        ("0,192", "not a count"),
-        ("8.5,000k", "not a count"),
+        ("", "not a count"), ("k", "not a count"), ("8kb", "not a count"), ("-1", "not a count"),
+        ("1e3", "not a count"), ("nan", "not a count"), ("8,16", "not a count"),
+        ("8,1920", "not a count"), ("8192,384", "not a count"), ("8,", "not a count"),
+        (",192", "not a count"), ("0,192", "not a count"), ("8.5,000k", "not a count"),
         ("0.3", "not a whole number"),
         ("1.0001k", "not a whole number"),
         ("0", "below 1"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_count_is_refused_with_option_and_value(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         parse_count(text, what="--tokens")

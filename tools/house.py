@@ -22,16 +22,16 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 98_856,
-    "package_files": 431,
-    "docstring_share": 0.154,
+    "package_lines": 95_377,
+    "package_files": 429,
+    "docstring_share": 0.119,
     "raises": 1092,
     "functions_with_12_parameters": 67,
-    "modules_with_one_importer": 100,
-    "test_lines": 59_882,
-    "test_functions": 2751,
-    "tests_of_wording": 764,
-    "document_words": 20_480,
+    "modules_with_one_importer": 99,
+    "test_lines": 58_484,
+    "test_functions": 2697,
+    "tests_of_wording": 730,
+    "document_words": 20_492,
     "readme_lines": 112,
     "tracked_megabytes_outside_the_package": 6.2,
     # With --trace alone.

@@ -36,18 +36,11 @@ _EXTRA_SHARE = 0.25
 
 @dataclass(frozen=True, eq=False)
 class FullWidth:
-    """Full-width inputs that all of torch's forms share.
-
-    Attributes
-    ----------
-    query : Tensor
-        ``[batch, heads, queries, d]``.
-    copies : list of (Tensor, Tensor)
-        K and V, ``[batch, KV heads, tokens, d]``, as often as the cache makes it necessary.
-    """
+    """Full-width inputs that all of torch's forms share."""
 
     workload: Workload
-    query: Tensor
+    query: Tensor  # `[batch, heads, queries, d]`
+    #: K and V, `[batch, KV heads, tokens, d]`, as often as the cache makes it necessary.
     copies: list[tuple[Tensor, Tensor]]
 
 

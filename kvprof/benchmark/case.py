@@ -55,13 +55,15 @@ class Workload:
     """
 
     shape: Shape
+    #: `decode` (one new token per sequence) or `prefill` (all tokens attend to those before).
     phase: str
-    batch: int
+    batch: int  # sequences, and tokens of each
     seq: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries, outputs and full width
     device: torch.device
+    #: Of the device's own largest cache, out of which no input may be read.
     device_cache_bytes: int = 0
-    seed: int = 0
+    seed: int = 0  # of the inputs
 
     @property
     def name(self) -> str:
@@ -118,75 +120,42 @@ class Workload:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What one head of one sequence should give, and what it gave.
+    """What one head of one sequence should give, and what it gave."""
 
-    Attributes
-    ----------
-    queries : Tensor
-        ``[positions, G, d_k]``.
-    keys, values : Tensor
-        ``[tokens, d_k]``, ``[tokens, d_v]``: what is stored, dequantised where it is quantised.
-    found : Tensor
-        ``[positions, G, d_v]``.
-    visible : Tensor or None
-        ``[positions]`` int64: tokens that each position sees; None for all.
-    sinks : Tensor or None
-        ``[G]``, logits of the learned sinks.
-    """
-
-    queries: Tensor
+    queries: Tensor  # `[positions, G, d_k]`
+    #: `[tokens, d_k]`, `[tokens, d_v]`: what is stored, dequantised where it is quantised.
     keys: Tensor
     values: Tensor
-    found: Tensor
+    found: Tensor  # `[positions, G, d_v]`
+    #: `[positions]` int64: tokens that each position sees; None for all.
     visible: Tensor | None = None
-    sinks: Tensor | None = None
+    sinks: Tensor | None = None  # `[G]`, logits of the learned sinks
 
 
 @dataclass(eq=False)
 class Case:
-    """One call that is timed.
+    """One call that is timed."""
 
-    Attributes
-    ----------
-    name : str
-        Of the method, or of the full-width kernel.
-    workload : Workload
-    runs : sequence of callable
-        The call on each copy of its inputs; each returns its output.
-    bytes_moved : int
-        Of one call: every input read once and the output written once; partial results not.
-    buffer_bytes : int
-        Of the tensor that holds all sequences' K and V as the kernel reads them: whole blocks and
-        pages. What the plan stores is `Timed.stored_bytes` (`kvprof.benchmark.rows`).
-    flops : int
-        Of one call.
-    samples : callable
-        From the output of the first run to what is checked against float64.
-    scaling, softcap : float
-        Of the reference.
-    schedule : str or None
-        How the work was cut.
-    makespan_over_mean : float or None
-        The busiest multiprocessor's work over the mean of all, by the cost model.
-    ranks : dict or None
-        ``keys`` and ``values``: widths per stored head; None for full width.
-    note : str or None
-        What the reader should know about the figure.
-    """
-
-    name: str
+    name: str  # of the method, or of the full-width kernel
     workload: Workload
+    #: The call on each copy of its inputs; each returns its output.
     runs: Sequence[Callable[[], Tensor]]
+    #: Of one call: every input read once and the output written once; partial results not.
     bytes_moved: int
+    #: Of the tensor that holds all sequences' K and V as the kernel reads them: whole blocks and
+    #: pages. What the plan stores is `Timed.stored_bytes` (`kvprof.benchmark.rows`).
     buffer_bytes: int
-    flops: int
+    flops: int  # of one call
+    #: From the output of the first run to what is checked against float64.
     samples: Callable[[Tensor], Iterable[Sample]]
-    scaling: float
+    scaling: float  # of the reference
     softcap: float = 0.0
-    schedule: str | None = None
+    schedule: str | None = None  # how the work was cut
+    #: The busiest multiprocessor's work over the mean of all, by the cost model.
     makespan_over_mean: float | None = None
+    #: `keys` and `values`: widths per stored head; None for full width.
     ranks: dict[str, list[int]] | None = None
-    note: str | None = None
+    note: str | None = None  # what the reader should know about the figure
 
     def error(self, output: Tensor) -> float:
         """Return the relative Frobenius error of the sampled heads; infinite where NaN is left."""

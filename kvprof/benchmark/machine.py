@@ -25,23 +25,12 @@ _CPU_SHARE = 0.6  # of what is free: other programs, and the reference in float6
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run computes.
-
-    Attributes
-    ----------
-    device : torch.device
-    tb_per_s : float or None
-        Read bandwidth, measured in this run.
-    bandwidth_what : str
-        How it was measured.
-    device_cache_bytes : int
-        Of the largest cache between the kernels and memory.
-    """
+    """Where a run computes."""
 
     device: torch.device
-    tb_per_s: float | None
-    bandwidth_what: str
-    device_cache_bytes: int
+    tb_per_s: float | None  # read bandwidth, measured in this run
+    bandwidth_what: str  # how it was measured
+    device_cache_bytes: int  # of the largest cache between the kernels and memory
 
     @property
     def is_gpu(self) -> bool:

@@ -40,34 +40,17 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """One method as it is measured.
+    """One method as it is measured."""
 
-    Attributes
-    ----------
-    name : str
-        As written, for example ``fdc-4bit`` or ``tale:bits=none``; of a saved plan its file's.
-    base : str
-        The method, without what comes on top; empty for a saved plan.
-    plan : Plan
-        Of as many layers as the shape, one of which is measured.
-    form : str
-        What it lies in: ``full``, or `kvprof.runtime.backends.layer.KernelLayer.form`; ``strawman``
-        where bases are a request's own.
-    source : str
-        Where its widths come from, in words that a reader of the result sees.
-    warnings : tuple of str
-        What had to be changed to run it.
-    balanced : bool
-        Whether the work is cut by cost; composed runs may leave that out.
-    """
-
-    name: str
-    base: str
-    plan: Plan
+    name: str  # as written, for example `fdc-4bit` or `tale:bits=none`; of a saved plan its file's
+    base: str  # the method, without what comes on top; empty for a saved plan
+    plan: Plan  # of as many layers as the shape, one of which is measured
+    #: What it lies in: `full`, or `kvprof.runtime.backends.layer.KernelLayer.form`; `strawman`
+    #: where bases are a request's own.
     form: str
-    source: str = ""
-    warnings: tuple[str, ...] = ()
-    balanced: bool = True
+    source: str = ""  # where its widths come from, in words that a reader of the result sees
+    warnings: tuple[str, ...] = ()  # what had to be changed to run it
+    balanced: bool = True  # whether the work is cut by cost; composed runs may leave that out
 
     @cached_property
     def layer(self) -> LayerPlan:

@@ -37,22 +37,12 @@ _CONTEXT = 2**16
 
 @dataclass(frozen=True)
 class Widths:
-    """Columns kept of K and of V, per KV head of the layer that is measured.
+    """Columns kept of K and of V, per KV head of the layer that is measured."""
 
-    Attributes
-    ----------
-    keys, values : tuple of int
-        Multiples of 16 from 16 to head_dim.
-    source : str
-        Where they come from, in words that a reader of the result sees.
-    warnings : tuple of str
-        What had to be changed to run them.
-    """
-
-    keys: tuple[int, ...]
+    keys: tuple[int, ...]  # multiples of 16 from 16 to head_dim
     values: tuple[int, ...]
-    source: str
-    warnings: tuple[str, ...] = ()
+    source: str  # where they come from, in words that a reader of the result sees
+    warnings: tuple[str, ...] = ()  # what had to be changed to run them
 
     def described(self) -> dict[str, Any]:
         """Return the widths as JSON values."""
@@ -123,27 +113,15 @@ def layer_words(plan: Plan, words: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens of a sequence that are stored alike, as a kernel over segments takes them.
-
-    Attributes
-    ----------
-    tokens : int
-    keys, values : tuple of int
-        Widths per stored head.
-    key_bits, value_bits : int, str or None
-        Formats of the kernels; None for values of the run's dtype.
-    columns : int or None
-        That share a scale; None for a token's whole row.
-    kinds : tuple of (SideKind, SideKind)
-        Per stored head what its keys and values are like.
-    """
+    """Tokens of a sequence that are stored alike, as a kernel over segments takes them."""
 
     tokens: int
-    keys: tuple[int, ...]
+    keys: tuple[int, ...]  # widths per stored head
     values: tuple[int, ...]
-    key_bits: Bits = None
+    key_bits: Bits = None  # formats of the kernels; None for values of the run's dtype
     value_bits: Bits = None
-    columns: int | None = _COLUMNS
+    columns: int | None = _COLUMNS  # that share a scale; None for a token's whole row
+    #: Per stored head what its keys and values are like.
     kinds: tuple[tuple[SideKind, SideKind], ...] = ()
 
 

@@ -15,47 +15,23 @@ DEFAULT_METHODS = ("full", "fp8", "fdc", "kq", "palu", "tale")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure.
+    """What to measure."""
 
-    Attributes
-    ----------
-    shape : str or Path
-        See `kvprof.benchmark.shapes.load_shape`.
-    seqs, batches : tuple of int
-        Contexts in tokens, and sequences at once.
-    rate : float
-        Each plan's own, at the longest context; TALE has its published setting.
-    rate_given : bool
-        Whether it was asked for.
-    ranks : str, Path or None
-        Widths from a file instead of the recorded profile; see `kvprof.benchmark.ranks.ranks_from`.
-    phases, methods : tuple of str
-        Methods are those of `kvprof.benchmark.shape_plans.parse_method`, and the names of `plans`.
-    plans : tuple of str
-        Files of saved plans; each is named by its file.
-    dtype : str
-        ``auto`` (bfloat16 on a GPU, float32 on a CPU), or a dtype's name.
-    repeats : int or None
-        Samples per row; None takes 30 on a GPU and 7 on a CPU.
-    device : str
-        ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-    seed : int
-        Of the inputs.
-    """
-
-    shape: str | Path = "Llama-3.1-8B"
-    seqs: tuple[int, ...] = (102_400,)
+    shape: str | Path = "Llama-3.1-8B"  # see `kvprof.benchmark.shapes.load_shape`
+    seqs: tuple[int, ...] = (102_400,)  # contexts in tokens, and sequences at once
     batches: tuple[int, ...] = (1,)
-    rate: float = 0.5
-    rate_given: bool = False
+    rate: float = 0.5  # each plan's own, at the longest context; TALE has its published setting
+    rate_given: bool = False  # whether it was asked for
+    #: Widths from a file instead of the recorded profile; see `kvprof.benchmark.ranks.ranks_from`.
     ranks: str | Path | None = None
+    #: Methods are those of `kvprof.benchmark.shape_plans.parse_method`, and the names of `plans`.
     phases: tuple[str, ...] = PHASES
     methods: tuple[str, ...] = DEFAULT_METHODS
-    plans: tuple[str, ...] = ()
-    dtype: str = "auto"
-    repeats: int | None = None
-    device: str = "auto"
-    seed: int = 0
+    plans: tuple[str, ...] = ()  # files of saved plans; each is named by its file
+    dtype: str = "auto"  # `auto` (bfloat16 on a GPU, float32 on a CPU), or a dtype's name
+    repeats: int | None = None  # samples per row; None takes 30 on a GPU and 7 on a CPU
+    device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:N`
+    seed: int = 0  # of the inputs
 
     def __post_init__(self) -> None:
         if any(seq < 1 for seq in self.seqs) or not self.seqs:

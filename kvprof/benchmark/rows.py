@@ -22,21 +22,12 @@ _OVER = 1.02  # times the measured bandwidth; what a measurement may be off
 
 @dataclass
 class Found:
-    """What a run has measured so far.
+    """What a run has measured so far."""
 
-    Attributes
-    ----------
-    rows, baselines : list of dict
-        As in the result's data.
-    warnings : list of str
-    stopped : str or None
-        Why the run ended before its end.
-    """
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # as in the result's data
     baselines: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    stopped: str | None = None
+    stopped: str | None = None  # why the run ended before its end
 
     def warn(self, text: str) -> None:
         """Add a warning once."""
@@ -46,14 +37,9 @@ class Found:
 
 @dataclass
 class SampleWarnings:
-    """What is wrong with the samples of several rows, so that it is said once.
+    """What is wrong with the samples of several rows, so that it is said once."""
 
-    Attributes
-    ----------
-    wide, short, drift : dict
-        Row to spread, to number of samples, and to the baseline's change beside it.
-    """
-
+    #: Row to spread, to number of samples, and to the baseline's change beside it.
     wide: dict[str, float] = field(default_factory=dict)
     short: dict[str, int] = field(default_factory=dict)
     drift: dict[str, float] = field(default_factory=dict)
@@ -87,34 +73,17 @@ class SampleWarnings:
 
 @dataclass(frozen=True, eq=False)
 class Timed:
-    """A case and its samples.
+    """A case and its samples."""
 
-    Attributes
-    ----------
-    name : str
-        Of the method.
-    case : Case
-    stored_bytes : int
-        Of the method's plan, by the account: of the layer, all sequences.
-    rate : float
-        Of the plan, as it serves (`kvprof.methods.accounting.rate`).
-    seconds : list of float
-    error : float
-        Against float64.
-    beside : list of float or None
-        Samples of the best full-width kernel, taken in turn; None where none ran.
-    baseline : str or None
-        Its name.
-    """
-
-    name: str
+    name: str  # of the method
     case: Case
-    stored_bytes: int
-    rate: float
+    stored_bytes: int  # of the method's plan, by the account: of the layer, all sequences
+    rate: float  # of the plan, as it serves (`kvprof.methods.accounting.rate`)
     seconds: list[float]
-    error: float
+    error: float  # against float64
+    #: Samples of the best full-width kernel, taken in turn; None where none ran.
     beside: list[float] | None = None
-    baseline: str | None = None
+    baseline: str | None = None  # its name
 
 
 def add_row(

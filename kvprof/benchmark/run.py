@@ -44,44 +44,25 @@ _HOPELESS = (4.0, 2.0, 1.5)
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to sample.
+    """How long to sample."""
 
-    Attributes
-    ----------
-    repeats : int
-        Samples per row.
-    baseline_seconds, method_seconds : float
-        See `kvprof.benchmark.timing.interleaved`.
-    """
-
-    repeats: int
-    baseline_seconds: float
+    repeats: int  # samples per row
+    baseline_seconds: float  # see `kvprof.benchmark.timing.interleaved`
     method_seconds: float
 
 
 @dataclass(frozen=True)
 class Point:
-    """One phase, batch and context, and how it is measured.
-
-    Attributes
-    ----------
-    workload : Workload
-    machine : Machine
-    budget : Budget
-    should_stop, advance : callable
-        Whether the user asked for the end; and that one more method is done.
-    found : Found
-        Where rows go.
-    unsteady : SampleWarnings
-        What is said once, of all rows together.
-    """
+    """One phase, batch and context, and how it is measured."""
 
     workload: Workload
     machine: Machine
     budget: Budget
+    #: Whether the user asked for the end; and that one more method is done.
     should_stop: Callable[[], bool]
     advance: Callable[[], None]
-    found: Found
+    found: Found  # where rows go
+    #: What is said once, of all rows together.
     unsteady: SampleWarnings = field(default_factory=SampleWarnings)
 
 

@@ -69,25 +69,12 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A method by its name.
+    """A method by its name."""
 
-    Attributes
-    ----------
-    name : str
-        As written, for example ``fdc-4bit`` or ``tale:bits=none``.
-    base : str
-        The method, without what comes on top and without options.
-    registered : str
-        What ``kvprof plan`` calls it.
-    modifiers : tuple of Modifier
-        What comes on top.
-    options : tuple of (str, value)
-    """
-
-    name: str
-    base: str
-    registered: str
-    modifiers: tuple[Modifier, ...] = ()
+    name: str  # as written, for example `fdc-4bit` or `tale:bits=none`
+    base: str  # the method, without what comes on top and without options
+    registered: str  # what `kvprof plan` calls it
+    modifiers: tuple[Modifier, ...] = ()  # what comes on top
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -104,19 +91,11 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class ShapePlan:
-    """A plan on a shape, and what is to be said of it.
-
-    Attributes
-    ----------
-    plan : Plan
-    source : str
-        Where its ranks come from.
-    warnings : tuple of str
-        What had to be changed to run them, or makes them another method's.
-    """
+    """A plan on a shape, and what is to be said of it."""
 
     plan: Plan
-    source: str = ""
+    source: str = ""  # where its ranks come from
+    #: What had to be changed to run them, or makes them another method's.
     warnings: tuple[str, ...] = ()
 
 
@@ -150,17 +129,10 @@ def parse_method(text: str) -> Asked:
 
 @dataclass(frozen=True)
 class Bare:
-    """A layout without weights.
-
-    Attributes
-    ----------
-    layout : ModelLayout
-    fingerprint : str
-        Of a model's weights, or a shape's name.
-    """
+    """A layout without weights."""
 
     layout: ModelLayout
-    fingerprint: str
+    fingerprint: str  # of a model's weights, or a shape's name
 
 
 def shape_plan(

@@ -29,49 +29,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn Q and K.
+    """How positions turn Q and K."""
 
-    Attributes
-    ----------
-    kind : str
-        ``default``, or how it was stretched: ``llama3``, ``yarn``, ``longrope``, ``linear``;
-        ``none`` for a model without RoPE.
-    theta : float or None
-        Base of the frequencies; of the layers with full attention, where there are two.
-    """
-
+    #: `default`, or how it was stretched: `llama3`, `yarn`, `longrope`, `linear`; `none` for a
+    #: model without RoPE.
     kind: str
+    #: Base of the frequencies; of the layers with full attention, where there are two.
     theta: float | None
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's attention looks like to a kernel.
+    """What a model's attention looks like to a kernel."""
 
-    Attributes
-    ----------
-    name, source : str
-        What it is called, and where its figures come from (a hub id or a folder).
-    layers, hidden_size, num_heads, num_kv_heads, head_dim : int
-    rope : Rope
-    context : int or None
-        Longest context the model states, in tokens.
-    scaling : float
-        Factor of ``q · k``.
-    sliding_window : int or None
-        In tokens, of the layers that have one.
-    window_pattern : str
-        Repeats over the layers: ``W`` has the window, ``F`` full attention.
-    sinks : bool
-        Learned attention sinks.
-    softcap : float
-        Cap of the scores; 0 for none.
-    qk_norm : bool
-    gguf : dict or None
-        What a result says of the GGUF file that it was read from (`GgufFile.described`).
-    """
-
-    name: str
+    name: str  # what it is called, and where its figures come from (a hub id or a folder)
     source: str
     layers: int
     hidden_size: int
@@ -79,13 +50,14 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     rope: Rope
-    context: int | None
-    scaling: float
-    sliding_window: int | None = None
-    window_pattern: str = "F"
-    sinks: bool = False
-    softcap: float = 0.0
+    context: int | None  # longest context the model states, in tokens
+    scaling: float  # factor of `q · k`
+    sliding_window: int | None = None  # in tokens, of the layers that have one
+    window_pattern: str = "F"  # repeats over the layers: `W` has the window, `F` full attention
+    sinks: bool = False  # learned attention sinks
+    softcap: float = 0.0  # cap of the scores; 0 for none
     qk_norm: bool = False
+    #: What a result says of the GGUF file that it was read from (`GgufFile.described`).
     gguf: dict[str, str] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:

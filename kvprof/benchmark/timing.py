@@ -45,15 +45,9 @@ class DeviceLost(Exception):
 
 
 class Sampler(Protocol):
-    """Something that can be timed.
+    """Something that can be timed."""
 
-    Attributes
-    ----------
-    note : str or None
-        What the reader of its times should know.
-    """
-
-    note: str | None
+    note: str | None  # what the reader of its times should know
 
     def output(self) -> Tensor:
         """Return what one call gives for the first copy of the inputs; poisoned before."""

@@ -29,17 +29,10 @@ _GPU_SHAPE = (64, 1024)
 
 @dataclass(frozen=True, eq=False)
 class TextSample:
-    """Sequences of one source.
+    """Sequences of one source."""
 
-    Attributes
-    ----------
-    name : str
-        Of the source, for tables.
-    ids : Tensor
-        ``[n, T]`` int64 on the CPU; what the tokenizer puts in front (BOS) stands at position 0.
-    """
-
-    name: str
+    name: str  # of the source, for tables
+    #: `[n, T]` int64 on the CPU; what the tokenizer puts in front (BOS) stands at position 0.
     ids: Tensor
 
     @property

@@ -66,23 +66,14 @@ _BEFORE = 8  # tokens shown in front of a worst one
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How a sample is evaluated.
+    """How a sample is evaluated."""
 
-    Attributes
-    ----------
-    decode : bool
-        Text and answers step by step through the cache, which takes a hundred times as long,
-        instead of in one pass, or few, that read what decoding would read. Plans that need it
-        (`needs_decoding`), and answers that the model writes freely, are decoded all the same.
-    batch_size : int or None
-        Sequences at once; None by device and memory.
-    worst : int
-        Tokens of largest divergence to name.
-    """
-
+    #: Text and answers step by step through the cache, which takes a hundred times as long, instead
+    #: of in one pass, or few, that read what decoding would read. Plans that need it
+    #: (`needs_decoding`), and answers that the model writes freely, are decoded all the same.
     decode: bool = False
-    batch_size: int | None = None
-    worst: int = 10
+    batch_size: int | None = None  # sequences at once; None by device and memory
+    worst: int = 10  # tokens of largest divergence to name
 
 
 @dataclass(eq=False)
@@ -253,31 +244,7 @@ def _never() -> bool:
 
 
 class Evaluator:
-    """Evaluates any number of plans of one model on the same text and tasks.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    samples : list of TextSample
-        At least one; sequences of all of them are of one length.
-    items : list of TaskItem
-    settings : EvaluationSettings
-
-    Attributes
-    ----------
-    digest : str
-        Of model, data, settings, processor and libraries: what an evaluation of a plan depends on
-        besides the plan.
-    context : int
-        Mean number of tokens before a decoded one: the context of rates.
-    baseline_steps : int
-        What `advance` counts for the baseline.
-
-    Raises
-    ------
-    UsageError
-        When sequences differ in length, or a question does not fit the model's context.
-    """
+    """Evaluates any number of plans of one model on the same text and tasks."""
 
     def __init__(
         self,
@@ -286,10 +253,15 @@ class Evaluator:
         items: list[TaskItem],
         settings: EvaluationSettings,
     ) -> None:
+        #: At least one; sequences of all of them are of one length.
         self.loaded, self.samples, self.items, self.settings = loaded, samples, items, settings
         self.workload = Workload(loaded, samples, items, settings.batch_size)
+        #: Mean number of tokens before a decoded one: the context of rates.
         self.context = self.workload.context
+        #: What `advance` counts for the baseline.
         self.baseline_steps = self.workload.baseline_steps(decode=settings.decode)
+        #: Of model, data, settings, processor and libraries: what an evaluation of a plan depends
+        #: on besides the plan.
         self.digest = self._digest()
         self._baseline: dict[str, Any] | None = None
         self._answers: dict[int, TaskAnswer] = {}

@@ -46,24 +46,13 @@ _LOGGERS = ("lm-eval", "lm_eval", "datasets")
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """What of the harness is run.
+    """What of the harness is run."""
 
-    Attributes
-    ----------
-    tasks : tuple of str
-        Names that it knows, also from `include`.
-    limit : int or None
-        Questions of each task, at most.
-    include : Path or None
-        A folder with task files (YAML) of one's own.
-    batch_size : int
-        Its requests at once. It pads on the right, so that windows and levels of a plan see the
-        padding as the newest tokens; with 1 there is none.
-    """
-
-    tasks: tuple[str, ...]
-    limit: int | None = None
-    include: Path | None = None
+    tasks: tuple[str, ...]  # names that it knows, also from `include`
+    limit: int | None = None  # questions of each task, at most
+    include: Path | None = None  # A folder with task files (YAML) of one's own
+    #: Its requests at once. It pads on the right, so that windows and levels of a plan see the
+    #: padding as the newest tokens; with 1 there is none.
     batch_size: int = 1
 
 

@@ -33,19 +33,10 @@ _PROBES = 16
 
 @dataclass(frozen=True)
 class MeasuredRate:
-    """One evaluated plan.
+    """One evaluated plan."""
 
-    Attributes
-    ----------
-    rate : float
-        What its bytes save at the context of the evaluation.
-    rate_asked : float or None
-        What was asked for; None for a setting.
-    evaluation : dict
-    """
-
-    rate: float
-    rate_asked: float | None
+    rate: float  # what its bytes save at the context of the evaluation
+    rate_asked: float | None  # what was asked for; None for a setting
     evaluation: dict[str, Any]
 
 

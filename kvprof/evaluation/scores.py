@@ -35,20 +35,12 @@ Describe = Callable[[str, int, int], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """What a model made of every decoded token.
+    """What a model made of every decoded token."""
 
-    Attributes
-    ----------
-    correct : ndarray
-        ``[sequences, decoded]`` bool: the likeliest token was the right one.
-    loss : ndarray
-        ``[sequences, decoded]``: negative log-probability of the right one, in nats.
-    kl : ndarray
-        ``[sequences, decoded]``: divergence from the uncompressed model, in nats.
-    """
-
-    correct: NDArray[np.bool_]
+    correct: NDArray[np.bool_]  # `[sequences, decoded]` bool: the likeliest token was the right one
+    #: `[sequences, decoded]`: negative log-probability of the right one, in nats.
     loss: NDArray[np.float64]
+    #: `[sequences, decoded]`: divergence from the uncompressed model, in nats.
     kl: NDArray[np.float64]
 
     @property

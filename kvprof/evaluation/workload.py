@@ -120,31 +120,7 @@ class TextBatch:
 
 
 class Workload:
-    """The batches of an evaluation.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    samples : sequence of TextSample
-    items : sequence of TaskItem
-    batch_size : int or None
-        Sequences at once; None by device and memory.
-
-    Attributes
-    ----------
-    seq_len, start : int
-        Tokens of a sequence, and position of its first decoded token.
-    context : int
-        Mean number of tokens before a decoded one.
-    batch_size : int
-    text : list of TextBatch
-    tasks : list of TaskBatch
-
-    Raises
-    ------
-    UsageError
-        When sequences differ in length, or a question does not fit the model's context.
-    """
+    """The batches of an evaluation."""
 
     def __init__(
         self,
@@ -163,9 +139,11 @@ class Workload:
                 f"{loaded.context_length:,}"
             )
         self._loaded = loaded
+        #: Tokens of a sequence, and position of its first decoded token.
         self.seq_len = lengths.pop()
         self.start = prefill_length(self.seq_len)
-        self.context = mean_context(self.seq_len)
+        self.context = mean_context(self.seq_len)  # mean number of tokens before a decoded one
+        #: Sequences at once; None by device and memory.
         self.batch_size = batch_size or text_batch_size(
             loaded, self.seq_len, self.seq_len - self.start, logit_budget(loaded)
         )

@@ -35,13 +35,7 @@ MOST = 50
 
 
 def variants() -> list[Variant]:
-    """Return what is compiled, operation after operation.
-
-    Raises
-    ------
-    FailedError
-        When there are more than `MOST`.
-    """
+    """Return what is compiled, operation after operation."""
     found = [
         variant
         for operation in OPERATIONS
@@ -53,19 +47,7 @@ def variants() -> list[Variant]:
 
 
 def compile_variant(variant: Variant, architecture: int) -> dict[str, int]:
-    """Compile for one architecture.
-
-    Parameters
-    ----------
-    variant : Variant
-    architecture : int
-        One of `ARCHITECTURES`.
-
-    Returns
-    -------
-    dict
-        ``shared`` memory in bytes, ``registers`` of a thread, ``spilled`` bytes of a thread.
-    """
+    """Compile for one architecture."""
     constants = dict(variant.constants)
     if architecture < DEPENDENT_FROM and "DEPENDENT" in constants:
         constants["DEPENDENT"] = False

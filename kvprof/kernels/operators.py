@@ -14,10 +14,6 @@ def direct(operator: Any) -> Callable[..., Any]:
     That is, within no trace or compilation, under no dispatch mode (fake tensors, counters), and
     without gradients, which the operator would refuse to give. An engine's step calls a few for
     each layer.
-
-    Parameters
-    ----------
-    operator : torch.library.CustomOpDef
     """
     work: Callable[..., Any] = operator
     # Asked first, and left at once: what follows cannot be traced.

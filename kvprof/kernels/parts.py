@@ -46,36 +46,20 @@ _OUTPUT_WIDTH = tl.constexpr(column(Output, "output_width"))
 
 
 class Schedule(NamedTuple):
-    """A step's work as it was cut; layers of the same shape may share it, one after another.
+    """A step's work as it was cut; layers of the same shape may share it, one after another."""
 
-    Attributes
-    ----------
-    lengths : Tensor
-        int32, tokens of each row (of each segment and row).
-    starts : Tensor or None
-        ``[rows]`` int32, first visible token of each row.
-    scheduled : list of Tensor
-        Items, parts and what else the operation's kernel reads; empty where no Triton kernel runs.
-    """
-
-    lengths: Tensor
-    starts: Tensor | None
+    lengths: Tensor  # int32, tokens of each row (of each segment and row)
+    starts: Tensor | None  # `[rows]` int32, first visible token of each row
+    #: Items, parts and what else the operation's kernel reads; empty where no Triton kernel runs.
     scheduled: list[Tensor]
 
 
 class Attended(NamedTuple):
-    """What queries see of other tokens, to be merged with what they see of these.
+    """What queries see of other tokens, to be merged with what they see of these."""
 
-    Attributes
-    ----------
-    output : Tensor
-        ``[rows, Σ_g G·dv_g]``; of a query head that sees none it may be anything.
-    logs : Tensor
-        ``[rows, heads * G]`` float32, log2 of the sums of exponentiated scores; -inf where a query
-        head sees none.
-    """
-
-    output: Tensor
+    output: Tensor  # `[rows, Σ_g G·dv_g]`; of a query head that sees none it may be anything
+    #: `[rows, heads * G]` float32, log2 of the sums of exponentiated scores; -inf where a query
+    #: head sees none.
     logs: Tensor
 
 

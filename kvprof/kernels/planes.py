@@ -94,26 +94,12 @@ def widened(width: int) -> int:
 
 @dataclass(frozen=True)
 class RaggedLayout:
-    """One layer's planes.
+    """One layer's planes."""
 
-    Attributes
-    ----------
-    key_widths, value_widths : tuple of int
-        Per KV head.
-    group : int
-        Query heads per KV head, G, at most 64.
-    batch, capacity : int
-        Rows, and tokens that each has room for: sequences, or of a pool of pages the pages.
-
-    Raises
-    ------
-    UsageError
-        When widths, group, batch or capacity cannot run.
-    """
-
-    key_widths: tuple[int, ...]
+    key_widths: tuple[int, ...]  # per KV head
     value_widths: tuple[int, ...]
-    group: int
+    group: int  # query heads per KV head, G, at most 64
+    #: Rows, and tokens that each has room for: sequences, or of a pool of pages the pages.
     batch: int
     capacity: int
 

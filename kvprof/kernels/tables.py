@@ -59,27 +59,14 @@ def joined_rows(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 class Output(NamedTuple):
-    """The first columns of every table of heads, whatever is stored of them.
+    """The first columns of every table of heads, whatever is stored of them."""
 
-    Attributes
-    ----------
-    outputs : int
-        Where a head's outputs begin in a row of them.
-    output_width : int
-        Of one of its query heads.
-    """
-
-    outputs: int
-    output_width: int
+    outputs: int  # where a head's outputs begin in a row of them
+    output_width: int  # of one of its query heads
 
 
 class Part(NamedTuple):
-    """The items of one head of one sequence; they are neighbours.
-
-    Attributes
-    ----------
-    first, items : int
-    """
+    """The items of one head of one sequence; they are neighbours."""
 
     first: int
     items: int

@@ -12,28 +12,16 @@ DEPENDENT_FROM = 90
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel as it is compiled.
-
-    Attributes
-    ----------
-    name : str
-    kernel : JITFunction
-    types : dict
-        Of its arguments that are not ``i32``: pointers, and numbers in fp32.
-    constants : dict
-        Compile-time arguments, and those that it runs without; `DEPENDENT` is false where the
-        architecture has no such launches.
-    warps : int
-    stages : int
-        Of the compiler's software pipeline, where the kernel leaves it to the launch.
-    """
+    """One kernel as it is compiled."""
 
     name: str
     kernel: Any
-    types: dict[str, str]
+    types: dict[str, str]  # of its arguments that are not `i32`: pointers, and numbers in fp32
+    #: Compile-time arguments, and those that it runs without; `DEPENDENT` is false where the
+    #: architecture has no such launches.
     constants: dict[str, Any]
     warps: int
-    stages: int = 3
+    stages: int = 3  # of the compiler's software pipeline, where the kernel leaves it to the launch
 
     @property
     def signature(self) -> dict[str, str]:

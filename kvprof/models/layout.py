@@ -7,81 +7,48 @@ __all__ = ["LayerLayout", "ModelLayout"]
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """One layer's attention.
+    """One layer's attention."""
 
-    Attributes
-    ----------
-    index : int
-        Index of the layer, from 0.
-    num_heads, num_kv_heads : int
-        Query heads and KV heads; their quotient is the `group`.
-    qk_head_dim, v_head_dim : int
-        Widths of one head's Q and K, and of its V.
-    position : str
-        ``rope``, ``partial_rope``, ``none``, ``learned`` (absolute embeddings added to the input)
-        or ``alibi``.
-    rotary_dim : int
-        How many of `qk_head_dim` dimensions are rotated.
-    qk_norm, fused_qkv : bool
-        Whether Q and K are normalised; whether V shares one projection with K or Q.
-    sliding_window : int or None
-        Tokens that the model's own cache is for: keys a query sees, or a chunk of chunked
-        attention. It keeps one fewer between passes.
-    softcap : float or None
-        Cap of the scores.
-    sinks, mla : bool
-        Learned attention sinks; multi-head latent attention, whose captured K and V are *expanded*
-        heads.
-    scaling : float
-        Factor of ``Q @ K.T`` (1 where the model scales Q itself).
-    attention : str
-        The attention module's name in the model.
-    output_projection, value_projection : str or None
-        Names inside the attention module; None where no plain projection gives the output or V.
-    value_interleaved : bool
-        Whether a fused projection lays out q, k, v head by head.
-    rotary_offset : int or None
-        Where the slice that goes through the rotary function starts; None where Q and K before
-        RoPE cannot be had.
-    rotary_transposed : bool
-        Whether the rotary function sees ``[B, T, heads, width]``.
-    rotary_pairs : tuple or None
-        Of each pair of dimensions that RoPE turns into each other ``(x, y, s, column)``, as
-        `kvprof.analysis.rotary.RotaryPairs` has them; empty without RoPE, None where the rotation
-        is not of that form or there are no weights to find out on.
-    masked : bool
-        Whether the mask hides more than what is later or outside `sliding_window` (chunked
-        attention, a window in a cache that keeps everything).
-    shared : bool
-        Whether it attends to another layer's keys and values, and the model's own cache keeps none
-        for it.
-    recurrent : bool
-        Whether the model's own cache keeps a recurrent state beside keys and values.
-    """
-
-    index: int
-    num_heads: int
+    index: int  # index of the layer, from 0
+    num_heads: int  # query heads and KV heads; their quotient is the `group`
     num_kv_heads: int
-    qk_head_dim: int
+    qk_head_dim: int  # widths of one head's Q and K, and of its V
     v_head_dim: int
+    #: `rope`, `partial_rope`, `none`, `learned` (absolute embeddings added to the input) or
+    #: `alibi`.
     position: str
-    rotary_dim: int
-    qk_norm: bool
+    rotary_dim: int  # how many of `qk_head_dim` dimensions are rotated
+    qk_norm: bool  # whether Q and K are normalised; whether V shares one projection with K or Q
     fused_qkv: bool
+    #: Tokens that the model's own cache is for: keys a query sees, or a chunk of chunked attention.
+    #: It keeps one fewer between passes.
     sliding_window: int | None
-    softcap: float | None
+    softcap: float | None  # cap of the scores
+    #: Learned attention sinks; multi-head latent attention, whose captured K and V are *expanded*
+    #: heads.
     sinks: bool
     mla: bool
-    scaling: float
-    attention: str = ""
+    scaling: float  # factor of `Q @ K.T` (1 where the model scales Q itself)
+    attention: str = ""  # the attention module's name in the model
+    #: Names inside the attention module; None where no plain projection gives the output or V.
     output_projection: str | None = None
     value_projection: str | None = None
-    value_interleaved: bool = False
+    value_interleaved: bool = False  # whether a fused projection lays out q, k, v head by head
+    #: Where the slice that goes through the rotary function starts; None where Q and K before RoPE
+    #: cannot be had.
     rotary_offset: int | None = None
-    rotary_transposed: bool = False
+    rotary_transposed: bool = False  # whether the rotary function sees `[B, T, heads, width]`
+    #: Of each pair of dimensions that RoPE turns into each other `(x, y, s, column)`, as
+    #: `kvprof.analysis.rotary.RotaryPairs` has them; empty without RoPE, None where the rotation is
+    #: not of that form or there are no weights to find out on.
     rotary_pairs: tuple[tuple[int, int, int, int], ...] | None = None
+    #: Whether the mask hides more than what is later or outside `sliding_window` (chunked
+    #: attention, a window in a cache that keeps everything).
     masked: bool = False
+    #: Whether it attends to another layer's keys and values, and the model's own cache keeps none
+    #: for it.
     shared: bool = False
+    #: Whether the model's own cache keeps a recurrent state beside keys and values.
     recurrent: bool = False
 
     @property

@@ -244,38 +244,20 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """What texts are read for: a decoder whose weights need not be there yet.
+    """What texts are read for: a decoder whose weights need not be there yet."""
 
-    Attributes
-    ----------
-    spec : str
-        What the user wrote.
-    config : PretrainedConfig
-    device : torch.device
-        Where input ids go.
-    context_length : int
-        Longest sequence the model accepts, in tokens; ``sys.maxsize`` where it states none.
-    vocab_size : int
-        Rows of the embedding.
-    folder : Path or None
-        Where config and tokenizer lie; None for a model made in memory.
-    trust_remote_code : bool
-    gguf : GgufFile or None
-        The file that it was read from, if it was one: its weights were rounded, and are another
-        model's than those that they were rounded from.
-    files : tuple of Path
-        That say which model it is.
-    """
-
-    spec: str
+    spec: str  # what the user wrote
     config: Any
-    device: torch.device
+    device: torch.device  # where input ids go
+    #: Longest sequence the model accepts, in tokens; `sys.maxsize` where it states none.
     context_length: int
-    vocab_size: int
-    folder: Path | None = None
+    vocab_size: int  # rows of the embedding
+    folder: Path | None = None  # where config and tokenizer lie; None for a model made in memory
     trust_remote_code: bool = False
+    #: The file that it was read from, if it was one: its weights were rounded, and are another
+    #: model's than those that they were rounded from.
     gguf: GgufFile | None = None
-    files: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()  # that say which model it is
     # Once it was read; of an opened model also that of the loaded one.
     _tokenizers: list[PreTrainedTokenizerBase] = field(
         default_factory=list, repr=False, compare=False
@@ -367,23 +349,11 @@ def _has_tokenizer(folder: Path | None, gguf: GgufFile | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(OpenedModel):
-    """A decoder ready to be measured.
+    """A decoder ready to be measured."""
 
-    Attributes
-    ----------
-    model : PreTrainedModel
-        In eval mode.
-    identity : ModelIdentity
-        Of its weights and configuration.
-    revision : str or None
-        Commit on the hub.
-    layout : ModelLayout
-    dtype : torch.dtype
-    """
-
-    model: PreTrainedModel
-    identity: ModelIdentity
-    revision: str | None
+    model: PreTrainedModel  # in eval mode
+    identity: ModelIdentity  # of its weights and configuration
+    revision: str | None  # commit on the hub
     layout: ModelLayout
     dtype: torch.dtype
     # Holds a temporary folder of offloaded weights for as long as the model lives.

@@ -107,30 +107,14 @@ _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's folder, the files of its weights, and what they take in bytes.
+    """A model's folder, the files of its weights, and what they take in bytes."""
 
-    Attributes
-    ----------
-    folder : Path
-        Where its config and tokenizer lie.
-    revision : str or None
-        Commit on the hub.
-    files : tuple of Path
-        Safetensors files, or GGUF's, which hold config and tokenizer as well.
-    size : int
-        Of the files.
-    stored_itemsize : float
-        Bytes of a number in them.
-    gguf : GgufFile or None
-        What the GGUF file says of itself.
-    """
-
-    folder: Path
-    revision: str | None
-    files: tuple[Path, ...]
-    size: int
-    stored_itemsize: float
-    gguf: GgufFile | None = None
+    folder: Path  # where its config and tokenizer lie
+    revision: str | None  # commit on the hub
+    files: tuple[Path, ...]  # safetensors files, or GGUF's, which hold config and tokenizer as well
+    size: int  # of the files
+    stored_itemsize: float  # bytes of a number in them
+    gguf: GgufFile | None = None  # what the GGUF file says of itself
 
     @property
     def identifying(self) -> list[Path]:

@@ -37,18 +37,12 @@ _BLOCK = 256
 
 @dataclass(frozen=True, eq=False)
 class Sensitivities:
-    """What probing found.
+    """What probing found."""
 
-    Attributes
-    ----------
-    weights : HeadWeights
-        Increase of the KL divergence (nats per token) per unit of predicted error.
-    described : dict
-        JSON values: share of the width that was kept, noise of the measurement, how many of the
-        targets were not above it.
-    """
-
+    #: Increase of the KL divergence (nats per token) per unit of predicted error.
     weights: HeadWeights
+    #: JSON values: share of the width that was kept, noise of the measurement, how many of the
+    #: targets were not above it.
     described: dict[str, Any]
 
 

@@ -33,18 +33,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class CalibrationTokens:
-    """The sequences of one source.
-
-    Attributes
-    ----------
-    source : Source
-    sequences : tuple of arrays
-        Token ids, at most `seq_len` each.
-    seq_len : int
-    """
+    """The sequences of one source."""
 
     source: Source
-    sequences: tuple[Ids, ...]
+    sequences: tuple[Ids, ...]  # token ids, at most `seq_len` each
     seq_len: int
 
     @property

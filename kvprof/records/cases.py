@@ -60,20 +60,13 @@ def mean(values: Sequence[float] | None) -> float | None:
 
 @dataclass
 class Account:
-    """Where the time of a request went, as far as it was measured.
+    """Where the time of a request went, as far as it was measured."""
 
-    Attributes
-    ----------
-    parts : dict
-        (phase, part) to seconds of the request; never ``unattributed``, which follows from them.
-    walked : dict
-        Phase to the wall time of its passes so far.
-    walls : dict or None
-        Phase to its uninstrumented wall time; None until the request was measured to its end.
-    """
-
+    #: (phase, part) to seconds of the request; never `unattributed`, which follows from them.
     parts: dict[tuple[str, str], float] = field(default_factory=dict)
+    #: Phase to the wall time of its passes so far.
     walked: dict[str, float] = field(default_factory=dict)
+    #: Phase to its uninstrumented wall time; None until the request was measured to its end.
     walls: dict[str, float] | None = None
 
     def add(self, event: PartSample | StepFinished | CaseFinished) -> None:
@@ -285,23 +278,15 @@ class Series(Generic[_Row]):
 
 @dataclass
 class Layer:
-    """What is known of one layer of a case.
+    """What is known of one layer of a case."""
 
-    Attributes
-    ----------
-    key_ranks, value_ranks
-        Per KV head, as the case's first event states them: a list of numbers, None, or whatever a
-        strange record holds.
-    nbytes : int or None
-        Of its cache.
-    seconds : float or None
-        What its attention and the method's own work on it cost the request; None where no part was
-        timed by layer.
-    """
-
+    #: Per KV head, as the case's first event states them: a list of numbers, None, or whatever a
+    #: strange record holds.
     key_ranks: Any = None
     value_ranks: Any = None
-    nbytes: int | None = None
+    nbytes: int | None = None  # of its cache
+    #: What its attention and the method's own work on it cost the request; None where no part was
+    #: timed by layer.
     seconds: float | None = None
 
 

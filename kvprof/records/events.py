@@ -74,206 +74,119 @@ class _Timed:
 
 @dataclass(frozen=True)
 class RunStarted(_Timed):
-    """The first event.
-
-    Attributes
-    ----------
-    created : str
-        UTC, as in a result.
-    kvprof_version : str
-    kind : str
-        Of the result that the events become: ``jct`` or ``load``.
-    command : tuple of str
-        As the user wrote it, no paths of this machine beyond what they wrote.
-    mode : str
-        ``real`` or ``composed``; of load ``served`` (own servers), ``url`` or ``simulated``.
-    inputs, environment, shape : dict
-        As in the result.
-    cases : tuple of str
-        Every case that will be measured, in order; of load every method: how many rates each
-        needs is found out on the way.
-    baseline : str
-        The method against which differences are shown.
-    """
+    """The first event."""
 
     event: Literal["run_started"] = field(default="run_started", kw_only=True)
-    created: str
+    created: str  # UTC, as in a result
     kvprof_version: str
-    kind: str
+    kind: str  # of the result that the events become: `jct` or `load`
+    #: As the user wrote it, no paths of this machine beyond what they wrote.
     command: tuple[str, ...]
-    mode: str
-    inputs: dict[str, Any]
+    mode: str  # `real` or `composed`; of load `served` (own servers), `url` or `simulated`
+    inputs: dict[str, Any]  # as in the result
     environment: dict[str, Any]
     shape: dict[str, Any]
+    #: Every case that will be measured, in order; of load every method: how many rates each needs
+    #: is found out on the way.
     cases: tuple[str, ...]
-    baseline: str
+    baseline: str  # the method against which differences are shown
     format: str = EVENTS
 
 
 @dataclass(frozen=True)
 class CaseStarted(_Timed):
-    """A method at one batch, input length and output length.
-
-    Attributes
-    ----------
-    case : str
-        Its name in this run, for example ``fdc b1 in2048 out64``.
-    method : str
-    rate : float or None
-        Of the cache's bytes, measured by the plan.
-    batch, input_len, output_len : int
-    layers : list of dict
-        Per layer ``layer``, ``key_ranks`` and ``value_ranks`` (per KV head), ``nbytes`` (of its
-        cache at the end of the request).
-    labels : dict of str
-        What a reader must know: ``by_difference`` and the like, free text.
-    """
+    """A method at one batch, input length and output length."""
 
     event: Literal["case_started"] = field(default="case_started", kw_only=True)
-    case: str
+    case: str  # its name in this run, for example `fdc b1 in2048 out64`
     method: str
-    rate: Number | None
+    rate: Number | None  # of the cache's bytes, measured by the plan
     batch: Count
     input_len: Count
     output_len: Count
+    #: Per layer `layer`, `key_ranks` and `value_ranks` (per KV head), `nbytes` (of its cache at the
+    #: end of the request).
     layers: Annotated[list[LayerFacts], Field(max_length=10_000)] = field(default_factory=list)
+    #: What a reader must know: `by_difference` and the like, free text.
     labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Progress(_Timed):
-    """How far the measurement is; it enters no result.
-
-    Attributes
-    ----------
-    case : str or None
-        None counts for the whole run.
-    unit : str
-        What is counted: ``pass`` (a run of the whole request) or ``point`` (one layer at one
-        length).
-    done : int
-        Units that have ended; the next one is under way.
-    least, most : int
-        How many there will be: where figures settle early, fewer than `most`.
-    step, steps : int
-        Of the unit under way: forward passes done, and all of them; 0 where that is not told.
-    """
+    """How far the measurement is; it enters no result."""
 
     event: Literal["progress"] = field(default="progress", kw_only=True)
-    case: str | None
+    case: str | None  # none counts for the whole run
+    #: What is counted: `pass` (a run of the whole request) or `point` (one layer at one length).
     unit: str
-    done: Count
-    least: Count
+    done: Count  # units that have ended; the next one is under way
+    least: Count  # how many there will be: where figures settle early, fewer than `most`
     most: Count
+    #: Of the unit under way: forward passes done, and all of them; 0 where that is not told.
     step: Count = 0
     steps: Count = 0
 
 
 @dataclass(frozen=True)
 class PartSample(_Timed):
-    """A part was timed.
-
-    Attributes
-    ----------
-    case, phase : str
-        The phase is ``prefill`` or ``decode``.
-    part : str
-        One of `kvprof.records.parts.PARTS`.
-    seconds : float
-        Of one occurrence.
-    step : int
-        Which forward pass of the case; prefill is 0.
-    context : int
-        Tokens in the cache during it.
-    layer : int or None
-        None for what belongs to none, or to all together.
-    weight : float
-        How many such occurrences this one stands for: layers that were not sampled, steps that were
-        not run or in which it was not timed. What the part costs the request is
-        ``seconds * weight``.
-    """
+    """A part was timed."""
 
     event: Literal["part"] = field(default="part", kw_only=True)
-    case: str
+    case: str  # the phase is `prefill` or `decode`
     phase: Phase
-    part: str
-    seconds: Number
-    step: Count
-    context: Count
-    layer: Layer | None = None
+    part: str  # one of `kvprof.records.parts.PARTS`
+    seconds: Number  # of one occurrence
+    step: Count  # which forward pass of the case; prefill is 0
+    context: Count  # tokens in the cache during it
+    layer: Layer | None = None  # none for what belongs to none, or to all together
+    #: How many such occurrences this one stands for: layers that were not sampled, steps that were
+    #: not run or in which it was not timed. What the part costs the request is `seconds * weight`.
     weight: Number = 1.0
 
 
 @dataclass(frozen=True)
 class StepFinished(_Timed):
-    """A forward pass ended.
-
-    Attributes
-    ----------
-    seconds : float
-        Wall time.
-    weight : float
-        Passes that it stands for.
-    runs : int
-        Runs of the request of which `seconds` is the median. Passes of several runs are told once
-        those have ended, from prefill on, in place of those of the first one.
-    """
+    """A forward pass ended."""
 
     event: Literal["step"] = field(default="step", kw_only=True)
     case: str
     phase: Phase
     step: Count
     context: Count
-    seconds: Number
-    weight: Number = 1.0
+    seconds: Number  # wall time
+    weight: Number = 1.0  # passes that it stands for
+    #: Runs of the request of which `seconds` is the median. Passes of several runs are told once
+    #: those have ended, from prefill on, in place of those of the first one.
     runs: Count = 1
 
 
 @dataclass(frozen=True)
 class MemorySample(_Timed):
-    """Bytes of the cache at a context, and of the process's device at most so far.
-
-    Attributes
-    ----------
-    logical, allocated, full_width : int
-        Stored tensors, what is reserved for them, and full width at the same context.
-    peak : int or None
-        Device memory (CPU: resident memory) at most so far.
-    levels : dict of int
-        Tokens per level by name, for methods that have levels.
-    """
+    """Bytes of the cache at a context, and of the process's device at most so far."""
 
     event: Literal["memory"] = field(default="memory", kw_only=True)
     case: str
     context: Count
-    logical: Count
+    logical: Count  # stored tensors, what is reserved for them, and full width at the same context
     allocated: Count
     full_width: Count
-    peak: Count | None = None
+    peak: Count | None = None  # device memory (CPU: resident memory) at most so far
+    #: Tokens per level by name, for methods that have levels.
     levels: dict[str, Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TelemetrySample(_Timed):
-    """The machine at one moment.
-
-    Attributes
-    ----------
-    device : str
-        ``gpu 0`` or ``cpu``.
-    values : dict of float
-        ``sm_mhz``, ``memory_mhz``, ``power_w``, ``temperature_c``, ``memory_bytes``,
-        ``utilisation`` (0 to 1); on a CPU ``memory_bytes``, of the process, and ``utilisation``,
-        of all cores of the machine. What the machine does not tell is absent. Records before
-        kvprof-events/2 have ``load`` instead: what the process kept busy of the threads it may use.
-    throttled : tuple of str
-        Reasons, empty for none.
-    """
+    """The machine at one moment."""
 
     event: Literal["telemetry"] = field(default="telemetry", kw_only=True)
-    device: str
+    device: str  # `gpu 0` or `cpu`
+    #: `sm_mhz`, `memory_mhz`, `power_w`, `temperature_c`, `memory_bytes`, `utilisation` (0 to 1);
+    #: on a CPU `memory_bytes`, of the process, and `utilisation`, of all cores of the machine. What
+    #: the machine does not tell is absent. Records before kvprof-events/2 have `load` instead: what
+    #: the process kept busy of the threads it may use.
     values: dict[str, Number]
-    throttled: tuple[str, ...] = ()
+    throttled: tuple[str, ...] = ()  # reasons, empty for none
 
 
 @dataclass(frozen=True)
@@ -287,24 +200,16 @@ class Warned(_Timed):
 
 @dataclass(frozen=True)
 class CaseFinished(_Timed):
-    """The case's wall times, without instrumentation.
-
-    Attributes
-    ----------
-    prefill_seconds, decode_seconds : float
-        An uninstrumented run of the same request; of a composed run, the whole layers' times
-        integrated.
-    energy_joules : float or None
-        Of the uninstrumented run, from telemetry.
-    prefill_interval, decode_interval : list of float or None
-        Two ends each: 95 % intervals of the first two, over the samples or runs that they are of.
-    """
+    """The case's wall times, without instrumentation."""
 
     event: Literal["case_finished"] = field(default="case_finished", kw_only=True)
     case: str
+    #: An uninstrumented run of the same request; of a composed run, the whole layers' times
+    #: integrated.
     prefill_seconds: Number
     decode_seconds: Number
-    energy_joules: Number | None = None
+    energy_joules: Number | None = None  # of the uninstrumented run, from telemetry
+    #: Two ends each: 95 % intervals of the first two, over the samples or runs that they are of.
     prefill_interval: list[Number] | None = None
     decode_interval: list[Number] | None = None
 
@@ -314,176 +219,94 @@ class CaseFinished(_Timed):
 
 @dataclass(frozen=True)
 class LoadServer(_Timed):
-    """A method's server is ready, and what is known of it.
-
-    Attributes
-    ----------
-    method : str
-    seconds : float
-        Until it was ready; 0 where it ran already.
-    servers : int
-        How many, each of them asked by its own address.
-    engine : str or None
-        Name and version, as far as the server tells them.
-    cache_tokens, cache_bytes : int or None
-        Of all of them together; None where they do not tell it.
-    settings : dict of str
-        What it was started with, and what it does not take; no address and no key.
-    """
+    """A method's server is ready, and what is known of it."""
 
     event: Literal["load_server"] = field(default="load_server", kw_only=True)
     method: str
-    seconds: Number
-    servers: Count
-    engine: str | None = None
-    cache_tokens: Count | None = None
+    seconds: Number  # until it was ready; 0 where it ran already
+    servers: Count  # how many, each of them asked by its own address
+    engine: str | None = None  # name and version, as far as the server tells them
+    cache_tokens: Count | None = None  # of all of them together; None where they do not tell it
     cache_bytes: Count | None = None
+    #: What it was started with, and what it does not take; no address and no key.
     settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LoadRateStarted(_Timed):
-    """Requests begin to arrive: from here on times of the case are seconds `at` after this.
-
-    Attributes
-    ----------
-    case : str
-        ``fdc @ 2/s``.
-    method : str
-    rate : float
-        Requests a second that are offered.
-    requests : int
-        That will arrive.
-    seconds : float
-        Until the last arrives.
-    """
+    """Requests begin to arrive: from here on times of the case are seconds `at` after this."""
 
     event: Literal["load_rate_started"] = field(default="load_rate_started", kw_only=True)
-    case: str
+    case: str  # `fdc @ 2/s`
     method: str
-    rate: Number
-    requests: Count
-    seconds: Number
+    rate: Number  # requests a second that are offered
+    requests: Count  # that will arrive
+    seconds: Number  # until the last arrives
 
 
 @dataclass(frozen=True)
 class LoadRequest(_Timed):
-    """A request has ended, or failed; nothing of its text.
-
-    Attributes
-    ----------
-    case : str
-    number : int
-        In the order of arrival.
-    arrival, sent : float
-        When it should be sent, and when it was.
-    prompt, output : int
-        Tokens that were asked for.
-    first, last : float or None
-        When its first and last token came; None for none.
-    tokens : int
-        That came.
-    longest : float or None
-        The longest time between two of them.
-    failure : str or None
-        As `kvprof.serving.load.requests.Outcome` has it.
-    server : int
-        Which one answered.
-    """
+    """A request has ended, or failed; nothing of its text."""
 
     event: Literal["load_request"] = field(default="load_request", kw_only=True)
     case: str
-    number: Count
-    arrival: Number
+    number: Count  # in the order of arrival
+    arrival: Number  # when it should be sent, and when it was
     sent: Number
-    prompt: Count
+    prompt: Count  # tokens that were asked for
     output: Count
-    first: Number | None
+    first: Number | None  # when its first and last token came; None for none
     last: Number | None
-    tokens: Count
-    longest: Number | None = None
-    failure: str | None = None
-    server: Annotated[int, Field(ge=0, lt=100_000, strict=True)] = 0
+    tokens: Count  # that came
+    longest: Number | None = None  # the longest time between two of them
+    failure: str | None = None  # as `kvprof.serving.load.requests.Outcome` has it
+    server: Annotated[int, Field(ge=0, lt=100_000, strict=True)] = 0  # which one answered
 
 
 @dataclass(frozen=True)
 class LoadSample(_Timed):
-    """The state of the servers at one moment, all together.
-
-    Attributes
-    ----------
-    case : str
-    at : float
-    sent : int
-        Requests that were sent and have not ended, as the client sees it.
-    running, waiting : int or None
-        As the engines say; None where they do not tell.
-    cache : float or None
-        Share of the cache's pages that is used, the mean over servers.
-    preemptions : int or None
-        Since the case began.
-    """
+    """The state of the servers at one moment, all together."""
 
     event: Literal["load_sample"] = field(default="load_sample", kw_only=True)
     case: str
     at: Number
-    sent: Count
-    running: Count | None = None
+    sent: Count  # requests that were sent and have not ended, as the client sees it
+    running: Count | None = None  # as the engines say; None where they do not tell
     waiting: Count | None = None
-    cache: Number | None = None
-    preemptions: Count | None = None
+    cache: Number | None = None  # share of the cache's pages that is used, the mean over servers
+    preemptions: Count | None = None  # since the case began
 
 
 @dataclass(frozen=True)
 class LoadRateFinished(_Timed):
-    """All requests of a case have ended or failed, or the case was given up.
-
-    Attributes
-    ----------
-    case : str
-    complete : bool
-    reason : str or None
-        Why it is not complete.
-    engine : dict of float
-        From the engines' own marks, of all requests that ended meanwhile: ``requests``, and the
-        seconds of all of them together, ``waiting``, ``prefill``, ``decode``, ``end_to_end``;
-        ``preemptions``, ``prefix_queries``, ``prefix_hits`` (tokens). What they do not tell is
-        absent.
-    spans : list of dict
-        Decoding in short stretches of time: ``at`` (the middle), ``tokens``, ``between`` (mean
-        seconds between tokens), and of one engine, the mean where several share the requests:
-        ``batch`` (requests that decode), ``context`` (tokens that they hold together) and
-        ``prefill`` (prompt tokens that were read meanwhile, for each step).
-    client_busy_share : float or None
-        Processor time of the thread that sent requests and read tokens, over the time from the
-        load's beginning until the last was sent; None where that is too short to tell.
-    """
+    """All requests of a case have ended or failed, or the case was given up."""
 
     event: Literal["load_rate_finished"] = field(default="load_rate_finished", kw_only=True)
     case: str
     complete: Flag
-    reason: str | None = None
+    reason: str | None = None  # why it is not complete
+    #: From the engines' own marks, of all requests that ended meanwhile: `requests`, and the
+    #: seconds of all of them together, `waiting`, `prefill`, `decode`, `end_to_end`; `preemptions`,
+    #: `prefix_queries`, `prefix_hits` (tokens). What they do not tell is absent.
     engine: dict[str, Number] = field(default_factory=dict)
+    #: Decoding in short stretches of time: `at` (the middle), `tokens`, `between` (mean seconds
+    #: between tokens), and of one engine, the mean where several share the requests: `batch`
+    #: (requests that decode), `context` (tokens that they hold together) and `prefill` (prompt
+    #: tokens that were read meanwhile, for each step).
     spans: list[dict[str, Number]] = field(default_factory=list)
+    #: Processor time of the thread that sent requests and read tokens, over the time from the
+    #: load's beginning until the last was sent; None where that is too short to tell.
     client_busy_share: Number | None = None
 
 
 @dataclass(frozen=True)
 class RunFinished(_Timed):
-    """The last event. Without it the run was killed.
-
-    Attributes
-    ----------
-    complete : bool
-    reason : str or None
-        Why it is not complete.
-    extra : dict
-        Keys of the result's `data` that no other event carries, as ``requests``.
-    """
+    """The last event. Without it the run was killed."""
 
     event: Literal["run_finished"] = field(default="run_finished", kw_only=True)
     complete: Flag
-    reason: str | None = None
+    reason: str | None = None  # why it is not complete
+    #: Keys of the result's `data` that no other event carries, as `requests`.
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -62,46 +62,25 @@ class Journal:
     Every event is one line, handed to the operating system at once: a run that is killed leaves
     whole lines behind. A file that cannot be written (a full disk) ends no measurement: the rest of
     the events stay in memory, and are tried again at the end. Threads may share a journal.
-
-    Parameters
-    ----------
-    path : Path or None
-        Its folder is made if need be. None keeps the events in memory alone.
-    force : bool
-        Replace a file that exists, as soon as something was measured: until then, and if nothing
-        ever is, it stays. Who still reads the old one keeps it.
-    warn : callable
-        Told once, in a line, when events are no longer written.
-
-    Attributes
-    ----------
-    path : Path or None
-    start : float
-        `time.monotonic` when the run started: now, or when the journal was entered.
-    failure : str or None
-        Why the file does not hold every event; final once the journal was left.
-    measured : bool
-        Whether there was an event of something that was measured.
-
-    Raises
-    ------
-    UsageError
-        On entering, when the file exists and `force` is not given.
-    FailedError
-        On entering, when nothing can be written there.
     """
 
     def __init__(
         self,
         path: Path | None,
         *,
+        #: Replace a file that exists, as soon as something was measured: until then, and if nothing
+        #: ever is, it stays. Who still reads the old one keeps it.
         force: bool = False,
+        #: Told once, in a line, when events are no longer written.
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
+        #: Its folder is made if need be. None keeps the events in memory alone.
         self.path = Path(path) if path is not None else None
+        #: `time.monotonic` when the run started: now, or when the journal was entered.
         self.start = time.monotonic()
+        #: Why the file does not hold every event; final once the journal was left.
         self.failure: str | None = None
-        self.measured = False
+        self.measured = False  # whether there was an event of something that was measured
         self._force = force
         self._warn = warn
         self._lock = threading.Lock()
@@ -269,20 +248,11 @@ class Journal:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a journal holds.
+    """What a journal holds."""
 
-    Attributes
-    ----------
-    events : list of Event
-        Up to the first line that cannot be read.
-    damage : str or None
-        What is wrong with that line, in words and with its number.
-    finished : bool
-        Whether the last event ends the run: otherwise it was killed, or is still running.
-    """
-
-    events: list[Event]
-    damage: str | None
+    events: list[Event]  # up to the first line that cannot be read
+    damage: str | None  # what is wrong with that line, in words and with its number
+    #: Whether the last event ends the run: otherwise it was killed, or is still running.
     finished: bool
 
 

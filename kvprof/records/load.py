@@ -88,18 +88,11 @@ class LoadCase:
 
 
 class LoadFold:
-    """Takes the events of a load one by one.
-
-    Attributes
-    ----------
-    servers : dict of str to LoadServer
-        By method.
-    cases : dict of str to LoadCase
-        In the order in which they began; a case that begins again replaces what was there.
-    """
+    """Takes the events of a load one by one."""
 
     def __init__(self) -> None:
-        self.servers: dict[str, LoadServer] = {}
+        self.servers: dict[str, LoadServer] = {}  # by method
+        #: In the order in which they began; a case that begins again replaces what was there.
         self.cases: dict[str, LoadCase] = {}
 
     def add(self, event: LoadEvent) -> None:

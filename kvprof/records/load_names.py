@@ -16,20 +16,11 @@ def load_case(method: str, rate: float) -> str:
 
 @dataclass(frozen=True)
 class LoadMethod:
-    """A method on so many GPUs.
+    """A method on so many GPUs."""
 
-    Attributes
-    ----------
-    name : str
-        As the user wrote it.
-    tp : int
-        GPUs of tensor parallelism.
-    label : str
-        What records call it: its name, and ``NAME tp=N`` in a load with several numbers of GPUs.
-    """
-
-    name: str
-    tp: int
+    name: str  # as the user wrote it
+    tp: int  # GPUs of tensor parallelism
+    #: What records call it: its name, and `NAME tp=N` in a load with several numbers of GPUs.
     label: str
 
 

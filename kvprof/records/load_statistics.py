@@ -82,19 +82,12 @@ def mean_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
 
 
 class Window(NamedTuple):
-    """The time of a rate that counts.
+    """The time of a rate that counts."""
 
-    Attributes
-    ----------
-    begin, end : float
-        Seconds.
-    settled : bool
-        Whether it begins when the system has filled: while it does, more requests arrive than are
-        completed at any rate.
-    """
-
-    begin: float
+    begin: float  # seconds
     end: float
+    #: Whether it begins when the system has filled: while it does, more requests arrive than are
+    #: completed at any rate.
     settled: bool
 
 
@@ -154,34 +147,18 @@ _CERTAIN = 0.9  # of resamples
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds between tokens = intercept + Σ slope × column.
-
-    Attributes
-    ----------
-    intercept : float
-    slopes : dict of str to float
-        Of those `COLUMNS` that could be told apart.
-    left_out : tuple of str
-        Those that did not vary, or only with others.
-    intervals : dict of str to list of float or None
-        Of ``intercept`` and the slopes; None for fewer than five blocks of spans.
-    resamples : list of dict
-        Intercept and slopes of each resample, for what is computed from them.
-    spans : int
-    r2 : float
-        Share of the variance that the line explains.
-    seen : dict of str to list of float
-        Least and most of each column.
-    """
+    """Seconds between tokens = intercept + Σ slope × column."""
 
     intercept: float
-    slopes: dict[str, float]
-    left_out: tuple[str, ...]
+    slopes: dict[str, float]  # of those `COLUMNS` that could be told apart
+    left_out: tuple[str, ...]  # those that did not vary, or only with others
+    #: Of `intercept` and the slopes; None for fewer than five blocks of spans.
     intervals: dict[str, list[float] | None]
+    #: Intercept and slopes of each resample, for what is computed from them.
     resamples: list[dict[str, float]] = field(repr=False)
     spans: int
-    r2: float
-    seen: dict[str, list[float]]
+    r2: float  # share of the variance that the line explains
+    seen: dict[str, list[float]]  # least and most of each column
 
     def described(self) -> dict[str, Any]:
         """Return it as a result has it."""

@@ -27,42 +27,25 @@ UNTIMED = "not in parts"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a request's time.
-
-    Attributes
-    ----------
-    name : str
-    group : str
-        ``cache`` works on the cache, and a layer's own time is the sum of it; ``model`` is the same
-        with every method; ``machine`` belongs to the machine alone; ``rest`` is what is in no part.
-    fill : str
-        Told apart from the others without colour, and one column wide everywhere.
-    ascii : str
-        The same where there is nothing but ASCII.
-    ansi : int or None
-        Colour of a terminal's own palette, which suits its ground; the fill tells parts of one
-        colour apart.
-    print : str
-        Colour of a figure.
-    hatch : str
-        On that colour, so that neighbours are told apart in print as well.
-    dark, light : str
-        Colours on a dark ground and on a light one, all at 4.5:1 or better against it. Blue and
-        brown work on the cache, violet is the model's own work, grey is the rest; green, red and
-        yellow are verdicts and turquoise and pink are curves (`kvprof.views.bars.Ink`).
-    overhead : bool
-        Whether it is what a method adds to attention, and its share is told (FDC tables 12 and 13).
-    """
+    """A part of a request's time."""
 
     name: str
+    #: `cache` works on the cache, and a layer's own time is the sum of it; `model` is the same with
+    #: every method; `machine` belongs to the machine alone; `rest` is what is in no part.
     group: str
-    fill: str
-    ascii: str
+    fill: str  # told apart from the others without colour, and one column wide everywhere
+    ascii: str  # the same where there is nothing but ASCII
+    #: Colour of a terminal's own palette, which suits its ground; the fill tells parts of one
+    #: colour apart.
     ansi: int | None
-    print: str
-    hatch: str
+    print: str  # colour of a figure
+    hatch: str  # on that colour, so that neighbours are told apart in print as well
+    #: Colours on a dark ground and on a light one, all at 4.5:1 or better against it. Blue and
+    #: brown work on the cache, violet is the model's own work, grey is the rest; green, red and
+    #: yellow are verdicts and turquoise and pink are curves (`kvprof.views.bars.Ink`).
     dark: str
     light: str
+    #: Whether it is what a method adds to attention, and its share is told (FDC tables 12 and 13).
     overhead: bool = False
 
 

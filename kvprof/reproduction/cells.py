@@ -86,21 +86,11 @@ _LAST = 300  # characters of what a process said before it died
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell.
+    """What became of a cell."""
 
-    Attributes
-    ----------
-    result : dict or None
-        Valid, if it is there.
-    code : int
-        Of the process.
-    message : str
-        Why there is no result, in one line.
-    """
-
-    result: dict[str, Any] | None
-    code: int
-    message: str = ""
+    result: dict[str, Any] | None  # valid, if it is there
+    code: int  # of the process
+    message: str = ""  # why there is no result, in one line
 
     @property
     def lacking(self) -> bool:
@@ -110,17 +100,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class CellRun:
-    """What became of a cell in this run.
-
-    Attributes
-    ----------
-    outcome : Outcome
-    seconds : float or None
-        None where the result was there already.
-    """
+    """What became of a cell in this run."""
 
     outcome: Outcome
-    seconds: float | None = None
+    seconds: float | None = None  # none where the result was there already
 
 
 #: Takes a cell's words and whether to stop; returns what became of it.

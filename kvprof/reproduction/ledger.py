@@ -49,22 +49,13 @@ _REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class JudgedLine:
-    """A line of a verdict and what became of it.
-
-    Attributes
-    ----------
-    line : Line
-    measured : Measured
-    holds : bool or None
-        None where that cannot be told: nothing was measured, what was is doubtful, or `uncertain`.
-    uncertain : bool
-        Whether the limit, with its tolerance, lies inside the measure's interval.
-    """
+    """A line of a verdict and what became of it."""
 
     line: Line
     measured: Measured
+    #: None where that cannot be told: nothing was measured, what was is doubtful, or `uncertain`.
     holds: bool | None
-    uncertain: bool
+    uncertain: bool  # whether the limit, with its tolerance, lies inside the measure's interval
 
 
 def judge_line(line: Line, measured: Measured) -> JudgedLine:

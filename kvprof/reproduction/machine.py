@@ -15,23 +15,12 @@ __all__ = ["Machine", "has_extra", "has_weights", "on_cpu", "this_machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine.
+    """A machine."""
 
-    Attributes
-    ----------
-    cpu : str
-        Model and threads.
-    gpus : tuple of str
-        Their names.
-    has_extra : callable
-        Whether an extra of kvprof is installed.
-    has_weights : callable
-        Whether a model's weights are here; none are fetched unasked, some have 140 GB.
-    """
-
-    cpu: str
-    gpus: tuple[str, ...]
-    has_extra: Callable[[str], bool]
+    cpu: str  # model and threads
+    gpus: tuple[str, ...]  # their names
+    has_extra: Callable[[str], bool]  # whether an extra of kvprof is installed
+    #: Whether a model's weights are here; none are fetched unasked, some have 140 GB.
     has_weights: Callable[[str], bool]
 
     def lacks(self, profile: Profile, *, model_given: bool) -> str | None:

@@ -39,20 +39,11 @@ _QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 
 @dataclass(frozen=True)
 class Found:
-    """A value at the end of a path.
-
-    Attributes
-    ----------
-    value : object
-    interval : (float, float) or None
-        That stands beside it.
-    row : mapping or None
-        Which holds both.
-    """
+    """A value at the end of a path."""
 
     value: Any
-    interval: tuple[float, float] | None = None
-    row: Mapping[str, Any] | None = None
+    interval: tuple[float, float] | None = None  # that stands beside it
+    row: Mapping[str, Any] | None = None  # which holds both
 
 
 def parse_path(text: str) -> list[Step]:
@@ -243,24 +234,14 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Measured:
-    """A measure's number, or why there is none.
-
-    Attributes
-    ----------
-    value : float or None
-    interval : (float, float) or None
-        95 %, where the results have one. Of two measures or several matches it is made of their
-        ends, which is never too narrow.
-    missing : str or None
-        Why there is no number.
-    doubt : str or None
-        Why the number decides nothing.
-    """
+    """A measure's number, or why there is none."""
 
     value: float | None
+    #: 95 %, where the results have one. Of two measures or several matches it is made of their
+    #: ends, which is never too narrow.
     interval: tuple[float, float] | None = None
-    missing: str | None = None
-    doubt: str | None = None
+    missing: str | None = None  # why there is no number
+    doubt: str | None = None  # why the number decides nothing
 
 
 def matching(pattern: str, ids: Iterable[str]) -> list[str]:

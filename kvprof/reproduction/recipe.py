@@ -102,24 +102,12 @@ class Published:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a profile cannot do without.
+    """What a profile cannot do without."""
 
-    Attributes
-    ----------
-    gpus : int
-        Of each cell.
-    weights : tuple of str
-        Hub ids or folders.
-    data : tuple of str
-        What the user must bring, in words.
-    extras : tuple of str
-        Of kvprof's package.
-    """
-
-    gpus: int = 0
-    weights: tuple[str, ...] = ()
-    data: tuple[str, ...] = ()
-    extras: tuple[str, ...] = ()
+    gpus: int = 0  # of each cell
+    weights: tuple[str, ...] = ()  # hub ids or folders
+    data: tuple[str, ...] = ()  # what the user must bring, in words
+    extras: tuple[str, ...] = ()  # of kvprof's package
 
 
 @dataclass(frozen=True)
@@ -132,30 +120,15 @@ class CellTemplate:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number to be had from the cells' results.
-
-    Attributes
-    ----------
-    id : str
-    cell : str or None
-        Of whose result; may hold ``*``.
-    figure, where : str, mapping
-        Of `kvprof.records.figures`.
-    data : str or None
-        A path into the result's data instead.
-    over : str or None
-        How several matches become one number.
-    divide, subtract : pair of measures or numbers, or None
-        Instead of `cell`.
-    """
+    """A number to be had from the cells' results."""
 
     id: str
-    cell: str | None = None
-    figure: str | None = None
+    cell: str | None = None  # of whose result; may hold `*`
+    figure: str | None = None  # of `kvprof.records.figures`
     where: Mapping[str, Any] = field(default_factory=dict)
-    data: str | None = None
-    over: str | None = None
-    divide: tuple[str | float, str | float] | None = None
+    data: str | None = None  # A path into the result's data instead
+    over: str | None = None  # how several matches become one number
+    divide: tuple[str | float, str | float] | None = None  # instead of `cell`
     subtract: tuple[str | float, str | float] | None = None
     unit: str | None = None
     note: str | None = None
@@ -163,42 +136,23 @@ class Measure:
 
 @dataclass(frozen=True)
 class Line:
-    """What must hold of a measure.
-
-    Attributes
-    ----------
-    measure : str
-    check : str
-        One of `CHECKS`.
-    limit : tuple of float
-        One number; two for ``between``.
-    published : str or None
-        The number of the paper that this is about.
-    tolerance, tolerance_share : float or None
-        How far beyond the limit still counts, as a number or as a share of the limit.
-    direction : bool
-        Whether it is of the direction that the paper states, without its number.
-    """
+    """What must hold of a measure."""
 
     measure: str
     check: str
-    limit: tuple[float, ...]
-    published: str | None = None
+    limit: tuple[float, ...]  # one number; two for `between`
+    published: str | None = None  # the number of the paper that this is about
+    #: How far beyond the limit still counts, as a number or as a share of the limit.
     tolerance: float | None = None
     tolerance_share: float | None = None
+    #: Whether it is of the direction that the paper states, without its number.
     direction: bool = False
     note: str | None = None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One way to run a recipe; with `excluded`, why there is no such way.
-
-    Attributes
-    ----------
-    models : mapping of str to Profile
-        The same way where ``--model`` names another model: what suits its size and shape.
-    """
+    """One way to run a recipe; with `excluded`, why there is no such way."""
 
     name: str
     excluded: str | None = None
@@ -209,6 +163,7 @@ class Profile:
     cells: tuple[CellTemplate, ...] = ()
     measures: tuple[Measure, ...] = ()
     verdict: tuple[Line, ...] = ()
+    #: The same way where `--model` names another model: what suits its size and shape.
     models: Mapping[str, "Profile"] = field(default_factory=dict)
 
     def for_model(self, model: str | None) -> "Profile":
@@ -224,17 +179,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One table or figure: the claim, the published numbers, what to run, when it holds.
-
-    Attributes
-    ----------
-    judged : str or None
-        Why kvprof cannot judge it at all; None where it can.
-    direction : str or None
-        The direction that the paper states, which lines with ``direction`` are of.
-    accuracy : bool
-        Whether the claim is of a trained model's accuracy.
-    """
+    """One table or figure: the claim, the published numbers, what to run, when it holds."""
 
     name: str
     path: Path
@@ -242,10 +187,11 @@ class Recipe:
     item: str
     claim: str
     published: Mapping[str, Published]
-    judged: str | None
+    judged: str | None  # why kvprof cannot judge it at all; None where it can
     profiles: Mapping[str, Profile]
+    #: The direction that the paper states, which lines with `direction` are of.
     direction: str | None = None
-    accuracy: bool = False
+    accuracy: bool = False  # whether the claim is of a trained model's accuracy
 
     def profile(self, name: str, model: str | None = None) -> Profile | None:
         """Return a profile as ``--model`` runs it; None where there is none of that name."""

@@ -25,47 +25,24 @@ _MODEL_FIRST = frozenset(CELL_COMMANDS) - {"bench"}
 
 @dataclass(frozen=True)
 class Cell:
-    """A command to run.
+    """A command to run."""
 
-    Attributes
-    ----------
-    id : str
-        In its recipe.
-    words : tuple of str
-        Without ``kvprof`` and ``--json``.
-    lacking : tuple of str
-        Placeholders that nobody gave a value; the command cannot be run.
-    gpus : int
-        That it needs.
-    """
-
-    id: str
-    words: tuple[str, ...]
+    id: str  # in its recipe
+    words: tuple[str, ...]  # without `kvprof` and `--json`
+    #: Placeholders that nobody gave a value; the command cannot be run.
     lacking: tuple[str, ...] = ()
-    gpus: int = 0
+    gpus: int = 0  # that it needs
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A recipe with the commands that a run of it is.
-
-    Attributes
-    ----------
-    recipe : Recipe
-    profile : Profile or None
-        None where it has no such profile.
-    cells : tuple of (Cell, str)
-        Each with its key; empty where nothing is run.
-    open : str or None
-        Why nothing is run.
-    lacking : bool
-        Whether that is because something is missing here, which somebody else may have.
-    """
+    """A recipe with the commands that a run of it is."""
 
     recipe: Recipe
-    profile: Profile | None
-    cells: tuple[tuple[Cell, str], ...] = ()
-    open: str | None = None
+    profile: Profile | None  # none where it has no such profile
+    cells: tuple[tuple[Cell, str], ...] = ()  # each with its key; empty where nothing is run
+    open: str | None = None  # why nothing is run
+    #: Whether that is because something is missing here, which somebody else may have.
     lacking: bool = False
 
 

@@ -22,21 +22,12 @@ _NAMED = 3
 
 @dataclass
 class Finished:
-    """A run's entries of the ledger, and what went wrong on the way.
+    """A run's entries of the ledger, and what went wrong on the way."""
 
-    Attributes
-    ----------
-    entries : list of dict
-        One per recipe.
-    warnings : list of str
-        What cells warned of, each text once, with the cells in front.
-    unkept : list of str
-        Results that count and that could not be written.
-    interrupted : bool
-    """
-
-    entries: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)  # one per recipe
+    #: What cells warned of, each text once, with the cells in front.
     warnings: list[str] = field(default_factory=list)
+    #: Results that count and that could not be written.
     unkept: list[str] = field(default_factory=list)
     interrupted: bool = False
 

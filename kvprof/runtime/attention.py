@@ -34,47 +34,27 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """``g`` head groups of one side with ``n`` heads, the same ranks and own bits each.
+    """``g`` head groups of one side with ``n`` heads, the same ranks and own bits each."""
 
-    Attributes
-    ----------
-    kv_heads : tuple of int
-        Their KV heads, group after group, ``g * n``.
-    heads : int
-        KV heads of a group, n.
-    head_dim : int
-    ranks : tuple of int
-        As in `HeadGroup`.
-    down, up : Tensor or None
-        ``[g, n * d, r]``, or ``[rows, g, n * d, r]`` for bases of a sequence's own, float32 or
-        wider, in which they are applied; None for the identity.
-    folded : bool
-        Whether the model's projection puts out the latent already, in the group's first columns.
-    online : bool
-        Whether each sequence gets a basis of its own.
-    scale : Tensor or None
-        ``[g, 1, 1]`` of a group's own, where rows are stored over it: queries and outputs take it
-        back.
-    copies : int
-        Keys that are stored for one of the model's: above 1 (a key per query head) `kv_heads`
-        counts them, number h being of KV head ``h // copies``.
-    column_bits : tuple of (int, int)
-    quantised : bool
-        As in `HeadGroup`.
-    """
-
-    kv_heads: tuple[int, ...]
-    heads: int
+    kv_heads: tuple[int, ...]  # their KV heads, group after group, `g * n`
+    heads: int  # KV heads of a group, n
     head_dim: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # as in `HeadGroup`
+    #: `[g, n * d, r]`, or `[rows, g, n * d, r]` for bases of a sequence's own, float32 or wider, in
+    #: which they are applied; None for the identity.
     down: Tensor | None
     up: Tensor | None
+    #: Whether the model's projection puts out the latent already, in the group's first columns.
     folded: bool
-    online: bool
+    online: bool  # whether each sequence gets a basis of its own
+    #: `[g, 1, 1]` of a group's own, where rows are stored over it: queries and outputs take it
+    #: back.
     scale: Tensor | None = None
+    #: Keys that are stored for one of the model's: above 1 (a key per query head) `kv_heads` counts
+    #: them, number h being of KV head `h // copies`.
     copies: int = 1
     column_bits: tuple[tuple[int, int], ...] = ()
-    quantised: bool = True
+    quantised: bool = True  # as in `HeadGroup`
 
     @property
     def groups(self) -> int:
@@ -222,33 +202,20 @@ class ValueSide:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What happens between products and probabilities.
-
-    Attributes
-    ----------
-    scaling : float
-    softcap : float or None
-    sinks : Tensor or None
-        ``[H]`` logits of the learned sinks.
-    visible : Tensor or None
-        ``[rows, 1, t, N]`` bool.
-    group : int or None
-        Query heads per KV head, where keys may be stored per query head; None leaves heads as the
-        keys have them.
-    offset : callable or None
-        From a slice of queries to what their products with all keys lack, ``[rows, Hkv, G, t', N]``
-        float32 or wider (`kvprof.methods.plan`, centre).
-    observe : callable or None
-        Gets the masked logits and the probabilities (both ``[rows, Hkv, G, t', N]`` float32) and
-        the slice of queries that they belong to.
-    """
+    """What happens between products and probabilities."""
 
     scaling: float
     softcap: float | None = None
-    sinks: Tensor | None = None
-    visible: Tensor | None = None
+    sinks: Tensor | None = None  # `[H]` logits of the learned sinks
+    visible: Tensor | None = None  # `[rows, 1, t, N]` bool
+    #: Query heads per KV head, where keys may be stored per query head; None leaves heads as the
+    #: keys have them.
     group: int | None = None
+    #: From a slice of queries to what their products with all keys lack, `[rows, Hkv, G, t', N]`
+    #: float32 or wider (`kvprof.methods.plan`, centre).
     offset: Callable[..., Tensor] | None = field(default=None)
+    #: Gets the masked logits and the probabilities (both `[rows, Hkv, G, t', N]` float32) and the
+    #: slice of queries that they belong to.
     observe: Callable[[Tensor, Tensor, slice], None] | None = field(default=None)
 
 

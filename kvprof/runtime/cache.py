@@ -29,17 +29,10 @@ __all__ = [
 
 
 class CacheOwner(Protocol):
-    """The context that a cache belongs to, `kvprof.runtime.session.Compression`.
-
-    Attributes
-    ----------
-    plan : Plan
-    active : bool
-        Whether the context is open.
-    """
+    """The context that a cache belongs to, `kvprof.runtime.session.Compression`."""
 
     plan: Plan
-    active: bool
+    active: bool  # whether the context is open
 
     def new_kernel_state(self) -> KernelState | None:
         """Return what a new cache's layers share; None where no layer runs on the kernels."""
@@ -58,18 +51,10 @@ _Kind = tuple[bool, int, bool]
 
 
 class StaticBuffers:
-    """One layer's buffers, each as large as its segment gets at any length up to the capacity.
-
-    Parameters
-    ----------
-    plan : Plan
-    layer : LayerPlan
-    capacity : int
-        Tokens per sequence.
-    """
+    """One layer's buffers, each as large as its segment gets at any length up to the capacity."""
 
     def __init__(self, plan: Plan, layer: LayerPlan, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = capacity  # tokens per sequence
         self._plan = plan
         self._layer = layer
         self._buffers: dict[tuple[object, ...], Tensor] = {}
@@ -128,32 +113,15 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
 
     `update` only takes notice of the tokens and hands K and V back; the attention function, which
     has the queries too, attends and stores.
-
-    Parameters
-    ----------
-    layer : LayerPlan
-        What the plan makes of it.
-    compression : CacheOwner
-        Whose cache this is part of.
-    static : StaticBuffers or None
-        Room reserved in advance (a static cache).
-    planes : KernelStore or None
-        Where the layer runs on the kernels: what it stores, in place of `row_groups`.
-
-    Attributes
-    ----------
-    record_past : bool
-        Whether a layer with a sliding window keeps what a pass pushes out of it until the next pass
-        or `crop`, as transformers asks for.
     """
 
     is_compileable = False
 
     def __init__(
         self,
-        layer: LayerPlan,
-        compression: CacheOwner,
-        static: StaticBuffers | None,
+        layer: LayerPlan,  # what the plan makes of it
+        compression: CacheOwner,  # whose cache this is part of
+        static: StaticBuffers | None,  # room reserved in advance (a static cache)
         planes: KernelStore | None,
     ) -> None:
         super().__init__()
@@ -161,8 +129,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
         self.is_sliding = layer.sliding_window is not None
         self.seen = 0
         self.pending = 0
+        #: Whether a layer with a sliding window keeps what a pass pushes out of it until the next
+        #: pass or `crop`, as transformers asks for.
         self.record_past = False
         self.row_groups: list[RowGroup] = []
+        #: Where the layer runs on the kernels: what it stores, in place of `row_groups`.
         self.planes = planes
         self._lossy = _lossy(compression.plan, layer)
         # Not the cache, whose tensors would then lie there until Python looks for cycles.
@@ -341,31 +312,19 @@ def _lossy(plan: Plan, layer: LayerPlan) -> str | None:
 
 
 class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no types
-    """A model's compressed cache; `Compression.new_cache` makes one.
-
-    Parameters
-    ----------
-    compression : CacheOwner
-        What it belongs to.
-    capacity : int or None
-        Tokens to reserve room for at once (a static cache); None grows with the sequence.
-
-    Attributes
-    ----------
-    kernels : KernelState or None
-        What the layers that run on the kernels share; None where none does.
-    left : str or None
-        Why layers that could have are not, or no longer, run on them.
-    rest_bytes : int or None
-        Bytes of the prompt's cache at rest, of all sequences, where the plan codes it; None before.
-    """
+    """A model's compressed cache; `Compression.new_cache` makes one."""
 
     def __init__(self, compression: CacheOwner, capacity: int | None = None) -> None:
-        self.compression = compression
+        self.compression = compression  # what it belongs to
+        #: Tokens to reserve room for at once (a static cache); None grows with the sequence.
         self.capacity = capacity
         self.reach = capacity
+        #: What the layers that run on the kernels share; None where none does.
         self.kernels = compression.new_kernel_state()
+        #: Why layers that could have are not, or no longer, run on them.
         self.left: str | None = None
+        #: Bytes of the prompt's cache at rest, of all sequences, where the plan codes it; None
+        #: before.
         self.rest_bytes: int | None = None
         layers: list[CompressedLayer] = []
         for layer in compression.plan.layers:

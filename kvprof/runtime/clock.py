@@ -78,21 +78,12 @@ def timing(clock: "Clock") -> Iterator[None]:
 
 
 class Stretch(NamedTuple):
-    """Adjacent work that belongs to one part.
-
-    Attributes
-    ----------
-    part : str
-    layer : int or None
-    seconds : float
-    exact : bool
-        False where the GPU had nothing to do at times, or may have had.
-    """
+    """Adjacent work that belongs to one part."""
 
     part: str
     layer: int | None
     seconds: float
-    exact: bool
+    exact: bool  # false where the GPU had nothing to do at times, or may have had
 
 
 class _Leaving:
@@ -111,19 +102,11 @@ class _Leaving:
 
 
 class Clock(ABC):
-    """Notes when each mark begins and ends.
-
-    Attributes
-    ----------
-    muted : bool
-        Marks of the runtime are passed over; `enter` and `leave` still work.
-    leaving : context manager
-        Calls `leave` at its end.
-    """
+    """Notes when each mark begins and ends."""
 
     def __init__(self) -> None:
-        self.muted = False
-        self.leaving = _Leaving(self)
+        self.muted = False  # marks of the runtime are passed over; `enter` and `leave` still work
+        self.leaving = _Leaving(self)  # calls `leave` at its end
         self._stack: list[tuple[str, int | None]] = []
         # Of the stretch that begins at each stamp; the last stamp begins none.
         self._labels: list[tuple[str, int | None]] = []

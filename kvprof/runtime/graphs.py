@@ -39,18 +39,10 @@ __all__ = ["DecodingGraphs", "replaying"]
 
 
 class GraphOwner(CacheOwner, Protocol):
-    """The context whose steps are replayed, `kvprof.runtime.session.Compression`.
-
-    Attributes
-    ----------
-    loaded : LoadedModel
-    cache : CompressedCache or None
-        The one that the last forward pass used.
-    route : KernelRoute
-    """
+    """The context whose steps are replayed, `kvprof.runtime.session.Compression`."""
 
     loaded: LoadedModel
-    cache: CompressedCache | None
+    cache: CompressedCache | None  # the one that the last forward pass used
     route: KernelRoute
 
 
@@ -64,26 +56,13 @@ _Form = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A pass over one token of every row, as the model was called for it.
-
-    Attributes
-    ----------
-    cache : CompressedCache
-    ids : Tensor
-        ``[batch, 1]``.
-    position : Tensor or None
-        As it was given.
-    mask : Tensor or None
-        ``[batch, keys]``.
-    options : dict
-        What is passed on.
-    """
+    """A pass over one token of every row, as the model was called for it."""
 
     cache: CompressedCache
-    ids: Tensor
-    position: Tensor | None
-    mask: Tensor | None
-    options: dict[str, Any]
+    ids: Tensor  # `[batch, 1]`
+    position: Tensor | None  # as it was given
+    mask: Tensor | None  # `[batch, keys]`
+    options: dict[str, Any]  # what is passed on
 
     @property
     def form(self) -> _Form:
@@ -97,39 +76,18 @@ class _Step:
 
 @dataclass(eq=False)
 class _Captured:
-    """A step's graph, and what it reads and writes where it lies.
-
-    Attributes
-    ----------
-    graph : torch.cuda.CUDAGraph
-    form : tuple
-        Of the step (`_Step.form`).
-    cache : weak reference to CompressedCache
-        A graph does not keep a cache that nobody else holds.
-    buffers : list of Tensor
-        The cache's tensors as they lay.
-    room : float
-        Tokens of a row up to which they suffice.
-    token, position : Tensor
-        What a replay is fed.
-    output : ModelOutput
-        Where it leaves its results.
-    held : list
-        What it reads and only the cache's state may hold.
-    mask : Tensor or None
-        The last one that was seen to hide nothing but padding.
-    """
+    """A step's graph, and what it reads and writes where it lies."""
 
     graph: torch.cuda.CUDAGraph
-    form: _Form
-    cache: "weakref.ref[CompressedCache]"
-    buffers: list[Tensor]
-    room: float
-    token: Tensor
+    form: _Form  # of the step (`_Step.form`)
+    cache: "weakref.ref[CompressedCache]"  # A graph does not keep a cache that nobody else holds
+    buffers: list[Tensor]  # the cache's tensors as they lay
+    room: float  # tokens of a row up to which they suffice
+    token: Tensor  # what a replay is fed
     position: Tensor
-    output: ModelOutput
-    held: list[Any]
-    mask: Tensor | None
+    output: ModelOutput  # where it leaves its results
+    held: list[Any]  # what it reads and only the cache's state may hold
+    mask: Tensor | None  # the last one that was seen to hide nothing but padding
 
 
 class DecodingGraphs:

@@ -33,41 +33,19 @@ __all__ = ["Keeper", "OwnTokens", "gumbel", "snapped", "survivors", "token_score
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """A row group's real tokens of one pass, in one layer.
+    """A row group's real tokens of one pass, in one layer."""
 
-    Attributes
-    ----------
-    query, key, value : Tensor
-        ``[rows, heads, t, width]`` as the attention function got them.
-    unrotated : Tensor or None
-        K before RoPE, where the plan needs it.
-    visible : Tensor or None
-        ``[rows, 1, t, N]`` bool, N stored tokens and the pass's own.
-    position : int
-        Where the first of them stands in the padded sequence.
-    several : bool
-        Whether the pass had more than one token.
-    options : dict
-        The attention function's other arguments.
-    rotation : Rotation or None
-        The layer's rotary call.
-    angles : RotaryTable or None
-        Of all tokens so far.
-    reach : int
-        Longest sequence that generation may reach.
-    """
-
-    query: Tensor
+    query: Tensor  # `[rows, heads, t, width]` as the attention function got them
     key: Tensor
     value: Tensor
-    unrotated: Tensor | None
-    visible: Tensor | None
-    position: int
-    several: bool
-    options: dict[str, Any]
-    rotation: Rotation | None
-    angles: RotaryTable | None
-    reach: int
+    unrotated: Tensor | None  # K before RoPE, where the plan needs it
+    visible: Tensor | None  # `[rows, 1, t, N]` bool, N stored tokens and the pass's own
+    position: int  # where the first of them stands in the padded sequence
+    several: bool  # whether the pass had more than one token
+    options: dict[str, Any]  # the attention function's other arguments
+    rotation: Rotation | None  # the layer's rotary call
+    angles: RotaryTable | None  # of all tokens so far
+    reach: int  # longest sequence that generation may reach
 
     @property
     def tokens(self) -> int:

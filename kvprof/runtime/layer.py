@@ -79,29 +79,19 @@ class _Means:
 
 
 class LayerRuntime:
-    """Executes one layer of a plan.
-
-    Parameters
-    ----------
-    plan : Plan
-    index : int
-        Which layer.
-    facts : LayerLayout
-        The model's layer.
-    known : dict
-        Keeps how layers alike read a pass; whoever gives it empties it.
-    """
+    """Executes one layer of a plan."""
 
     def __init__(
         self,
         plan: Plan,
-        index: int,
+        index: int,  # which layer
         facts: LayerLayout,
+        #: Keeps how layers alike read a pass; whoever gives it empties it.
         known: dict[Any, dict[Form, NDArray[np.int64]]],
     ) -> None:
         self.plan = plan
         self.layer: LayerPlan = plan.layers[index]
-        self.facts = facts
+        self.facts = facts  # the model's layer
         self.keeper = Keeper(plan, self.layer, facts)
         if plan.lazy and (self.layer.keys.fold_down or self.layer.keys.fold_up):
             raise UsageError(

@@ -67,21 +67,11 @@ def visible_keys(mask: Tensor | None, stored: int, tokens: int) -> Tensor | None
 
 @dataclass(frozen=True)
 class MaskFacts:
-    """What the host knows of a pass's attention mask.
+    """What the host knows of a pass's attention mask."""
 
-    Attributes
-    ----------
-    starts : list of int
-        Where each row's first real token stands.
-    holes : bool
-        Whether tokens after it are hidden.
-    plain : bool
-        Whether nothing but padding on the left is hidden, as far as the mask can be read.
-    """
-
-    starts: list[int]
-    holes: bool
-    plain: bool
+    starts: list[int]  # where each row's first real token stands
+    holes: bool  # whether tokens after it are hidden
+    plain: bool  # whether nothing but padding on the left is hidden, as far as the mask can be read
 
 
 def mask_facts(

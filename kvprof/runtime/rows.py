@@ -47,28 +47,14 @@ def remembered_rows() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Tokens of one segment, for head groups of equal width.
-
-    Attributes
-    ----------
-    codec : Codec
-    width : int
-        Columns of a row, r.
-    tokens : int
-    dtype : torch.dtype
-        Of the rows that come out.
-    stored : dict of Tensor
-        ``[rows, groups, entries, columns]`` each.
-    remembered : Tensor or None
-        What `rows` returns, within `remembered_rows`.
-    """
+    """Tokens of one segment, for head groups of equal width."""
 
     codec: Codec
-    width: int
+    width: int  # columns of a row, r
     tokens: int
-    dtype: torch.dtype
-    stored: dict[str, Tensor]
-    remembered: Tensor | None = None
+    dtype: torch.dtype  # of the rows that come out
+    stored: dict[str, Tensor]  # `[rows, groups, entries, columns]` each
+    remembered: Tensor | None = None  # what `rows` returns, within `remembered_rows`
 
     def rows(self) -> Tensor:
         """Return the latents, ``[rows, groups, tokens, width]``, in `dtype`."""
@@ -207,21 +193,11 @@ def _concatenated(parts: Sequence[Part]) -> Part:
 
 @dataclass(eq=False)
 class SharedLatents:
-    """Tokens that a group of layers stores together.
+    """Tokens that a group of layers stores together."""
 
-    Attributes
-    ----------
-    latents : dict of Tensor
-        By side, ``[rows, tokens, r]``.
-    bases : dict of Tensor
-        By side, ``[rows or 1, w, r]``, of all the group's layers.
-    own : bool
-        Whether the bases are the sequences', and count as cache.
-    """
-
-    latents: dict[str, Tensor]
-    bases: dict[str, Tensor]
-    own: bool
+    latents: dict[str, Tensor]  # by side, `[rows, tokens, r]`
+    bases: dict[str, Tensor]  # by side, `[rows or 1, w, r]`, of all the group's layers
+    own: bool  # whether the bases are the sequences', and count as cache
 
     @property
     def tokens(self) -> int:
@@ -231,24 +207,12 @@ class SharedLatents:
 
 @dataclass(frozen=True)
 class SharedPart:
-    """A layer's share of such tokens.
+    """A layer's share of such tokens."""
 
-    Attributes
-    ----------
-    shared : SharedLatents
-        One object for all layers of the group.
-    start : int
-        Tokens of the layer's own before them.
-    columns : dict of slice
-        By side, the layer's rows of the bases.
-    first : bool
-        Whether the layer is the group's first, which they count for.
-    """
-
-    shared: SharedLatents
-    start: int
-    columns: dict[str, slice]
-    first: bool
+    shared: SharedLatents  # one object for all layers of the group
+    start: int  # tokens of the layer's own before them
+    columns: dict[str, slice]  # by side, the layer's rows of the bases
+    first: bool  # whether the layer is the group's first, which they count for
 
     def rows(self, side: str, heads: int) -> Tensor:
         """Return what the latents stand for, ``[rows, heads, tokens, d]``."""
@@ -259,39 +223,24 @@ class SharedPart:
 
 @dataclass(eq=False)
 class RowGroup:
-    """What a layer stores for some rows of a batch.
+    """What a layer stores for some rows of a batch."""
 
-    Attributes
-    ----------
-    rows : list of int
-        In the batch.
-    seen : int
-        Real tokens of each row so far.
-    keys, values : list of list of Part
-        Per bundle of head groups, oldest part first.
-    positions : Tensor or None
-        ``[rows, units, N]`` int32, where each stored token stood in the padded sequence; kept when
-        tokens are evicted from under keys that are rebuilt.
-    scores, noise : Tensor or None
-        ``[rows, units, N]`` float32, of the eviction.
-    record : bool
-        Whether a layer with a sliding window keeps what a pass pushes out of it, so that the pass
-        can be taken back.
-    bases : dict
-        A sequence's own bases (strawman), ``[rows, g, n * d, r]`` by side and bundle.
-    shared : SharedPart or None
-        Tokens between the layer's own that it stores together with other layers.
-    """
-
-    rows: list[int]
-    seen: int = 0
+    rows: list[int]  # in the batch
+    seen: int = 0  # real tokens of each row so far
+    #: Per bundle of head groups, oldest part first.
     keys: list[list[Part]] = field(default_factory=list)
     values: list[list[Part]] = field(default_factory=list)
+    #: `[rows, units, N]` int32, where each stored token stood in the padded sequence; kept when
+    #: tokens are evicted from under keys that are rebuilt.
     positions: Tensor | None = None
-    scores: Tensor | None = None
+    scores: Tensor | None = None  # `[rows, units, N]` float32, of the eviction
     noise: Tensor | None = None
+    #: Whether a layer with a sliding window keeps what a pass pushes out of it, so that the pass
+    #: can be taken back.
     record: bool = False
+    #: A sequence's own bases (strawman), `[rows, g, n * d, r]` by side and bundle.
     bases: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    #: Tokens between the layer's own that it stores together with other layers.
     shared: SharedPart | None = None
 
     @property

@@ -50,26 +50,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class Compression:
-    """A model running with a plan; `compressed` makes one.
-
-    Attributes
-    ----------
-    loaded : LoadedModel
-    plan : Plan
-    cache : CompressedCache or None
-        The one that the last forward pass used, for looking at its bytes.
-    active : bool
-        Whether the context is open.
-    prompt : int or None
-        Where passes are over whole sequences, attended as prefill of so many columns and decoding
-        of the rest would, with nothing stored: how many, for the next pass; else None.
-    route : KernelRoute
-        Which layers run on the kernels.
-    widths : list of int
-        Per layer, the columns that its attention puts out (but for a lazy plan's prefill).
-    graphs : DecodingGraphs or None
-        What replays decoding steps while the context is open; None where nothing does.
-    """
+    """A model running with a plan; `compressed` makes one."""
 
     def __init__(
         self,
@@ -85,21 +66,27 @@ class Compression:
         plan = plan if prompt is None else unfolded(plan)
         self.loaded = loaded
         self.plan = plan
+        #: Where passes are over whole sequences, attended as prefill of so many columns and
+        #: decoding of the rest would, with nothing stored: how many, for the next pass; else None.
         self.prompt = prompt
+        #: The one that the last forward pass used, for looking at its bytes.
         self.cache: CompressedCache | None = None
-        self.active = False
+        self.active = False  # whether the context is open
         self._readings: dict[Any, Any] = {}
         self._shape: Any = None
         self._layers = [
             LayerRuntime(plan, index, facts, self._readings)
             for index, facts in enumerate(loaded.layout.layers)
         ]
+        #: Which layers run on the kernels.
         self.route = KernelRoute(loaded, plan, kernels if prompt is None else "off")
+        #: Per layer, the columns that its attention puts out (but for a lazy plan's prefill).
         self.widths = [sum(self._widths(runtime, False)) for runtime in self._layers]
         self.switches: dict[int, OutputSwitch] = {}
         self.watching = Interception("compressed", lambda call: None)
         self._starts: list[int] = []
         self._fired: set[int] = set()
+        #: What replays decoding steps while the context is open; None where nothing does.
         self.graphs: DecodingGraphs | None = None
         self._lent = False  # a cache for this pass alone, which the caller must not get to see
         self.packed: CompressedCache | None = None  # such a cache, of texts packed into rows

@@ -74,18 +74,10 @@ def _stream(device: torch.device, name: str = "capture") -> torch.cuda.Stream:
 
 
 class _Capture(threading.local):
-    """What a thread captures.
+    """What a thread captures."""
 
-    Attributes
-    ----------
-    under_way : bool
-        Whether `capturing` captures anything.
-    branch : torch.cuda.Stream or None
-        Of the graph, once it has one (`aside`).
-    """
-
-    under_way = False
-    branch: torch.cuda.Stream | None = None
+    under_way = False  # whether `capturing` captures anything
+    branch: torch.cuda.Stream | None = None  # of the graph, once it has one (`aside`)
 
     def join(self, device: torch.device | None) -> None:
         """Let what is queued now wait for the branch: a graph has to end in one stream."""

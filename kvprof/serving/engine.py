@@ -149,24 +149,13 @@ def tell_tokens(plan: Plan, config: Any, pages: int) -> None:
 
 
 class _Found(NamedTuple):
-    """An attention layer of a model.
+    """An attention layer of a model."""
 
-    Attributes
-    ----------
-    number : int
-        Of the layer.
-    attention : Attention
-    inner, outer : QKVParallelLinear, RowParallelLinear
-        Its projections before and behind it.
-    parent : nn.Module
-        That calls all three.
-    """
-
-    number: int
+    number: int  # of the layer
     attention: Any
-    inner: Any
+    inner: Any  # its projections before and behind it
     outer: Any
-    parent: Any
+    parent: Any  # that calls all three
 
     @property
     def group(self) -> int:

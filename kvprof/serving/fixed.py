@@ -34,75 +34,37 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class _Numbers:
-    """What layers share of a step, worked out on the device.
+    """What layers share of a step, worked out on the device."""
 
-    Attributes
-    ----------
-    token : Tensor
-        ``[tokens]`` int32, their numbers.
-    lengths : Tensor
-        ``[decodes]`` int32, tokens of sequences that decode, 0 for others.
-    starts : Tensor
-        ``[rows + 1]`` int32, where the new tokens of the others begin; those that decode have none.
-    others : Tensor
-        ``[tokens, 1]`` bool, whose tokens these are.
-    """
-
-    token: Tensor
-    lengths: Tensor
+    token: Tensor  # `[tokens]` int32, their numbers
+    lengths: Tensor  # `[decodes]` int32, tokens of sequences that decode, 0 for others
+    #: `[rows + 1]` int32, where the new tokens of the others begin; those that decode have none.
     starts: Tensor
-    others: Tensor
+    others: Tensor  # `[tokens, 1]` bool, whose tokens these are
 
 
 @dataclass(frozen=True, eq=False)
 class OwnPages:
-    """A step's tokens in its own pool of pages, and what came before them.
+    """A step's tokens in its own pool of pages, and what came before them."""
 
-    Attributes
-    ----------
-    slots : Tensor
-        ``[tokens]`` int64, where each lies in the pool; -1 for padding.
-    table : Tensor
-        ``[rows, pages]`` int32, the pages of each sequence that does not decode.
-    lengths : Tensor
-        ``[rows]`` int32, its new tokens; 0 for those that decode.
-    seen : Tensor
-        ``[tokens, most pages]`` int32, the engine's pages of each token's sequence.
-    """
-
-    slots: Tensor
-    table: Tensor
-    lengths: Tensor
-    seen: Tensor
+    slots: Tensor  # `[tokens]` int64, where each lies in the pool; -1 for padding
+    table: Tensor  # `[rows, pages]` int32, the pages of each sequence that does not decode
+    lengths: Tensor  # `[rows]` int32, its new tokens; 0 for those that decode
+    seen: Tensor  # `[tokens, most pages]` int32, the engine's pages of each token's sequence
 
 
 @dataclass(frozen=True, eq=False)
 class RebuiltPages:
-    """Which pages are rebuilt, and what tokens see of them or of the engine's.
+    """Which pages are rebuilt, and what tokens see of them or of the engine's."""
 
-    Attributes
-    ----------
-    pages : Tensor
-        ``[room]`` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32.
-    table : Tensor
-        ``[rows, room]`` int32, where each sequence's pages lie among these.
-    lengths : Tensor
-        ``[rows]`` int32, tokens of sequences with several new ones whose pages are rebuilt; 0 for
-        all others.
-    attends : Tensor
-        ``[tokens, 1]`` bool, whose tokens these are.
-    seen : Tensor
-        ``[tokens]`` int32, how many tokens each of the others sees; else 0.
-    tables : Tensor
-        ``[tokens, most pages]`` int32, the engine's pages of each token's sequence.
-    """
-
-    pages: Tensor
-    table: Tensor
+    pages: Tensor  # `[room]` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32
+    table: Tensor  # `[rows, room]` int32, where each sequence's pages lie among these
+    #: `[rows]` int32, tokens of sequences with several new ones whose pages are rebuilt; 0 for all
+    #: others.
     lengths: Tensor
-    attends: Tensor
-    seen: Tensor
-    tables: Tensor
+    attends: Tensor  # `[tokens, 1]` bool, whose tokens these are
+    seen: Tensor  # `[tokens]` int32, how many tokens each of the others sees; else 0
+    tables: Tensor  # `[tokens, most pages]` int32, the engine's pages of each token's sequence
 
 
 def most_own_pages(tokens: int, rows: int) -> int:

@@ -30,16 +30,10 @@ _FEW_TOKENS = 32
 
 @dataclass(eq=False)
 class ServedModel:
-    """The layers of this rank, and what they share.
-
-    Attributes
-    ----------
-    layers : list of ServedLayer
-    alike : dict
-        Decoding steps whose work one launch cuts, with their tables, by what they have in common.
-    """
+    """The layers of this rank, and what they share."""
 
     layers: list[ServedLayer] = field(default_factory=list)
+    #: Decoding steps whose work one launch cuts, with their tables, by what they have in common.
     alike: dict[Any, tuple[list[Any], Tensor]] = field(default_factory=dict)
     _met: set[tuple[int, int]] = field(default_factory=set)
     _reserved: Tensor | None = None

@@ -43,18 +43,10 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class Assignment:
-    """The KV heads of a layer by rank, or the latents that several of them share.
+    """The KV heads of a layer by rank, or the latents that several of them share."""
 
-    Attributes
-    ----------
-    heads : tuple of tuple of int
-        For each rank the plan's KV heads (latents), in order.
-    columns : tuple of int
-        Stored columns of each rank, the sum of its heads' widths.
-    """
-
-    heads: tuple[tuple[int, ...], ...]
-    columns: tuple[int, ...]
+    heads: tuple[tuple[int, ...], ...]  # for each rank the plan's KV heads (latents), in order
+    columns: tuple[int, ...]  # stored columns of each rank, the sum of its heads' widths
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -128,19 +120,11 @@ def _swapped(heads: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list
 
 @dataclass(frozen=True)
 class Codes:
-    """How latents are quantised in pages.
+    """How latents are quantised in pages."""
 
-    Attributes
-    ----------
-    keys, values : int, "fp8" or None
-        Bits of a column; None stays as it is.
-    columns : int or None
-        That share a scale; None for a token's whole row.
-    """
-
-    keys: Bits
+    keys: Bits  # bits of a column; None stays as it is
     values: Bits
-    columns: int | None
+    columns: int | None  # that share a scale; None for a token's whole row
 
 
 def plan_codes(plan: Plan) -> Codes | None:
@@ -174,25 +158,14 @@ def check_page(plan: Plan, page: int) -> None:
 
 @dataclass(frozen=True)
 class LayerPages:
-    """How a layer's tokens lie in pages.
+    """How a layer's tokens lie in pages."""
 
-    Attributes
-    ----------
-    key_widths, value_widths : tuple of int
-        Stored columns of each of the plan's latents: of a KV head, or of several that share one.
-    assignment : Assignment
-        The ranks' latents.
-    codes : Codes or None
-        How latents are quantised.
-    heads : int
-        KV heads of a latent.
-    """
-
+    #: Stored columns of each of the plan's latents: of a KV head, or of several that share one.
     key_widths: tuple[int, ...]
     value_widths: tuple[int, ...]
-    assignment: Assignment
-    codes: Codes | None = None
-    heads: int = 1
+    assignment: Assignment  # the ranks' latents
+    codes: Codes | None = None  # how latents are quantised
+    heads: int = 1  # KV heads of a latent
 
     @property
     def order(self) -> tuple[int, ...]:

@@ -16,20 +16,11 @@ __all__ = ["PlainSteps"]
 
 @dataclass(frozen=True, eq=False)
 class PlainSteps:
-    """What a layer runs over pages of latents as they are.
-
-    Attributes
-    ----------
-    layer : ServedLayer
-    layout : RaggedLayout
-        Of the pool.
-    decode, rows : DecodeStep, RowsStep
-        Of one sequence; `replace` makes them for others.
-    """
+    """What a layer runs over pages of latents as they are."""
 
     layer: ServedLayer
-    layout: RaggedLayout
-    decode: DecodeStep
+    layout: RaggedLayout  # of the pool
+    decode: DecodeStep  # of one sequence; `replace` makes them for others
     rows: RowsStep
 
     @property

@@ -42,22 +42,12 @@ _PIECE = 4096
 
 
 class _Own(NamedTuple):
-    """Where a step's tokens lie in its own pool.
+    """Where a step's tokens lie in its own pool."""
 
-    Attributes
-    ----------
-    slots : Tensor
-        ``[tokens]`` int64; -1 for padding.
-    first, stop : int
-        Of the prompts of which nothing came before, and whose pages are their own.
-    table : Tensor or None
-        ``[stop - first, pages]`` int32: which these are.
-    """
-
-    slots: Tensor
-    first: int
+    slots: Tensor  # `[tokens]` int64; -1 for padding
+    first: int  # of the prompts of which nothing came before, and whose pages are their own
     stop: int
-    table: Tensor | None
+    table: Tensor | None  # `[stop - first, pages]` int32: which these are
 
 
 def own_pages(layer: ServedLayer, most_tokens: int, captured: tuple[int, int]) -> RaggedLayout:
@@ -72,26 +62,14 @@ def own_pages(layer: ServedLayer, most_tokens: int, captured: tuple[int, int]) -
 
 @dataclass(frozen=True, eq=False)
 class QuantisedSteps:
-    """What a layer runs over pages of quantised latents.
-
-    Attributes
-    ----------
-    layer : ServedLayer
-    layout : SegmentsLayout
-        Of the pool.
-    own : RaggedLayout
-        Of a step's own tokens (`own_pages`).
-    scratch : Tensor
-        Room for them, which all layers use in turn.
-    decode, rows : SegmentsStep, RowsStep
-        Over the engine's pages, and over the step's own; of one sequence, `replace` makes those of
-        more.
-    """
+    """What a layer runs over pages of quantised latents."""
 
     layer: ServedLayer
-    layout: SegmentsLayout
-    own: RaggedLayout
-    scratch: Tensor
+    layout: SegmentsLayout  # of the pool
+    own: RaggedLayout  # of a step's own tokens (`own_pages`)
+    scratch: Tensor  # room for them, which all layers use in turn
+    #: Over the engine's pages, and over the step's own; of one sequence, `replace` makes those of
+    #: more.
     decode: SegmentsStep
     rows: RowsStep
 

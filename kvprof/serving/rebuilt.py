@@ -40,48 +40,24 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What chunks of prompts see, one page after another.
+    """What chunks of prompts see, one page after another."""
 
-    Attributes
-    ----------
-    pages : Tensor
-        ``[n]`` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32.
-    table : Tensor
-        ``[sequences, most pages]`` int32: where each sequence's pages lie among these.
-    """
-
-    pages: Tensor
-    table: Tensor
+    pages: Tensor  # `[n]` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32
+    table: Tensor  # `[sequences, most pages]` int32: where each sequence's pages lie among these
 
 
 @dataclass(frozen=True, eq=False)
 class RebuiltSteps:
-    """What a layer runs over pages of latents from before RoPE.
-
-    Attributes
-    ----------
-    layer : ServedLayer
-    layout : RaggedLayout
-        Of the pool.
-    rebuilding : Rebuilding
-    latents, rows : ReconstructStep, RowsStep
-        Over the pool, and over pages of rebuilt keys; of one sequence.
-    rebuild : PageRebuild
-        From the one to the other.
-    room : int
-        Pages that the longest sequence fills.
-    scratch : Tensor
-        Room for as many rebuilt ones, which all layers use in turn.
-    """
+    """What a layer runs over pages of latents from before RoPE."""
 
     layer: ServedLayer
-    layout: RaggedLayout
+    layout: RaggedLayout  # of the pool
     rebuilding: Rebuilding
-    latents: ReconstructStep
+    latents: ReconstructStep  # over the pool, and over pages of rebuilt keys; of one sequence
     rows: RowsStep
-    rebuild: PageRebuild
-    room: int
-    scratch: Tensor
+    rebuild: PageRebuild  # from the one to the other
+    room: int  # pages that the longest sequence fills
+    scratch: Tensor  # room for as many rebuilt ones, which all layers use in turn
 
     @property
     def pages(self) -> int:

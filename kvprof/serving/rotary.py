@@ -20,18 +20,11 @@ _FAR = 0.05
 
 
 class QueriesAlone(nn.Module):
-    """A model's rotary embedding of which keys come out as they went in.
-
-    Attributes
-    ----------
-    rotary : nn.Module
-        The model's own, ``f(positions, query, key)``.
-    form : RotaryForm
-    """
+    """A model's rotary embedding of which keys come out as they went in."""
 
     def __init__(self, rotary: Any, form: RotaryForm) -> None:
         super().__init__()
-        self.rotary: Any = rotary
+        self.rotary: Any = rotary  # the model's own, `f(positions, query, key)`
         self.form = form
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

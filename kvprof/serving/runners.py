@@ -21,14 +21,9 @@ __all__ = ["CAPTURE", "graph_pays", "scheduled_rows", "take_runners"]
 
 @dataclass
 class _Capture:
-    """The graph that the second model runner is capturing.
+    """The graph that the second model runner is capturing."""
 
-    Attributes
-    ----------
-    decodes : bool or None
-        Whether all decode in the steps that it holds; None where nobody says so.
-    """
-
+    #: Whether all decode in the steps that it holds; None where nobody says so.
     decodes: bool | None = None
 
 

@@ -60,20 +60,11 @@ SERVED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that is set.
+    """One thing that is set."""
 
-    Attributes
-    ----------
-    name : str
-        An option of ``vllm serve``, or a variable of the environment.
-    value : str
-    why : str
-        In a few words.
-    """
-
-    name: str
+    name: str  # an option of `vllm serve`, or a variable of the environment
     value: str
-    why: str
+    why: str  # in a few words
 
 
 def engine_options(

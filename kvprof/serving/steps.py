@@ -65,31 +65,18 @@ class Steps(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Rebuilding:
-    """How a layer's keys come out of its latents, which are from before RoPE.
+    """How a layer's keys come out of its latents, which are from before RoPE."""
 
-    Attributes
-    ----------
-    ups : tuple of Tensor
-        Of each latent ``[n * d, width]``: what makes the keys of its n KV heads.
-    heads : int
-        KV heads that share a latent, n.
-    form : RotaryForm
-    cos, sin : Tensor
-        ``[tokens, rotary width / 2]``, of every position that a token may have.
-    value_ups : tuple of Tensor
-        Of each latent of V ``[n * d, width]``: what makes the values of its KV heads, for which
-        W_O stays as it is. None where W_O takes latents.
-    lifts : tuple of Tensor
-        The same for what is decoded (`value_lifts`).
-    """
-
+    #: Of each latent `[n * d, width]`: what makes the keys of its n KV heads.
     ups: tuple[Tensor, ...]
-    heads: int
+    heads: int  # KV heads that share a latent, n
     form: RotaryForm
-    cos: Tensor
+    cos: Tensor  # `[tokens, rotary width / 2]`, of every position that a token may have
     sin: Tensor
+    #: Of each latent of V `[n * d, width]`: what makes the values of its KV heads, for which W_O
+    #: stays as it is. None where W_O takes latents.
     value_ups: tuple[Tensor, ...] = ()
-    lifts: tuple[Tensor, ...] = ()
+    lifts: tuple[Tensor, ...] = ()  # the same for what is decoded (`value_lifts`)
 
     @property
     def head_dim(self) -> int:
@@ -99,35 +86,20 @@ class Rebuilding:
 
 @dataclass(eq=False)
 class ServedLayer:
-    """One attention layer of this rank.
+    """One attention layer of this rank."""
 
-    Attributes
-    ----------
-    attention : Any
-        The engine's layer: `kv_cache` is its pool of pages, ``[pages, values]``, and `layer_name`
-        its name.
-    queries, keys : BasisSet
-        What Q and K are multiplied with after RoPE. Where keys are rebuilt queries stay as they
-        are (None), and K is multiplied before RoPE, the heads of a latent side by side.
-    value_widths : tuple of int
-        Columns of V's latents, which W_V makes.
-    group : int
-        Query heads per latent: per KV head, or per all that share it.
-    codes : Codes or None
-        How its latents are quantised.
-    rebuilding : Rebuilding or None
-        How its keys are rebuilt.
-    key_mean : Tensor or None
-        ``[heads, d]`` float32, taken from every key before it is projected.
-    """
-
+    #: The engine's layer: `kv_cache` is its pool of pages, `[pages, values]`, and `layer_name` its
+    #: name.
     attention: Any
+    #: What Q and K are multiplied with after RoPE. Where keys are rebuilt queries stay as they are
+    #: (None), and K is multiplied before RoPE, the heads of a latent side by side.
     queries: BasisSet | None
     keys: BasisSet
-    value_widths: tuple[int, ...]
-    group: int
-    codes: Codes | None = None
-    rebuilding: Rebuilding | None = None
+    value_widths: tuple[int, ...]  # columns of V's latents, which W_V makes
+    group: int  # query heads per latent: per KV head, or per all that share it
+    codes: Codes | None = None  # how its latents are quantised
+    rebuilding: Rebuilding | None = None  # how its keys are rebuilt
+    #: `[heads, d]` float32, taken from every key before it is projected.
     key_mean: Tensor | None = None
     steps: Steps | None = None
 
@@ -202,34 +174,18 @@ def cut_key(step: Any) -> Any:
 
 @dataclass
 class EngineStep:
-    """One step of the engine, the same for all layers.
+    """One step of the engine, the same for all layers."""
 
-    Attributes
-    ----------
-    alike : dict
-        Decoding steps whose work one launch cuts, with their tables, by `cut_key`.
-    slots : Tensor
-        ``[tokens]`` int64, where each token is stored; -1 for padding.
-    table : Tensor
-        ``[rows, most pages]`` int32.
-    starts : Tensor
-        ``[rows + 1]`` int32, where each sequence's new tokens begin.
-    lengths : Tensor
-        ``[rows]`` int32, tokens of each sequence, the new ones included.
-    decodes, rows : int
-        Sequences with one new token, which come first, and all.
-    host_starts, host_lengths : sequence of int
-        The same numbers where the host knows them; read of sequences with several new tokens alone,
-        and where pages are quantised.
-    """
-
+    #: Decoding steps whose work one launch cuts, with their tables, by `cut_key`.
     alike: dict[Any, tuple[list[Any], Tensor]]
-    slots: Tensor
-    table: Tensor
-    starts: Tensor
-    lengths: Tensor
-    decodes: int
+    slots: Tensor  # `[tokens]` int64, where each token is stored; -1 for padding
+    table: Tensor  # `[rows, most pages]` int32
+    starts: Tensor  # `[rows + 1]` int32, where each sequence's new tokens begin
+    lengths: Tensor  # `[rows]` int32, tokens of each sequence, the new ones included
+    decodes: int  # sequences with one new token, which come first, and all
     rows: int
+    #: The same numbers where the host knows them; read of sequences with several new tokens alone,
+    #: and where pages are quantised.
     host_starts: Sequence[int] = ()
     host_lengths: Sequence[int] = ()
     _schedules: dict[int, Schedule] = field(default_factory=dict)

@@ -26,42 +26,15 @@ __all__ = ["UnpackedModel", "unpacked"]
 
 
 class UnpackedModel:
-    """A GGUF file's model, written into a folder.
-
-    Parameters
-    ----------
-    spec : str
-        A GGUF file, or what has one.
-    folder : Path
-        Is made; plans of it lie beside it.
-    dtype : torch.dtype
-        What the engine computes in.
-    revision, gguf : str, optional
-        As `load_model`.
-
-    Attributes
-    ----------
-    folder : Path
-    described : dict
-        What a result says of the file.
-
-    Raises
-    ------
-    UsageError
-        For a file without a tokenizer, or with one that is not known to cut texts as the model's.
-    FailedError
-        When the folder cannot be written.
-    KvprofError
-        As `load_model`.
-    """
+    """A GGUF file's model, written into a folder."""
 
     def __init__(
         self,
-        spec: str,
+        spec: str,  # A GGUF file, or what has one
         folder: Path,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # what the engine computes in
         *,
-        revision: str | None = None,
+        revision: str | None = None,  # as `load_model`
         gguf: str | None = None,
     ) -> None:
         name = str(dtype).removeprefix("torch.")
@@ -69,7 +42,7 @@ class UnpackedModel:
             loaded = load_model(spec, device="cpu", dtype=name, revision=revision, gguf=gguf)
             tokenizer = loaded.tokenizer()
             self._layout, self._of_file = loaded.layout, loaded.fingerprint
-            self.described = loaded.origin["gguf"]
+            self.described = loaded.origin["gguf"]  # what a result says of the file
             self._plans = 0
             # What is written is in no blocks any more.
             if hasattr(loaded.model.config, "quantization_config"):
@@ -85,7 +58,7 @@ class UnpackedModel:
                     f"({error.strerror or error}); TMPDIR names another folder"
                 ) from error
             del loaded, tokenizer
-            self.folder = folder
+            self.folder = folder  # is made; plans of it lie beside it
             self._written = load_model(str(folder), device="cpu", dtype=name).fingerprint
 
     def plan_of(self, path: Path) -> Path:

@@ -55,24 +55,12 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed source; nothing has been opened yet.
+    """A parsed source; nothing has been opened yet."""
 
-    Attributes
-    ----------
-    kind : SourceKind
-        How the tokens come about.
-    name : str
-        Short name for tables: ``random``, ``prose``, or the file's name.
-    paths : tuple of Path
-        Files to read, in order; empty for random and embedded sources.
-    tokens : int or None
-        Tokens that the name itself asks for (``random:8k``).
-    """
-
-    kind: SourceKind
-    name: str
-    paths: tuple[Path, ...] = ()
-    tokens: int | None = None
+    kind: SourceKind  # how the tokens come about
+    name: str  # short name for tables: `random`, `prose`, or the file's name
+    paths: tuple[Path, ...] = ()  # files to read, in order; empty for random and embedded sources
+    tokens: int | None = None  # tokens that the name itself asks for (`random:8k`)
 
     def describe(self) -> str:
         """Return the source as a person would write it on the command line."""

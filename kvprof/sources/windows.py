@@ -196,30 +196,16 @@ class Tokenize(Protocol):
 
 @dataclass(frozen=True)
 class ModelTokens:
-    """What a source has to know of the model.
+    """What a source has to know of the model."""
 
-    Attributes
-    ----------
-    vocab_size : int
-        Ids run from 0 to this, exclusive.
-    special_ids : frozenset of int
-        Left out of random tokens.
-    tokenize : callable
-        Text to ids, without special tokens; called for text sources only.
-    prefix : tuple of int
-        What the tokenizer puts in front of every sequence (BOS, or nothing).
-    separator : tuple of int
-        Put between documents (EOS, or nothing).
-    chat_template : callable or None
-        Writes a list of messages out as text.
-    """
-
-    vocab_size: int
-    special_ids: frozenset[int]
+    vocab_size: int  # ids run from 0 to this, exclusive
+    special_ids: frozenset[int]  # left out of random tokens
+    #: Text to ids, without special tokens; called for text sources only.
     tokenize: Callable[[], Tokenize]
+    #: What the tokenizer puts in front of every sequence (BOS, or nothing).
     prefix: Callable[[], tuple[int, ...]]
-    separator: Callable[[], tuple[int, ...]]
-    chat_template: ChatTemplate | None = None
+    separator: Callable[[], tuple[int, ...]]  # put between documents (EOS, or nothing)
+    chat_template: ChatTemplate | None = None  # writes a list of messages out as text
 
 
 def windows(

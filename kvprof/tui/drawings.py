@@ -157,19 +157,11 @@ _LEAST = 8
 
 @dataclass(frozen=True)
 class CacheBars:
-    """Rich renderable of every method's bytes at its newest context.
-
-    Attributes
-    ----------
-    cases : sequence of CaseState
-    chosen : CaseState or None
-    peak : str
-        What the most memory is of, as `kvprof.views.jct_data.peak_name` has it.
-    """
+    """Rich renderable of every method's bytes at its newest context."""
 
     cases: Sequence[CaseState]
     chosen: CaseState | None
-    peak: str
+    peak: str  # what the most memory is of, as `kvprof.views.jct_data.peak_name` has it
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         known = [case for case in self.cases if case.memory.last is not None]
@@ -214,13 +206,7 @@ class CacheBars:
 
 @dataclass(frozen=True)
 class Levels:
-    """Rich renderable of the tokens that lie on each level of a cache.
-
-    Attributes
-    ----------
-    method : str
-    levels : mapping of str to int
-    """
+    """Rich renderable of the tokens that lie on each level of a cache."""
 
     method: str
     levels: Mapping[str, int]
@@ -275,12 +261,7 @@ def layer_head(sort: str, descending: bool) -> Text:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """Rich renderable of the rows, each with a bar of its time beside it where there is room.
-
-    Attributes
-    ----------
-    rows : sequence of LayerRow
-    """
+    """Rich renderable of the rows, each with a bar of its time beside it where there is room."""
 
     rows: Sequence[LayerRow]
 
@@ -325,13 +306,7 @@ _HISTORY = {"power_w": "power", "utilisation": "busy", "load": "busy", "memory_b
 
 @dataclass(frozen=True)
 class Telemetry:
-    """Rich renderable of the newest samples.
-
-    Attributes
-    ----------
-    devices : mapping of str to Series of TelemetrySample
-    ink : Ink
-    """
+    """Rich renderable of the newest samples."""
 
     devices: Mapping[str, Series[TelemetrySample]]
     ink: Ink

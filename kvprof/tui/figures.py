@@ -93,21 +93,12 @@ _HOW = "write layers (0-7, 12) or a comparison (k<64, ms>=2, bytes>1e6)"
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer's figures; None was not measured.
-
-    Attributes
-    ----------
-    layer : int
-    seconds : float or None
-    nbytes : int or None
-    key_ranks, value_ranks : list of float
-        Per KV head.
-    """
+    """One layer's figures; None was not measured."""
 
     layer: int
     seconds: float | None
     nbytes: int | None
-    key_ranks: list[float]
+    key_ranks: list[float]  # per KV head
     value_ranks: list[float]
 
     def figure(self, column: str) -> float | None:
@@ -126,20 +117,12 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class LayerFilter:
-    """Which layers to show.
+    """Which layers to show."""
 
-    Attributes
-    ----------
-    text : str
-        As it was written; empty shows all.
-    ranges : tuple of (first, last)
-        Layers, ends included; any of them lets a row through. Empty is no condition.
-    comparisons : tuple of (column, sign, value)
-        Every one of them must hold; what was not measured holds none.
-    """
-
-    text: str = ""
+    text: str = ""  # as it was written; empty shows all
+    #: Layers, ends included; any of them lets a row through. Empty is no condition.
     ranges: tuple[tuple[int, int], ...] = ()
+    #: Every one of them must hold; what was not measured holds none.
     comparisons: tuple[tuple[str, str, float], ...] = ()
 
     @classmethod
@@ -219,36 +202,18 @@ Request = tuple[int, int, int]
 
 @dataclass
 class Choice:
-    """The chosen request, method, baseline, order and filter; None leaves it to the run.
+    """The chosen request, method, baseline, order and filter; None leaves it to the run."""
 
-    Attributes
-    ----------
-    request : tuple or None
-        None follows what is being measured.
-    rate : str or None
-        Of a load: the case that is looked at; None follows what is being measured.
-    method : str or None
-        None follows what is being measured.
-    baseline : str or None
-        None is the run's own.
-    sort, descending : str, bool
-        Column of the table of layers, and its direction.
-    layers : LayerFilter
-    parts_by_size : bool
-        Order of the parts; otherwise as they are numbered.
-    small_parts : bool
-        Whether parts of little time have rows of their own.
-    """
-
-    request: Request | None = None
+    request: Request | None = None  # none follows what is being measured
+    #: Of a load: the case that is looked at; None follows what is being measured.
     rate: str | None = None
-    method: str | None = None
-    baseline: str | None = None
-    sort: str = "layer"
+    method: str | None = None  # none follows what is being measured
+    baseline: str | None = None  # none is the run's own
+    sort: str = "layer"  # column of the table of layers, and its direction
     descending: bool = False
     layers: LayerFilter = field(default_factory=LayerFilter)
-    parts_by_size: bool = False
-    small_parts: bool = False
+    parts_by_size: bool = False  # order of the parts; otherwise as they are numbered
+    small_parts: bool = False  # whether parts of little time have rows of their own
 
     def shown_request(self, state: RunState) -> Request | None:
         """Return the request on the screen."""
@@ -355,23 +320,12 @@ def _after(names: list[str], name: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class MethodBar:
-    """One method's job completion time in parts.
-
-    Attributes
-    ----------
-    case : CaseState
-    parts : dict
-        Part to seconds (`kvprof.records.cases.Account.stack`).
-    seconds : float
-        The uninstrumented wall time, or what was measured so far.
-    baseline : float or None
-        The baseline's wall time, once both are measured and this is not the baseline.
-    chosen, is_baseline : bool
-    """
+    """One method's job completion time in parts."""
 
     case: CaseState
-    parts: dict[str, float]
-    seconds: float
+    parts: dict[str, float]  # part to seconds (`kvprof.records.cases.Account.stack`)
+    seconds: float  # the uninstrumented wall time, or what was measured so far
+    #: The baseline's wall time, once both are measured and this is not the baseline.
     baseline: float | None
     chosen: bool
     is_baseline: bool

@@ -76,29 +76,14 @@ LOAD_SCREENS = ("load", "log")
 
 @dataclass(frozen=True)
 class Key:
-    """One key.
+    """One key."""
 
-    Attributes
-    ----------
-    key : str
-        As Textual calls it.
-    sign : str
-        As a person calls it.
-    word : str
-        In the footer; empty leaves it out.
-    action : str
-        Of the app.
-    help : str
-    screens : tuple of str
-        Where the footer shows it; empty is everywhere.
-    """
-
-    key: str
-    sign: str
-    word: str
-    action: str
+    key: str  # as Textual calls it
+    sign: str  # as a person calls it
+    word: str  # in the footer; empty leaves it out
+    action: str  # of the app
     help: str
-    screens: tuple[str, ...] = ()
+    screens: tuple[str, ...] = ()  # where the footer shows it; empty is everywhere
 
 
 #: In the order of the footer.
@@ -182,21 +167,11 @@ _SHORT = 30  # rows below which no line stays empty for its looks
 
 
 class Shown(Protocol):
-    """What screens read of the app that shows them (`kvprof.tui.app.LiveApp`).
+    """What screens read of the app that shows them (`kvprof.tui.app.LiveApp`)."""
 
-    Attributes
-    ----------
-    session : Session
-        What runs, and its state.
-    choice : Choice
-        What the person at the screen looks at.
-    calm : float
-        Seconds between two drawings of a curve.
-    """
-
-    session: Session
-    choice: Choice
-    calm: float
+    session: Session  # what runs, and its state
+    choice: Choice  # what the person at the screen looks at
+    calm: float  # seconds between two drawings of a curve
 
     @property
     def is_running(self) -> bool:

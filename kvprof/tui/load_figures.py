@@ -17,42 +17,25 @@ SAMPLED = {"waiting": "waiting", "running": "running", "cache": "cache used"}
 
 @dataclass(frozen=True)
 class RateBrief:
-    """One method at one rate in a few figures; a result has them with intervals.
-
-    Attributes
-    ----------
-    case, method : str
-    rate : float
-        Requests a second.
-    latency : float or None
-        Seconds from arrival to the last token, per token written: normalised latency.
-    attained : float or None
-        Share of requests within the objective; None without one.
-    grows : bool or None
-        Whether the queue does; None where too few requests tell, or the client was too slow.
-    sheds, fails : bool
-        Whether the server turns requests away, and whether they fail: more than may be lost.
-    ended, failed, shed : int
-        Requests that ended so far; those among them that failed, or that the server turned away.
-    complete : bool
-        Whether the rate is over, and was not given up.
-    over : bool
-        Whether it is over.
-    """
+    """One method at one rate in a few figures; a result has them with intervals."""
 
     case: str
     method: str
-    rate: float
+    rate: float  # requests a second
+    #: Seconds from arrival to the last token, per token written: normalised latency.
     latency: float | None
-    attained: float | None
+    attained: float | None  # share of requests within the objective; None without one
+    #: Whether the queue does; None where too few requests tell, or the client was too slow.
     grows: bool | None
+    #: Whether the server turns requests away, and whether they fail: more than may be lost.
     sheds: bool
     fails: bool
+    #: Requests that ended so far; those among them that failed, or that the server turned away.
     ended: int
     failed: int
     shed: int
-    complete: bool
-    over: bool
+    complete: bool  # whether the rate is over, and was not given up
+    over: bool  # whether it is over
 
 
 def brief_of(case: LoadCase, objective: Mapping[str, float]) -> RateBrief:

@@ -195,13 +195,7 @@ class LoadScreen(RunScreen):
 
 @dataclass(frozen=True)
 class QueueLines:
-    """Rich renderable of what waits, runs and is used of the cache, a line each over time.
-
-    Attributes
-    ----------
-    case : LoadCase or None
-    ink : Ink
-    """
+    """Rich renderable of what waits, runs and is used of the cache, a line each over time."""
 
     case: LoadCase | None
     ink: Ink
@@ -258,22 +252,11 @@ def _columns(values: Sequence[float | None], highest: float) -> str:
 
 @dataclass(frozen=True)
 class RateTable:
-    """Rich renderable of latency per token: a row per rate, methods beside each other.
-
-    Attributes
-    ----------
-    briefs : sequence of RateBrief
-    baseline : str or None
-        The method that the others are held against, at the same rate.
-    chosen : str or None
-        The case that is shown.
-    objective : mapping of str to float
-    ink : Ink
-    """
+    """Rich renderable of latency per token: a row per rate, methods beside each other."""
 
     briefs: Sequence[RateBrief]
-    baseline: str | None
-    chosen: str | None
+    baseline: str | None  # the method that the others are held against, at the same rate
+    chosen: str | None  # the case that is shown
     objective: Mapping[str, float]
     ink: Ink
 

@@ -34,43 +34,19 @@ _QUIET = 5.0  # seconds without an event that are worth saying
 
 @dataclass
 class Session:
-    """A run as it is looked at.
+    """A run as it is looked at."""
 
-    Attributes
-    ----------
-    name : str
-        What the user named it.
-    source : Source
-    record : Path or None
-        The file of events; None for a result without them.
-    result : dict or None
-        That result.
-    worker : Worker or None
-        The measurement, when the view started it.
-    state : RunState
-    problem : str or None
-        Why no more events are read.
-    failure : str or None
-        How the measurement failed.
-    paused : bool
-        The view, never the measurement.
-    caught_up : bool
-        Whether everything that is there was read.
-    said : str
-        What the measurement said last.
-    """
-
-    name: str
+    name: str  # what the user named it
     source: Source
-    record: Path | None = None
+    record: Path | None = None  # the file of events; None for a result without them
     result: dict[str, Any] | None = None
-    worker: Worker | None = None
+    worker: Worker | None = None  # the measurement, when the view started it
     state: RunState = field(default_factory=RunState)
-    problem: str | None = None
-    failure: str | None = None
-    paused: bool = False
-    caught_up: bool = False
-    said: str = ""
+    problem: str | None = None  # why no more events are read
+    failure: str | None = None  # how the measurement failed
+    paused: bool = False  # the view, never the measurement
+    caught_up: bool = False  # whether everything that is there was read
+    said: str = ""  # what the measurement said last
     _ended: bool = False
     _begun: float = field(default_factory=time.monotonic)
 

@@ -86,25 +86,15 @@ class Live:
 
 
 class Replay:
-    """A recording whose events come at their own times.
-
-    Parameters
-    ----------
-    path : Path
-    speed : float
-        Seconds of the run per second.
-    clock : callable
-        Seconds that pass; tests give one that does as it is told.
-    start : float
-        Seconds of the run that are there at once.
-    """
+    """A recording whose events come at their own times."""
 
     def __init__(
         self,
         path: Path,
-        speed: float,
+        speed: float,  # seconds of the run per second
+        #: Seconds that pass; tests give one that does as it is told.
         clock: Callable[[], float] = time.monotonic,
-        start: float = 0.0,
+        start: float = 0.0,  # seconds of the run that are there at once
     ) -> None:
         self._follower = Follower(path)
         self._ahead: deque[Event] = deque()

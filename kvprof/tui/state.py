@@ -33,20 +33,12 @@ _KEPT = 2048
 
 
 class CaseState(Case):
-    """One case as it is looked at; every method costs the same however many events came before.
-
-    Attributes
-    ----------
-    peak : int or None
-        Bytes of the device at most.
-    version : int
-        Grows with every change, so that a screen can tell whether to draw again.
-    """
+    """One case as it is looked at; every method costs the same however many events came before."""
 
     def __init__(self, started: CaseStarted) -> None:
         super().__init__(started, _KEPT)
-        self.peak: int | None = None
-        self.version = 0
+        self.peak: int | None = None  # bytes of the device at most
+        self.version = 0  # grows with every change, so that a screen can tell whether to draw again
         self._first_token: float | None = None
 
     @property
@@ -99,39 +91,22 @@ class LogLine:
 
 
 class RunState(Fold[CaseState]):
-    """The fold of a run that is looked at: what an event costs does not depend on those before.
-
-    Attributes
-    ----------
-    current : str or None
-        The case under way.
-    progress : Progress or None
-        The newest word on how far the case under way is, or the whole run.
-    log : deque of LogLine
-        The newest lines.
-    logged : int
-        Lines ever logged.
-    briefs : dict of str to RateBrief
-        Of a load: the rates that are over, by case.
-    time : float
-        Of the newest event.
-    version : int
-        Events and lines so far.
-    """
+    """The fold of a run that is looked at: what an event costs does not depend on those before."""
 
     def __init__(self) -> None:
         super().__init__(CaseState)
-        self.briefs: dict[str, RateBrief] = {}
-        self.current: str | None = None
+        self.briefs: dict[str, RateBrief] = {}  # of a load: the rates that are over, by case
+        self.current: str | None = None  # the case under way
+        #: The newest word on how far the case under way is, or the whole run.
         self.progress: Progress | None = None
         self._begun: float | None = None  # of the case under way, or of what counts for the run
         self._spent = 0.0  # seconds in cases that are finished
         self._written = 0  # tokens that they wrote
         self._noted: set[tuple[str, str, str]] = set()
-        self.log: deque[LogLine] = deque(maxlen=LOG_LINES)
-        self.logged = 0
-        self.time = 0.0
-        self.version = 0
+        self.log: deque[LogLine] = deque(maxlen=LOG_LINES)  # the newest lines
+        self.logged = 0  # lines ever logged
+        self.time = 0.0  # of the newest event
+        self.version = 0  # events and lines so far
 
     def add(self, event: Event) -> None:
         """Take the next event."""

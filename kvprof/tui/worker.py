@@ -31,28 +31,18 @@ class Worker:
 
     Its streams are files, so that it neither waits for a reader nor dies with one, and it has a
     session of its own, so that Ctrl-C and a closed terminal reach only the view.
-
-    Parameters
-    ----------
-    command : sequence of str
-        The program and its arguments.
-    folder : Path
-        The run's folder; it exists.
-    width : int
-        Columns of the report that the measurement prints at its end.
-    force : bool
-        Replace an earlier run's streams, once the process has measured something; see `keep`.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Sequence[str],  # the program and its arguments
         folder: Path,
         *,
-        width: int = 100,
+        width: int = 100,  # columns of the report that the measurement prints at its end
+        #: Replace an earlier run's streams, once the process has measured something; see `keep`.
         force: bool = False,
     ) -> None:
-        self.folder = folder
+        self.folder = folder  # the run's folder; it exists
         self._force = force
         # Where the streams lie by now, by their names in the folder.
         self._streams: dict[str, Path] = {}

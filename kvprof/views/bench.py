@@ -37,24 +37,13 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Group:
-    """What was measured at one phase, batch and context.
+    """What was measured at one phase, batch and context."""
 
-    Attributes
-    ----------
-    phase : str
-        ``decode`` or ``prefill``.
-    batch, seq : int
-    rows : list of mapping
-        Of ``data.rows``.
-    baselines : list of mapping
-        Of ``data.baselines``: full-width kernels, also those that could not run.
-    """
-
-    phase: str
+    phase: str  # `decode` or `prefill`
     batch: int
     seq: int
-    rows: list[Row]
-    baselines: list[Row]
+    rows: list[Row]  # of `data.rows`
+    baselines: list[Row]  # of `data.baselines`: full-width kernels, also those that could not run
 
     @property
     def name(self) -> str:

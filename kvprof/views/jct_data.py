@@ -38,25 +38,14 @@ _TOGETHER = 0.2  # of a plot's height: curves that are nowhere further apart are
 
 @dataclass(frozen=True)
 class Group:
-    """The cases of one request: a batch, an input length and an output length.
-
-    Attributes
-    ----------
-    batch, input_len, output_len : int
-    cases : list of mapping
-        Of ``data.cases``, in the order of measuring.
-    names : list of str
-        What to call each: its method, or the case where one method is there twice.
-    baseline : mapping or None
-        The case against which differences are shown, once it is measured.
-    """
+    """The cases of one request: a batch, an input length and an output length."""
 
     batch: int
     input_len: int
     output_len: int
-    cases: list[Case]
-    names: list[str]
-    baseline: Case | None
+    cases: list[Case]  # of `data.cases`, in the order of measuring
+    names: list[str]  # what to call each: its method, or the case where one method is there twice
+    baseline: Case | None  # the case against which differences are shown, once it is measured
 
     @property
     def name(self) -> str:
@@ -94,18 +83,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Requests that differ in one length only.
+    """Requests that differ in one length only."""
 
-    Attributes
-    ----------
-    varied : str
-        ``input_len`` or ``output_len``.
-    members : list of Group
-        By that length.
-    """
-
-    varied: str
-    members: list[Group]
+    varied: str  # `input_len` or `output_len`
+    members: list[Group]  # by that length
 
     @property
     def name(self) -> str:
@@ -126,19 +107,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves of a plot and what its axes say.
-
-    Attributes
-    ----------
-    series : list of Series
-    what, unit : str
-        Of the y axis; the unit is empty for a ratio.
-    x_label : str
-    log_y : bool
-    """
+    """Curves of a plot and what its axes say."""
 
     series: list[Series]
-    what: str
+    what: str  # of the y axis; the unit is empty for a ratio
     unit: str
     x_label: str
     log_y: bool
@@ -203,24 +175,12 @@ def detailed(result: Mapping[str, Any]) -> list[Group]:
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a device is asked at a fixed rate.
+    """What a device is asked at a fixed rate."""
 
-    Attributes
-    ----------
-    words : str
-        How reports call it.
-    unit : str
-        ``B`` has binary prefixes.
-    factor : float
-        From what is recorded to the unit.
-    brief : str
-        Around the figure where a device has one line for all of them.
-    """
-
-    words: str
-    unit: str
-    factor: float
-    brief: str
+    words: str  # how reports call it
+    unit: str  # `B` has binary prefixes
+    factor: float  # from what is recorded to the unit
+    brief: str  # around the figure where a device has one line for all of them
 
     def figure(self, value: float) -> str:
         """Write a value for that line, with its unit and what it is of."""

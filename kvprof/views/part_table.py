@@ -34,11 +34,12 @@ class PartColumns:
         Of the rows below the parts.
     """
 
-    name: str
+    name: str  # above them
     account: Account
+    #: What its parts are held against; None for no column of differences.
     base: Account | None = None
-    by_difference: frozenset[str] = frozenset()
-    totals: Sequence[tuple[Cell, Cell]] = ()
+    by_difference: frozenset[str] = frozenset()  # parts that are differences of two measured times
+    totals: Sequence[tuple[Cell, Cell]] = ()  # of the rows below the parts
 
     def columns(self) -> list[Column]:
         """Return what it takes of the table."""
@@ -48,34 +49,21 @@ class PartColumns:
 
 @dataclass(frozen=True)
 class PartTable:
-    """Rich renderable: parts as rows, cases side by side, all times in one unit.
-
-    Attributes
-    ----------
-    cases : sequence of PartColumns
-    order : sequence of str or None
-        The parts as rows; None takes the order of `kvprof.records.parts`.
-    ink : Ink or None
-        Draws every part's fill in front of its name, as bars have it; None draws none.
-    small : float or None
-        Parts of at most this share of every shown case stand together in one row, which can be
-        clicked; None keeps all apart.
-    totals : sequence of str
-        Names of rows below the parts.
-    wanted : sequence of int or None
-        Which cases to show, the first of them first; what does not fit is left out. None shows
-        all: those that do not fit follow below.
-    left_out : str
-        Said behind the number of the cases that were left out.
-    """
+    """Rich renderable: parts as rows, cases side by side, all times in one unit."""
 
     cases: Sequence[PartColumns]
+    #: The parts as rows; None takes the order of `kvprof.records.parts`.
     order: Sequence[str] | None = None
+    #: Draws every part's fill in front of its name, as bars have it; None draws none.
     ink: Ink | None = None
+    #: Parts of at most this share of every shown case stand together in one row, which can be
+    #: clicked; None keeps all apart.
     small: float | None = None
-    totals: Sequence[str] = ()
+    totals: Sequence[str] = ()  # names of rows below the parts
+    #: Which cases to show, the first of them first; what does not fit is left out. None shows all:
+    #: those that do not fit follow below.
     wanted: Sequence[int] | None = None
-    left_out: str = ""
+    left_out: str = ""  # said behind the number of the cases that were left out
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not (self.cases and (self._times or self.totals)):

@@ -121,29 +121,17 @@ _MARKS = {True: "o", False: "X", None: "s"}
 
 @dataclass(frozen=True)
 class Ratio:
-    """A line of a verdict, over its reference.
-
-    Attributes
-    ----------
-    label : str
-    low, high : float
-        What was published, 1 or a range around it; the limit where no number is published in the
-        measure's unit.
-    value : float
-    interval : (float, float) or None
-    holds : bool or None
-        None where that is open.
-    stated : bool
-        Whether the reference is a published number rather than the recipe's limit.
-    """
+    """A line of a verdict, over its reference."""
 
     label: str
+    #: What was published, 1 or a range around it; the limit where no number is published in the
+    #: measure's unit.
     low: float
     high: float
     value: float
     interval: tuple[float, float] | None
-    holds: bool | None
-    stated: bool
+    holds: bool | None  # none where that is open
+    stated: bool  # whether the reference is a published number rather than the recipe's limit
 
 
 def _near_enough(ratio: float) -> bool:
@@ -211,13 +199,7 @@ def _span(ratios: Sequence[Ratio]) -> float:
 
 @dataclass(frozen=True)
 class Beside:
-    """Rich renderable of ratios.
-
-    Attributes
-    ----------
-    ratios : sequence of Ratio
-    title : str
-    """
+    """Rich renderable of ratios."""
 
     ratios: Sequence[Ratio]
     title: str = "Measured over claimed (1 is what the paper says, or the recipe asks for)"

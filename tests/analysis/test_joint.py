@@ -8,9 +8,8 @@ import torch
 
 from kvprof.analysis.moments import group_size, joint_gram
 from kvprof.errors import UsageError
-from kvprof.models.capture import capture, run_batch
 from kvprof.models.load import wrap_model
-from kvprof.moments.collect import model_tokens
+from kvprof.moments.collect import capture, model_tokens, run_batch
 from kvprof.moments.files import load_moments, save_moments
 from kvprof.sources.windows import batches, windows
 from tests.analysis.passes import RANDOM, SEQ_LEN, last, options

@@ -60,15 +60,10 @@ def test_a_removal_of_nothing_keeps_all_that_is_not_zero():
 @pytest.mark.parametrize(
     ("rank", "grid", "width", "rounded"),
     [
-        (1, 16, 128, 16),
-        (16, 16, 128, 16),
-        (17, 16, 128, 32),
-        (121, 16, 128, 128),
-        (70, 16, 72, 72),
-        (5, 1, 128, 5),
-        (3, 16, 8, 8),
+        (1, 16, 128, 16), (16, 16, 128, 16), (17, 16, 128, 32), (121, 16, 128, 128),
+        (70, 16, 72, 72), (5, 1, 128, 5), (3, 16, 8, 8),
     ],
-)
+)  # fmt: skip
 def test_ranks_round_up_to_the_grid_and_never_past_the_width(rank, grid, width, rounded):
     assert round_up(rank, grid, width) == rounded
 

@@ -22,7 +22,7 @@ from kvprof.moments.calibrator import Calibrator
 from kvprof.records.files import read_result
 from tests.benchmark.folder import save_config
 from tests.benchmark.on_shapes import method_on
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 from tests.conftest import calibrate_on_few
 from tests.models.tiny import tiny
 
@@ -211,17 +211,10 @@ def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
     assert keys_only["cache_bytes"] == 0.75 * full["cache_bytes"]
     assert keys_only["error"] < 1e-4
     done = kvprof(
-        "bench",
-        "--jct",
-        "--composed",
+        *words_of("bench --jct --composed"),
         *common,
         *names,
-        "--input-len",
-        "32",
-        "--output-len",
-        "2",
-        "--json",
-        tmp_path / "j.json",
+        *words_of(f"--input-len 32 --output-len 2 --json {tmp_path}/j.json"),
     )
     assert done.code == 0, done.stderr
     cases = read_result(tmp_path / "j.json")["data"]["cases"]

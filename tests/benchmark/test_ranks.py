@@ -7,10 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.benchmark.plans import full_widths
-from kvprof.benchmark.ranks import (
-    ranks_from,
-    resampled_layers,
-)
+from kvprof.benchmark.ranks import ranks_from, resampled_layers
 from kvprof.benchmark.shape_plans import parse_method
 from kvprof.benchmark.shapes import Rope, Shape, load_shape, shape_names
 from kvprof.errors import FailedError, UsageError
@@ -174,17 +171,10 @@ def test_full_width_is_rate_zero():
 @pytest.mark.parametrize(
     "name",
     [
-        "fd",
-        "fdc-5bit",
-        "palu:group=1",
-        "palu:heads=-1",
-        "fdc:group=4",
-        "uniform:grid=8",
-        "tale:bits=2",
-        "FDC",
-        "",
+        "fd", "fdc-5bit", "palu:group=1", "palu:heads=-1", "fdc:group=4", "uniform:grid=8",
+        "tale:bits=2", "FDC", "",
     ],
-)
+)  # fmt: skip
 def test_unknown_methods_are_refused(name):
     with pytest.raises(UsageError):
         parse_method(name)

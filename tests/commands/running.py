@@ -1,12 +1,15 @@
 """Runs a command in this process, as the console script would; tells what a load would start."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
 from kvprof.cli import app
+from kvprof.records.schema import validate_result
 from kvprof.serving.load.server import ServerProcess
 from kvprof.serving.load.target import LoadTarget, ServedTarget
 
@@ -32,6 +35,21 @@ def kvprof(*arguments: Any) -> Finished:
     """Run ``kvprof`` with `arguments` and return its exit code and both streams."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return Finished(result.exit_code, result.stdout, result.stderr)
+
+
+def result_of(command: str, folder: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
+    """Run a command and return its result, which is valid."""
+    path = folder / "result.json"
+    done = kvprof(command, *arguments, "--json", path, "--force")
+    assert done.code == code, done.stderr
+    result: dict[str, Any] = json.loads(path.read_text())
+    validate_result(result)
+    return result
+
+
+def words_of(line: str) -> list[str]:
+    """Return the words of a command line."""
+    return line.split()
 
 
 def process_of(target: LoadTarget) -> ServerProcess:

@@ -64,24 +64,6 @@ def test_a_folder_with_a_config_alone_is_advised(tmp_path: Path) -> None:
     assert "MLA" in plans["turboquant_4bit_nc"]["refused"]
 
 
-_ERRORS = {
-    ("nosuch/folder/here",): "nosuch/folder/here",
-    ("Llama-3.1-8B", "--gpu", "abacus"): "--gpu",
-    ("Llama-3.1-8B", "--keep", "2"): "--keep",
-    ("Llama-3.1-8B", "--context", "none"): "--context",
-    ("Llama-3.1-8B", "--weights", "much"): "--weights",
-    ("smollm2",): "smollm2",
-}
-
-
-@pytest.mark.parametrize("arguments", _ERRORS)
-def test_a_wrong_input_is_refused(arguments: tuple[str, ...]) -> None:
-    done = kvprof("advise", *arguments)
-    assert done.code == 2
-    assert _ERRORS[arguments] in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_neither_torch_nor_transformers_is_imported() -> None:
     program = (
         "import sys; from kvprof.cli import app\n"

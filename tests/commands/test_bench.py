@@ -15,7 +15,7 @@ from kvprof.benchmark.request import DEFAULT_METHODS, BenchRequest
 from kvprof.methods.plan_files import save_plan
 from kvprof.records.files import read_result
 from kvprof.views.bench import median_seconds
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 from tests.methods.shapes import layer, plan
 from tests.views.synthetic_bench import bench_result
 
@@ -297,20 +297,8 @@ def test_a_plan_for_another_shape_is_refused(tmp_path: Path) -> None:
 def test_a_small_run_measures_and_reports(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     done = kvprof(
-        "bench",
-        "--seq",
-        "64",
-        "--methods",
-        "full,fdc",
-        "--phase",
-        "decode",
-        "--repeats",
-        "3",
-        "--device",
-        "cpu",
-        "--json",
-        path,
-        "--force",
+        *words_of("bench --seq 64 --methods full,fdc --phase decode --repeats 3 --device cpu"),
+        *words_of(f"--json {path} --force"),
     )
     assert done.code == 0, done.stderr
     assert "Decode, batch 1, 64 tokens" in done.stdout

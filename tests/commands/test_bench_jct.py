@@ -16,7 +16,7 @@ from kvprof.records.files import read_result, write_result
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal, read_events
 from tests.benchmark.jct.shapes import tiny_folder
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 from tests.records.streams import stream, write
 
 
@@ -159,20 +159,9 @@ def test_bad_input_gets_one_line_and_leaves_nothing(
 
 def run_of(folder: Path, *arguments: Any) -> tuple[str, ...]:
     return (
-        "bench",
-        "--jct",
-        "--model",
+        *words_of("bench --jct --model"),
         str(folder),
-        "--device",
-        "cpu",
-        "--input-len",
-        "48",
-        "--output-len",
-        "9",
-        "--repeats",
-        "3",
-        "--methods",
-        "full,fdc",
+        *words_of("--device cpu --input-len 48 --output-len 9 --repeats 3 --methods full,fdc"),
         *map(str, arguments),
     )
 

@@ -115,9 +115,7 @@ def test_a_required_package_missing_or_too_old_is_3(
     assert "'torch>=2.11'" in done.stdout
 
 
-def test_what_does_nothing_without_an_engine_is_not_ready(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_does_nothing_without_an_engine_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     def commands() -> dict[str, Any]:
         return {entry["name"]: entry for entry in doctor_data()["commands"]}
 

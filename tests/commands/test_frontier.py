@@ -7,29 +7,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof, over
+from tests.commands.running import kvprof, over, result_of, words_of
 
 SMALL = (
-    "--text",
-    "prose",
-    "--text",
-    "code",
-    "--sequences",
-    "3",
-    "--seq-len",
-    "24",
-    "--tasks",
-    "none",
-    "--metric",
-    "perplexity",
-    "--target",
-    "0.97",
-    "--points",
-    "4",
+    *words_of(
+        "--text prose --text code --sequences 3 --seq-len 24 --tasks none --metric perplexity"
+    ),
+    *words_of("--target 0.97 --points 4"),
 )
 
 
@@ -41,12 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def frontier_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
-    path = tmp_path / "result.json"
-    done = kvprof("frontier", *over(SMALL, arguments), "--json", path, "--force")
-    assert done.code == code, done.stderr
-    result: dict[str, Any] = json.loads(path.read_text())
-    validate_result(result)
-    return result
+    return result_of("frontier", tmp_path, *over(SMALL, arguments), code=code)
 
 
 def test_a_frontier_is_measured_reported_and_resumed(
@@ -178,14 +160,7 @@ def test_csv_and_figures(tiny_folder: Path, tmp_path: Path) -> None:
         "frontier",
         tiny_folder,
         *SMALL,
-        "--methods",
-        "kivi",
-        "--csv",
-        "-",
-        "--svg",
-        svg,
-        "--png",
-        png,
+        *words_of(f"--methods kivi --csv - --svg {svg} --png {png}"),
     )
     assert done.code == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 + 4 + 2
@@ -217,57 +192,3 @@ def test_ctrl_c_keeps_what_was_measured(
     resumed = frontier_json(tmp_path, tiny_folder, "--methods", "kivi")
     assert resumed["complete"] is True
     assert resumed["inputs"]["evaluations_found"] == 6  # with the baselines
-
-
-def test_calibrating_on_what_is_evaluated_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    ids = tmp_path / "ids.npy"
-    np.save(ids, np.random.default_rng(0).integers(3, 90, (8, 48)))
-    done = kvprof(
-        "frontier",
-        tiny_folder,
-        "--methods",
-        "kq,fdc",
-        "--text",
-        ids,
-        "--calibrate",
-        ids,
-        "--tasks",
-        "none",
-        "--seq-len",
-        "48",
-    )
-    assert done.code == 2
-    assert "calibrated on" in done.error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--methods", "nonsense"], "'nonsense'"),
-        (["--methods", "kq:colour=red"], "colour"),
-        (["--target", "0"], "--target"),
-        (["--target", "1.5"], "--target"),
-        (["--metric", "speed"], "'speed'"),
-        (["--metric", "tasks"], "--tasks"),
-        (["--cache", "x", "--no-cache"], "--no-cache"),
-        (["--allocation", "budget", "--methods", "kivi"], "allocation=budget: none of the"),
-        (["--text", "missing.txt"], "missing.txt"),
-        (["--methods", "kq", "--allocation", "nonsense"], "nonsense"),
-        (["--methods", ","], "names no method"),
-        (["--target", "nan"], "--target nan"),
-        (["--target", "accuracy=0.9", "--target", "0.5"], "of one metric"),
-        (["--target", "perplexity=0.9"], "two targets"),
-        (["--target", "needle=0.9"], "--target: 'needle' is not measured here"),
-    ],
-)
-def test_bad_input_gets_one_line(tiny_folder: Path, arguments: list[str], says: str) -> None:
-    done = kvprof("frontier", tiny_folder, *over(SMALL, arguments))
-    assert says in done.error
-    assert done.code == 2
-    assert done.stdout == ""
-
-
-def test_more_points_than_anybody_waits_for_are_refused() -> None:
-    result = kvprof("frontier", "reference", "--points", "1000000000")
-    assert result.code == 2
-    assert "'1000000000'" in result.stderr

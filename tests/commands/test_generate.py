@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, result_of, words_of
 from tests.conftest import calibrate_on_few
 
 PROMPT = "The cache holds"
@@ -17,13 +18,7 @@ FDC = ("--method", "fdc", "--rate", 0.4, "--grid", 1, "--minimum", 1)
 FULL = ("--method", "full")
 
 
-def generate_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
-    path = tmp_path / "generate.json"
-    done = kvprof("generate", *arguments, "--json", path, "--force")
-    assert done.code == code, done.stderr
-    result = json.loads(path.read_text())
-    validate_result(result)
-    return result
+generate_json = partial(result_of, "generate")
 
 
 def own_text(folder: Path, new: int, **options: Any) -> tuple[list[int], Any]:
@@ -183,44 +178,6 @@ def test_json_on_stdout_leaves_no_room_for_the_text(tiny_folder: Path) -> None:
     assert json.loads(done.stdout)["kind"] == "generate"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        ([], 2, "--prompt"),
-        (["--prompt", "a", "--prompt-file", "b"], 2, "--prompt-file FILE"),
-        (["--prompt-file", "missing.txt"], 2, "missing.txt"),
-        (["--prompt", "x", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
-        (["--prompt", "x", "--max-new-tokens", "500"], 2, "--max-new-tokens 126 fits"),
-        (["--prompt", "x" * 200], 2, "shorten it"),
-        (["--prompt", "x", "--temperature", "0.5"], 2, "--sample"),
-        (["--prompt", "x", "--sample", "--temperature", "0"], 2, "--temperature 0"),
-        (["--prompt", "x", "--sample", "--top-p", "1.5"], 2, "--top-p 1.5"),
-        (["--prompt", "x", "--chat", "--max-new-tokens", "4"], 2, "chat template"),
-        (["--prompt", "x", "--max-new-tokens", "4", "--context", "none"], 2, "--context"),
-    ],
-)
-def test_bad_input_names_its_option_and_has_its_code(
-    tiny_folder: Path, arguments: list[str], code: int, says: str
-) -> None:
-    done = kvprof("generate", tiny_folder, *FULL, *arguments)
-    assert says in done.error
-    assert done.code == code
-    assert done.stdout == ""
-
-
-def test_what_cannot_be_planned_is_refused(
-    tiny_folder: Path, other_folder: Path, tmp_path: Path
-) -> None:
-    prompt = ("--prompt", PROMPT, "--max-new-tokens", 4)
-    assert "--method" in kvprof("generate", tiny_folder, *prompt).error
-    saved = tmp_path / "other.safetensors"
-    assert kvprof("plan", other_folder, "--method", "fp8", "--save", saved).code == 0
-    done = kvprof("generate", tiny_folder, "--plan", saved, *prompt)
-    assert (done.code, "not for the model given" in done.error) == (2, True)
-    done = kvprof("generate", tiny_folder, "--plan", saved, "--rate", 0.5, *prompt)
-    assert (done.code, "--rate" in done.error) == (2, True)
-
-
 def test_ctrl_c_keeps_what_was_written(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,11 +200,7 @@ def test_ctrl_c_keeps_what_was_written(
         *FULL,
         "--prompt",
         PROMPT,
-        "--max-new-tokens",
-        100,
-        "--diff",
-        "--json",
-        path,
+        *words_of(f"--max-new-tokens 100 --diff --json {path}"),
     )
     assert done.code == 130
     result = json.loads(path.read_text())

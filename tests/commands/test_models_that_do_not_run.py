@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 from tests.models.folder import byte_tokenizer, save_tiny
 from tests.models.tiny import VOCABULARY
 
@@ -72,23 +72,8 @@ def test_another_model_at_the_same_path_takes_nothing_from_the_cache(
     def found() -> tuple[int, int]:
         path = tmp_path / "result.json"
         done = kvprof(
-            "frontier",
-            folder,
-            "--methods",
-            "fp8",
-            "--text",
-            "prose",
-            "--sequences",
-            "2",
-            "--seq-len",
-            "16",
-            "--tasks",
-            "none",
-            "--metric",
-            "perplexity",
-            "--json",
-            path,
-            "--force",
+            *words_of(f"frontier {folder} --methods fp8 --text prose --sequences 2 --seq-len 16"),
+            *words_of(f"--tasks none --metric perplexity --json {path} --force"),
         )
         assert done.code == 0, done.stderr
         inputs = json.loads(path.read_text())["inputs"]

@@ -102,32 +102,3 @@ def test_what_is_not_decoded_from_says_so_and_fits_nothing(
     done = kvprof("plan", tiny_folder, "--fit", "2MB", *asked[:4], *own)
     assert "not for decoding from it" in " ".join(done.stdout.split())
     assert "calibrating" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--link", "nvlink4"), "--link"),
-        (("--seq", "4k"), "--seq"),
-        (("--transfer", "--link", "quick"), "'quick' is no link"),
-        (("--transfer", "--link", "nvlink4", "--link", "nvlink4"), "named twice"),
-        (("--transfer", "--reserve", "1GB"), "--reserve"),
-        (("--transfer", "--seq", "0"), "--seq"),
-        (("--transfer", "--save", "x.plan"), "--save"),
-        (("--transfer", "--shape", LLAMA), "--shape"),
-    ],
-)
-def test_bad_input_gets_one_line(tiny_folder: Path, arguments: tuple[str, ...], says: str) -> None:
-    done = kvprof("plan", tiny_folder, *arguments)
-    assert (done.code, says in done.error) == (2, True), done.error
-
-
-def test_a_shape_has_no_weights(tmp_path: Path) -> None:
-    for arguments, says in (
-        (("--fit", "80GB"), "--fit"),
-        (("--device", "cpu"), "--device"),
-        (("--plan", tmp_path / "x.plan"), "--plan"),
-        (("--dtype", "int8"), "'int8'"),
-    ):
-        done = kvprof("plan", "--shape", LLAMA, "--transfer", "--methods", "full", *arguments)
-        assert (done.code, says in done.error) == (2, True), done.error

@@ -3,7 +3,6 @@
 import copy
 import gzip
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +174,6 @@ def test_a_comparison_says_what_its_intervals_are_of(run: Path) -> None:
     assert "All 6 are the same. --all lists them." in shown
     assert kvprof(*command, "--all").stdout.count(" same") > 20
     assert "The interval of tbt is over decode steps, neighbours of each other" in shown
-
-
-@pytest.mark.parametrize("share", ["5", "-1%", "five", "1.5", "nan"])
-def test_a_limit_that_is_no_share_is_refused(run: Path, share: str) -> None:
-    done = kvprof("compare", run, run, f"--fail-over={share}")
-    assert done.code == 2
-    assert re.search(r"such as 5% or 0\.05|write for example 30% or 0\.3", done.error)
 
 
 def test_one_run_and_unlike_kinds_cannot_be_compared(run: Path) -> None:

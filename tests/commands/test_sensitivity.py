@@ -71,33 +71,6 @@ def test_heads_are_measured_one_by_one(tiny_folder: Path, text: Path, tmp_path: 
     assert {one["kv_head"] for one in found["head"]["data"]["needed"]} == set(range(heads))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--bits", "banana"), "--bits"),
-        (("--bits", "7"), "no 7 bits"),
-        (("--bits", "none"), "--bits none and --ranks none"),
-        (("--bits", "fp8", "--quantiser", "kivi"), "--quantiser kivi"),
-        (("--layers", "3"), "--layers: there is no layer 3"),
-        (("--layers", "x"), "--layers"),
-        (("--by", "token"), "--by token"),
-        (("--limit", "nan"), "--limit"),
-        (("--quantiser", "hqq"), "--quantiser hqq"),
-        (("--ranks", "16"), "--ranks: 16"),
-        (("--tokens", "31"), "--tokens 31"),
-        (("--save", "p"), "--save requires --rate"),
-        (("--rate", "0.99"), "budget reaches rates from 0.000 to 0.7"),
-        (("--rate", "99"), "--rate"),
-    ],
-)
-def test_bad_input_names_its_option_before_anything_runs(
-    tiny_folder: Path, text: Path, arguments: tuple[str, ...], named: str
-) -> None:
-    done = kvprof("sensitivity", tiny_folder, "--text", text, "--seq-len", 32, *arguments)
-    assert (done.code, named in done.error) == (2, True), done.error
-    assert "calibrating" not in done.error
-
-
 @pytest.fixture(scope="module")
 def handed_out(tiny_folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bits and ranks by head at a rate, kept as a result and as a plan."""

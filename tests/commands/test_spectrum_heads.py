@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 from tests.commands.test_spectrum import SMALL, spectrum_json
 from tests.models.folder import save_tiny
 
@@ -19,14 +19,7 @@ def test_bases_per_query_head_and_what_their_cache_would_cost(
         "spectrum",
         tiny_folder,
         *SMALL,
-        "--per-query-head",
-        "--removal",
-        "0.2",
-        "--grid",
-        "4",
-        "--json",
-        path,
-        "--csv",
+        *words_of(f"--per-query-head --removal 0.2 --grid 4 --json {path} --csv"),
         table,
     )
     assert done.code == 0, done.stderr
@@ -59,9 +52,3 @@ def test_one_query_head_per_kv_head_is_said_to_change_nothing(tmp_path: Path) ->
     assert data["qk"] == result["data"]["pairs"]["qk"]
     done = kvprof("spectrum", folder, *SMALL, "--per-query-head")
     assert "so both bases are the same" in " ".join(done.stdout.split())
-
-
-def test_per_query_head_without_qk_is_refused(tiny_folder: Path) -> None:
-    done = kvprof("spectrum", tiny_folder, *SMALL, "--pairs", "k,v", "--per-query-head")
-    assert done.code == 2
-    assert "--per-query-head requires qk among --pairs" in done.error

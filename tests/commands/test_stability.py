@@ -4,13 +4,14 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, result_of, words_of
 
 SWEEP = ("--tokens", "128,256,512", "--seq-len", "64")
 CURVE_KEYS = {
@@ -33,13 +34,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return prose, code
 
 
-def stability_json(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
-    path = tmp_path / "result.json"
-    done = kvprof("stability", *arguments, "--json", path, "--force")
-    assert done.code == 0, done.stderr
-    result = json.loads(path.read_text())
-    validate_result(result)
-    return result
+stability_json = partial(result_of, "stability")
 
 
 def averages(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -107,17 +102,8 @@ def test_lengths_are_told_apart_from_content(
 ) -> None:
     result = stability_json(
         tmp_path,
-        tiny_folder,
-        "--tokens",
-        "128,256",
-        "--seq-len",
-        16,
-        "--against-seq-len",
-        128,
-        "--against",
-        texts[0],
-        "--seeds",
-        1,
+        *words_of(f"{tiny_folder} --tokens 128,256 --seq-len 16 --against-seq-len 128"),
+        *words_of(f"--against {texts[0]} --seeds 1"),
     )
     lengths = result["data"]["lengths"]
     assert {row["pair"] for row in lengths} == {"qk", "vo"}
@@ -142,71 +128,13 @@ def test_saved_moments_serve_on_either_side(
     assert all(row["extra_energy_loss"] == pytest.approx(0, abs=1e-9) for row in last)
     source = stability_json(
         tmp_path,
-        tiny_folder,
-        "--source",
-        moments,
-        "--against",
-        texts[0],
-        "--against-tokens",
-        512,
-        "--seq-len",
-        64,
-        "--tokens",
-        512,
+        *words_of(f"{tiny_folder} --source {moments} --against {texts[0]} --against-tokens 512"),
+        *words_of("--seq-len 64 --tokens 512"),
     )
     assert {row["tokens"] for row in source["data"]["curves"] if row["target"] == "notes.txt"} == {
         512
     }
     assert source["data"]["recommendation"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--tokens", "8k"], 2, "one count is no sweep"),
-        (["--tokens", "100,200", "--seq-len", "64"], 2, "no multiple"),
-        (["--tokens", "128,256", "--pairs", "qk,xx"], 2, "'xx'"),
-        (["--tokens", "128,256", "--ranks", "64"], 2, "--ranks"),
-        (["--tokens", "128,256", "--ranks", "16"], 2, "every basis is exact"),
-        (["--tokens", "128,256", "--against", "random:256"], 2, "--against-tokens"),
-        (["--tokens", "128,256", "--source", "random:256"], 2, "--tokens"),
-        (["--tokens", "128,256", "--against", "nowhere"], 2, "nowhere"),
-        (["--tokens", "128,256", "--seeds", "0"], 2, "--seeds"),
-        (["--tokens", "128,256", "--against-seq-len", "4k"], 2, "context"),
-    ],
-)
-def test_bad_input_gets_one_line_and_its_code(
-    tiny_folder: Path, texts: tuple[Path, Path], arguments: list[str], code: int, says: str
-) -> None:
-    targets = [] if "--against" in arguments else ["--against", texts[0]]
-    done = kvprof("stability", tiny_folder, *arguments, *targets)
-    assert says in done.error
-    assert done.code == code
-    assert done.stdout == ""
-
-
-def test_a_text_that_is_too_short_is_found_out_before_anything_runs(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text("only a little\n" * 10)
-    done = kvprof(
-        "stability", tiny_folder, "--tokens", "256,512", "--seq-len", 64, "--against", short
-    )
-    assert done.code == 2
-    assert "short.txt" in done.error
-    assert "passes" not in done.stderr
-
-
-def test_moments_of_another_model_are_refused(
-    tiny_folder: Path, other_folder: Path, tmp_path: Path
-) -> None:
-    moments = tmp_path / "other.safetensors"
-    done = kvprof("spectrum", other_folder, "--tokens", 128, "--seq-len", 64, "--save", moments)
-    assert done.code == 0
-    done = kvprof("stability", tiny_folder, *SWEEP, "--against", moments)
-    assert done.code == 2
-    assert "other.safetensors" in done.error
 
 
 def test_ctrl_c_keeps_the_passes_that_were_done(
@@ -223,20 +151,8 @@ def test_ctrl_c_keeps_the_passes_that_were_done(
     presser = threading.Thread(target=press)
     presser.start()
     done = kvprof(
-        "stability",
-        tiny_folder,
-        "--tokens",
-        "64,128",
-        "--seq-len",
-        64,
-        "--against",
-        texts[0],
-        "--seeds",
-        5000,
-        "--json",
-        path,
-        "--against-tokens",
-        256,
+        *words_of(f"stability {tiny_folder} --tokens 64,128 --seq-len 64 --against {texts[0]}"),
+        *words_of(f"--seeds 5000 --json {path} --against-tokens 256"),
     )
     presser.join()
     assert done.code == 130

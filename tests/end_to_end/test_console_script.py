@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 
 KVPROF = [
     sys.executable,
@@ -42,17 +42,7 @@ def test_stability_of_the_reference_model_finds_a_noise_floor_below_the_data(
 ) -> None:
     path = tmp_path / "stability.json"
     done = kvprof(
-        "stability",
-        "--tokens",
-        "256,512",
-        "--against",
-        "prose",
-        "--seeds",
-        "2",
-        "--pairs",
-        "qk",
-        "--json",
-        path,
+        *words_of(f"stability --tokens 256,512 --against prose --seeds 2 --pairs qk --json {path}")
     )
     assert done.code == 0, done.stderr
     rows = [row for row in json.loads(path.read_text())["data"]["curves"] if row["layer"] is None]

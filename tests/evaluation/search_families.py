@@ -98,11 +98,7 @@ class FakeEvaluator:
         return 10
 
     def __init__(
-        self,
-        share: Callable[[float], float],
-        *,
-        stop_after: int | None = None,
-        half: float = 0.004,
+        self, share: Callable[[float], float], *, stop_after: int | None = None, half: float = 0.004
     ) -> None:
         self._share, self._half = share, half
         self._stop_after = stop_after

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvprof.errors import UsageError
 from kvprof.evaluation.data import default_shape, text_samples
 from kvprof.models.load import LoadedModel, load_model
 from kvprof.sources.grammar import parse_source
@@ -77,35 +76,6 @@ def test_the_digest_is_of_the_data(loaded: LoadedModel, tmp_path: Path) -> None:
             (sample,) = text_samples(loaded, [parse_source(str(path))], seq_len=length, sequences=2)
             digests.add(sample.digest)
     assert len(digests) == 4
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("random:8k", "nothing in random tokens can be predicted"),
-        ("calibration", "kept for calibrating"),
-        ("short", "has at most 5 tokens in a row, fewer than one sequence of 64"),
-    ],
-)
-def test_what_is_no_text_to_evaluate_on(
-    loaded: LoadedModel, tmp_path: Path, source: str, words: str
-) -> None:
-    if source == "short":
-        path = tmp_path / "short.txt"
-        path.write_text("abc")
-        source = str(path)
-    with pytest.raises(UsageError, match=words):
-        text_samples(loaded, [parse_source(source)], seq_len=64, sequences=2)
-
-
-def test_lengths_and_names_that_make_no_sense(loaded: LoadedModel) -> None:
-    prose = parse_source("prose")
-    with pytest.raises(UsageError, match="over the context"):
-        text_samples(loaded, [prose], seq_len=129, sequences=2)
-    with pytest.raises(UsageError, match="take 4 or more"):
-        text_samples(loaded, [prose], seq_len=3, sequences=2)
-    with pytest.raises(UsageError, match="prose is named twice"):
-        text_samples(loaded, [prose, prose], seq_len=64, sequences=2)
 
 
 def test_the_default_fits_the_context(loaded: LoadedModel) -> None:

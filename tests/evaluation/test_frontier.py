@@ -249,10 +249,7 @@ def test_a_row_that_no_target_stops_is_bound_by_none() -> None:
         rows("kq"),
         None,
         FakeEvaluator(lambda rate: 0.5),
-        targets=(
-            Target("accuracy", 0.99),
-            Target("needle", 0.4),
-        ),
+        targets=(Target("accuracy", 0.99), Target("needle", 0.4)),
     ).by_label["kq"]
     assert (lost["max_rate"], lost["binding"]) == (None, ["accuracy"])
     assert "0.99 of the baseline's accuracy and 0.4 of the baseline's needle" in lost["reason"]

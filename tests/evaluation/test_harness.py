@@ -17,7 +17,7 @@ from kvprof.evaluation.harness import (
 )
 from kvprof.models.load import load_model
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 
 needs_harness = pytest.mark.skipif(
     find_spec("lm_eval") is None, reason="lm-eval (the extra harness) is not installed"
@@ -116,21 +116,11 @@ def test_the_command_shows_them_apart(tiny_folder: Path, tasks: Path, tmp_path: 
     text = tmp_path / "notes.txt"
     text.write_text("".join(f"Line-{i}-of-a-text;" for i in range(100)))
     done = kvprof(
-        "eval",
-        tiny_folder,
-        "--method",
-        "fp8",
-        "--sequences",
-        2,
-        "--seq-len",
-        32,
-        "--tasks",
-        "none",
-        "--text",
+        *words_of(
+            f"eval {tiny_folder} --method fp8 --sequences 2 --seq-len 32 --tasks none --text"
+        ),
         text,
-        "--harness",
-        "own_choices,own_texts",
-        "--harness-include",
+        *words_of("--harness own_choices,own_texts --harness-include"),
         tasks,
         "--out",
         tmp_path / "run",
@@ -158,22 +148,11 @@ def test_what_it_cannot_download_is_told_in_a_line(tiny_folder: Path, tmp_path: 
     text = tmp_path / "notes.txt"
     text.write_text("".join(f"Line-{i}-of-a-text;" for i in range(100)))
     done = kvprof(
-        "eval",
-        tiny_folder,
-        "--method",
-        "fp8",
-        "--sequences",
-        2,
-        "--seq-len",
-        32,
-        "--tasks",
-        "none",
-        "--text",
+        *words_of(
+            f"eval {tiny_folder} --method fp8 --sequences 2 --seq-len 32 --tasks none --text"
+        ),
         text,
-        "--harness",
-        "arc_easy",
-        "--out",
-        tmp_path / "run",
+        *words_of(f"--harness arc_easy --out {tmp_path}/run"),
     )
     assert done.code == 1
     assert "lm-eval gave up" in done.error

@@ -61,12 +61,7 @@ def test_a_family_that_saves_nothing_is_told_with_its_grid() -> None:
 
     def told(plans: PlanFamily) -> str | None:
         return search_rates(
-            plans,
-            evaluate,
-            meets=lambda _: True,
-            tokens=CONTEXT,
-            points=3,
-            keep=lambda _: None,
+            plans, evaluate, meets=lambda _: True, tokens=CONTEXT, points=3, keep=lambda _: None
         )
 
     assert told(fine()) is None

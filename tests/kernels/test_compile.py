@@ -70,7 +70,6 @@ def sums_of_queries(planes: list[tuple[int, int]]) -> int:
     [
         (((16, 8), (16, 4), (48, 3), (32, 2)), ((32, 8), (16, 3), (64, 2))),
         (((112, 3),), ((16, 8), (80, 4))),
-        (((48, 4), (64, 3), (32, 2)), ((32, 3), (16, 2))),
     ],
 )
 def test_what_a_token_costs_is_in_the_loop(kind: tuple[Runs, Runs]) -> None:

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.planes import (
-    MOST_CHUNKS,
-    RaggedLayout,
-    chunks,
-    in_rows,
-    of_sequence,
-    widened,
-)
+from kvprof.kernels.planes import MOST_CHUNKS, RaggedLayout, chunks, in_rows, of_sequence, widened
 
 RUNNING = [*range(16, 257, 16), *range(288, 513, 32)]
 widths = st.sampled_from(RUNNING)

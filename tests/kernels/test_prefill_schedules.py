@@ -9,12 +9,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.launch import prefill_step
 from kvprof.kernels.prefill.paths import best_paths
-from kvprof.kernels.prefill.schedules import (
-    SCHEDULES,
-    Work,
-    cut_blocks,
-    makespan_over_mean,
-)
+from kvprof.kernels.prefill.schedules import SCHEDULES, Work, cut_blocks, makespan_over_mean
 from kvprof.kernels.prefill.tuning import Tile, Tuning, head_tiles
 from kvprof.kernels.tables import Chunks
 

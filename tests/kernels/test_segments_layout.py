@@ -9,10 +9,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.segments.append import addresses_of, append, read, write
 from kvprof.kernels.segments.codes import quantise, spread
 from kvprof.kernels.segments.column_kernel import sums_are_whole
-from kvprof.kernels.segments.columns import (
-    dequantised_columns,
-    quantise_columns,
-)
+from kvprof.kernels.segments.columns import dequantised_columns, quantise_columns
 from kvprof.kernels.segments.cuts import token_bytes, token_cost
 from kvprof.kernels.segments.geometries import FORMATS, bits_numbered, format_of
 from kvprof.kernels.segments.launch import tuning_for

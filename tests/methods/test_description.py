@@ -70,12 +70,8 @@ def test_figures_agree_with_each_other():
             "Llama",
             FINE,
             [
-                "2 levels, oldest first (90%, 10%); they move down 32",
-                "The first 4 tokens stay",
-                "(lazy)",
-                "Keys have 2/4 bits",
-                "32 tokens share",
-                "newest 128 to 159 tokens",
+                "2 levels, oldest first (90%, 10%); they move down 32", "The first 4 tokens stay",
+                "(lazy)", "Keys have 2/4 bits", "32 tokens share", "newest 128 to 159 tokens",
                 "folded into W_O; the projection online",
             ],
         ),
@@ -92,7 +88,7 @@ def test_figures_agree_with_each_other():
         ("per-token", 4, "Llama", {"centre": 3}, ["of 3 of a head's 8 pairs"]),
         ("kivi", 4, "Llama", {}, ["(prefill uncompressed)"]),
     ],
-)
+)  # fmt: skip
 def test_it_says_what_is_stored_folded_and_run(name, knob, arch, options, sentences):
     text = " ".join(told(name, knob, arch, **options)["sentences"])
     for sentence in sentences:

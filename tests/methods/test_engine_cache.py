@@ -36,8 +36,7 @@ def test_tokens_that_fit_are_vllms() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["llama", "qwen3", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next"],
+    "kind", ["llama", "qwen3", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next"]
 )
 def test_the_table_has_every_family(kind: str) -> None:
     counted = {cell["model"] for cell in table()["cells"]}

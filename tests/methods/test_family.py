@@ -77,12 +77,6 @@ def test_one_setting_has_one_rate_alone_and_its_own_among_several(ask):
     ask(family, 0.3, 4096, alone=False)
 
 
-@pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
-def test_less_than_the_bits_alone_save_is_refused(ask):
-    with pytest.raises(UsageError, match=r"kq-4bit reaches rates from 0\.625 to 0\.\d+ at 4,096"):
-        ask(plan_family("kq-4bit", inputs("Llama"), **FINE), 0.3, 4096)
-
-
 @pytest.mark.parametrize("allocation", ["removal", "uniform", "tail"])
 def test_every_allocation_reaches_a_rate_on_its_grid(allocation):
     family = plan_family("kq", inputs("Llama"), allocation=allocation, grid=4, minimum=4)

@@ -125,13 +125,10 @@ def test_a_rate_that_falls_as_the_knob_grows_is_told(broken: Any) -> None:
 @pytest.mark.parametrize(
     "needs",
     [
-        "'random:1k'",
-        "CalibrationNeeds(7)",
-        "CalibrationNeeds('random:1k', joint_heads=-3)",
-        "CalibrationNeeds('random:1k', tokens=0)",
-        "CalibrationNeeds('random:1k', pre_rope=None)",
+        "'random:1k'", "CalibrationNeeds(7)", "CalibrationNeeds('random:1k', joint_heads=-3)",
+        "CalibrationNeeds('random:1k', tokens=0)", "CalibrationNeeds('random:1k', pre_rope=None)",
     ],
-)
+)  # fmt: skip
 def test_needs_that_are_none_are_refused_before_anything_is_run(broken: Any, needs: str) -> None:
     broken("return keys_only(inputs)", f"broken.needs = {needs}")
     with pytest.raises(FailedError, match=r"method broken .*: its needs are .*, not a Calibration"):

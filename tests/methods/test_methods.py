@@ -11,8 +11,8 @@ from kvprof.methods.family import MethodInputs, by_head, plan_at
 from kvprof.methods.plan import Placement
 from kvprof.methods.registry import plan_family
 from kvprof.methods.soundness import check_fits
-from kvprof.models.capture import capture, run_batch
 from kvprof.models.projections import output_slices
+from kvprof.moments.collect import capture, run_batch
 from tests.methods.models import FINE, with_weights
 from tests.methods.models import deep_inputs as inputs
 from tests.methods.models import deep_model as model

@@ -10,13 +10,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, rate
 from kvprof.methods.evictors import EVICTORS
 from kvprof.methods.family import plan_at, plan_for_rate
-from kvprof.methods.named import (
-    COMBINATIONS,
-    METHOD_NAMES,
-    MODIFIERS,
-    check_names,
-    method_names,
-)
+from kvprof.methods.named import COMBINATIONS, METHOD_NAMES, MODIFIERS, check_names, method_names
 from kvprof.methods.papers import PAPERS, papers_named
 from kvprof.methods.plan_report import compare_plans, describe, ranks_of
 from kvprof.methods.quantisers import QUANTISERS

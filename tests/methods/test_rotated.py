@@ -14,7 +14,7 @@ from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.named import method_entries
 from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.plan_files import load_plan, save_plan
-from kvprof.methods.plan_report import compare_plans, describe
+from kvprof.methods.plan_report import compare_plans
 from kvprof.methods.quantisers import lloyd_max
 from kvprof.methods.registry import calibration_needs, plan_family
 from kvprof.methods.storage import Quantiser, SideQuantiser
@@ -217,14 +217,6 @@ def test_options_are_refused_in_one_line(name, options, message):
 def test_quantisers_that_make_no_sense_are_refused(quantiser, message):
     with pytest.raises(UsageError, match=message):
         replace(made("hadamard-int4"), quantiser=quantiser)
-
-
-def test_reports_say_what_is_done():
-    said = " ".join(describe(made("oscar"), 512)["sentences"])
-    assert "Keys are clipped: of each row 96% of the magnitudes stay" in said
-    assert "The newest 256 tokens stay" in said
-    said = " ".join(describe(made("turboquant"), 512)["sentences"])
-    assert "a token's whole row shares a norm in float16" in said
 
 
 def test_kernels_say_why_they_do_not_run_a_row():

@@ -60,227 +60,86 @@ def gemma3_rope(full: Mapping[str, Any]) -> dict[str, Any]:
     return {"full_attention": dict(full), "sliding_attention": rope(10_000.0)}
 
 
+#: What most say, by transformers' names and by llama.cpp's; and heads of 32.
+BASE = {"rms_norm_eps": 1e-3, "rope_parameters": rope(500.0)}
+RMS = {"attention.layer_norm_rms_epsilon": 1e-3, "rope.freq_base": 500.0}
+PLAIN = {"attention.layer_norm_epsilon": 1e-3, "rope.freq_base": 500.0}
+WIDE = {"attention.key_length": 32, "attention.value_length": 32}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+SAID_LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SAID_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
+WINDOWS = {"head_dim": 32, "sliding_window": 5, "tie_word_embeddings": True}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+
+
+def part(share: float) -> dict[str, Any]:
+    """Turn a share of a head's dimensions."""
+    return {"rope_parameters": rope(500.0, partial_rotary_factor=share)}
+
+
 #: llama.cpp's architecture, transformers' class, what its config has and what the file says.
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama": (
-        "llama",
-        "llama",
-        {"rms_norm_eps": 1e-3, "head_dim": 32, "rope_parameters": rope(500.0)},
-        {
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "rope.dimension_count": 32,
-            "attention.key_length": 32,
-            "attention.value_length": 32,
-        },
+        *("llama", "llama", {**BASE, "head_dim": 32}),
+        {**RMS, **WIDE, "rope.dimension_count": 32},
     ),
     "llama, factors": (
-        "llama",
-        "llama",
-        {"rms_norm_eps": 1e-3, "head_dim": 32, "rope_parameters": rope(500.0) | LLAMA3},
-        {
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "rope.dimension_count": 32,
-            "attention.key_length": 32,
-            "attention.value_length": 32,
-        },
+        *("llama", "llama", {**BASE, "head_dim": 32, "rope_parameters": rope(500.0) | LLAMA3}),
+        {**RMS, **WIDE, "rope.dimension_count": 32},
     ),
     "llama, linear": (
-        "llama",
-        "llama",
-        {
-            "rms_norm_eps": 1e-3,
-            "rope_parameters": rope(500.0) | {"rope_type": "linear", "factor": 4.0},
-        },
-        {
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "rope.dimension_count": HEAD,
-            "rope.scaling.type": "linear",
-            "rope.scaling.factor": 4.0,
-        },
+        *("llama", "llama", {**BASE, "rope_parameters": rope(500.0) | LINEAR}),
+        {**RMS, **SAID_LINEAR, "rope.dimension_count": HEAD},
     ),
-    "qwen2": (
-        "qwen2",
-        "qwen2",
-        {"rms_norm_eps": 1e-3, "rope_parameters": rope(500.0)},
-        {"attention.layer_norm_rms_epsilon": 1e-3, "rope.freq_base": 500.0},
-    ),
-    "qwen3": (
-        "qwen3",
-        "qwen3",
-        {"rms_norm_eps": 1e-3, "head_dim": 32, "rope_parameters": rope(500.0)},
-        {
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "attention.key_length": 32,
-            "attention.value_length": 32,
-        },
-    ),
+    "qwen2": ("qwen2", "qwen2", BASE, RMS),
+    "qwen3": ("qwen3", "qwen3", {**BASE, "head_dim": 32}, {**RMS, **WIDE}),
     "qwen2moe": (
-        "qwen2moe",
-        "qwen2_moe",
-        {
-            "rms_norm_eps": 1e-3,
-            "rope_parameters": rope(500.0),
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 40,
-        },
-        {
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "expert_count": 4,
-            "expert_used_count": 2,
-            "expert_feed_forward_length": 48,
-            "expert_shared_feed_forward_length": 40,
-        },
+        *("qwen2moe", "qwen2_moe", {**BASE, **EXPERTS, "shared_expert_intermediate_size": 40}),
+        {**RMS, **SAID_EXPERTS, "expert_shared_feed_forward_length": 40},
     ),
     "qwen3moe": (
-        "qwen3moe",
-        "qwen3_moe",
-        {
-            "rms_norm_eps": 1e-3,
-            "head_dim": 32,
-            "rope_parameters": rope(500.0),
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-        },
-        {
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "attention.key_length": 32,
-            "attention.value_length": 32,
-            "expert_count": 4,
-            "expert_used_count": 2,
-            "expert_feed_forward_length": 48,
-        },
+        *("qwen3moe", "qwen3_moe", {**BASE, **EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+        {**RMS, **WIDE, **SAID_EXPERTS},
     ),
     "phi3": (
-        "phi3",
-        "phi3",
-        {
-            "rms_norm_eps": 1e-3,
-            "rope_parameters": rope(500.0, partial_rotary_factor=0.5),
-            "sliding_window": 5,
-            "pad_token_id": 0,
-        },
-        {
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "rope.dimension_count": HEAD // 2,
-            "attention.sliding_window": 5,
-        },
+        *("phi3", "phi3", {**BASE, **part(0.5), "sliding_window": 5, "pad_token_id": 0}),
+        {**RMS, "rope.dimension_count": HEAD // 2, "attention.sliding_window": 5},
     ),
     "gemma2": (
-        "gemma2",
-        "gemma2",
-        {
-            "rms_norm_eps": 1e-3,
-            "head_dim": 32,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": 5,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "rope_parameters": rope(500.0),
-            "tie_word_embeddings": True,
-        },
-        {
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "attention.key_length": 32,
-            "attention.value_length": 32,
-            "attention.sliding_window": 5,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-        },
+        *("gemma2", "gemma2", {**BASE, **WINDOWS, **CAPS, "query_pre_attn_scalar": 32}),
+        {**RMS, **WIDE, **CAPS, "attention.sliding_window": 5},
     ),
     "gemma2 of 46 layers": (
-        "gemma2",
-        "gemma2",
-        {
-            "num_hidden_layers": 46,
-            "rms_norm_eps": 1e-3,
-            "head_dim": 32,
-            "query_pre_attn_scalar": WIDTH // HEADS,
-            "sliding_window": 5,
-            "rope_parameters": rope(500.0),
-            "tie_word_embeddings": True,
-        },
-        {
-            "block_count": 46,
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "attention.key_length": 32,
-            "attention.value_length": 32,
-            "attention.sliding_window": 5,
-        },
+        *("gemma2", "gemma2"),
+        {**BASE, **WINDOWS, "num_hidden_layers": 46, "query_pre_attn_scalar": WIDTH // HEADS},
+        {**RMS, **WIDE, "block_count": 46, "attention.sliding_window": 5},
     ),
     "gemma3": (
-        "gemma3",
-        "gemma3_text",
+        *("gemma3", "gemma3_text"),
         {
-            "num_hidden_layers": 7,
-            "rms_norm_eps": 1e-3,
-            "head_dim": 32,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": 5,
-            "rope_parameters": gemma3_rope(rope(500.0) | {"rope_type": "linear", "factor": 4.0}),
-            "tie_word_embeddings": True,
+            **{**BASE, **WINDOWS, "num_hidden_layers": 7, "query_pre_attn_scalar": 32},
+            "rope_parameters": gemma3_rope(rope(500.0) | LINEAR),
         },
-        {
-            "block_count": 7,
-            "attention.layer_norm_rms_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "rope.scaling.type": "linear",
-            "rope.scaling.factor": 4.0,
-            "attention.key_length": 32,
-            "attention.value_length": 32,
-            "attention.sliding_window": 5,
-        },
+        {**RMS, **WIDE, **SAID_LINEAR, "block_count": 7, "attention.sliding_window": 5},
     ),
     "starcoder2": (
-        "starcoder2",
-        "starcoder2",
-        {"norm_epsilon": 1e-3, "rope_parameters": rope(500.0)},
-        {"attention.layer_norm_epsilon": 1e-3, "rope.freq_base": 500.0},
+        *("starcoder2", "starcoder2", {"norm_epsilon": 1e-3, "rope_parameters": rope(500.0)}),
+        PLAIN,
     ),
     "stablelm": (
-        "stablelm",
-        "stablelm",
-        {
-            "layer_norm_eps": 1e-3,
-            "rope_parameters": rope(500.0, partial_rotary_factor=0.5),
-            "use_qkv_bias": True,
-        },
-        {
-            "attention.layer_norm_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "rope.dimension_count": HEAD // 2,
-            "use_parallel_residual": False,
-        },
+        *("stablelm", "stablelm", {"layer_norm_eps": 1e-3, **part(0.5), "use_qkv_bias": True}),
+        {**PLAIN, "rope.dimension_count": HEAD // 2, "use_parallel_residual": False},
     ),
     "nemotron": (
-        "nemotron",
-        "nemotron",
-        {"norm_eps": 1e-3, "rope_parameters": rope(500.0, partial_rotary_factor=0.25)},
-        {
-            "attention.layer_norm_epsilon": 1e-3,
-            "rope.freq_base": 500.0,
-            "rope.dimension_count": HEAD // 4,
-        },
+        *("nemotron", "nemotron", {"norm_eps": 1e-3, **part(0.25)}),
+        {**PLAIN, "rope.dimension_count": HEAD // 4},
     ),
     "gpt2": (
-        "gpt2",
-        "gpt2",
+        *("gpt2", "gpt2"),
         {"layer_norm_epsilon": 1e-3, "n_positions": 600, "tie_word_embeddings": True},
         {
-            "attention.layer_norm_epsilon": 1e-3,
-            "attention.head_count_kv": HEADS,
+            **{"attention.layer_norm_epsilon": 1e-3, "attention.head_count_kv": HEADS},
             "feed_forward_length": 4 * WIDTH,
         },
     ),
@@ -373,8 +232,7 @@ def test_every_architecture_that_is_read_was_held_against_its_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=pytest.mark.slow if " of " in one else ()) for one in MODELS],
+    "name", [pytest.param(one, marks=pytest.mark.slow if " of " in one else ()) for one in MODELS]
 )
 def test_the_file_is_the_model_that_was_written(name: str, tmp_path: Path) -> None:
     path, model = write(tmp_path / "x.gguf", name)
@@ -420,8 +278,7 @@ def test_bench_times_the_shape_that_the_file_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "factors",
-    [np.linspace(1, 8, 8) ** 2, np.zeros(8), np.full(8, np.nan), np.linspace(0.5, 1, 8)],
+    "factors", [np.linspace(1, 8, 8) ** 2, np.zeros(8), np.full(8, np.nan), np.linspace(0.5, 1, 8)]
 )
 def test_factors_that_are_not_llama_3s_are_refused(factors: np.ndarray, tmp_path: Path) -> None:
     given = {"rope_freqs.weight": factors.astype(np.float32)}

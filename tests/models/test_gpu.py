@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvprof.models.capture import capture, run_batch
 from kvprof.models.load import load_model
 from kvprof.models.projections import output_slices
+from kvprof.moments.collect import capture, run_batch
 from tests.models.tiny import ARCHITECTURES, tiny, token_ids
 
 pytestmark = [

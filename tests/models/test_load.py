@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.models import load as load_module
 from kvprof.models import locate as locate_module
-from kvprof.models.capture import capture, run_batch
 from kvprof.models.load import load_model, wrap_model
 from kvprof.models.projections import output_slices, value_weight
+from kvprof.moments.collect import capture, run_batch
 from tests.models.tiny import tiny, token_ids
 
 
@@ -32,9 +32,7 @@ def saved(tmp_path_factory):
     tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        additional_special_tokens=["w7"],
+        tokenizer_object=tokenizer, pad_token="<pad>", additional_special_tokens=["w7"]
     ).save_pretrained(folder)
     return folder
 

@@ -28,9 +28,8 @@ def test_its_answers_to_text_are_the_wrappers_own(kind: str, tmp_path: Path) -> 
     assert found.vocab_size - 3 in found.special_ids  # an image
 
 
-@pytest.mark.parametrize("kind", ["llava", "mistral3"])
-def test_commands_say_of_it_what_they_say_of_its_decoder(kind: str, tmp_path: Path) -> None:
-    model = wrapped(kind)
+def test_commands_say_of_it_what_they_say_of_its_decoder(tmp_path: Path) -> None:
+    model = wrapped("llava")
     plan = ("--method", "kq", "--rate", "0.3", "--grid", "4", "--minimum", "4")
     few = ("--sequences", "1", "--seq-len", "32", "--tasks", "none")
     said = []

@@ -56,27 +56,6 @@ def test_a_model_without_a_tokenizer_is_calibrated_on_ids(tmp_path: Path) -> Non
         kvprof.plan(tiny("Llama"), "kq", 0.3, calibrate="prose")
 
 
-def test_wrong_use_is_told() -> None:
-    model = tiny("Llama")
-    with pytest.raises(UsageError, match="no removal rate here"):
-        kvprof.plan(model, "palu", removal=0.1, calibrate="random:512", heads=2)
-    with pytest.raises(UsageError, match="reaches rates from"):
-        kvprof.plan(model, "kq", 0.99, calibrate="random:512")
-    with pytest.raises(UsageError, match="no option colour"):
-        kvprof.plan(model, "kq", calibrate="random:512", colour=1)
-    with pytest.raises(UsageError, match="method 'nope' is unknown; choose from full, "):
-        kvprof.plan(model, "nope", calibrate="random:512")
-    with pytest.raises(UsageError, match=r"kq-4bit reaches rates from 0\.625 to"):
-        kvprof.plan(model, "kq-4bit", 0.99, calibrate="random:512")
-    with pytest.raises(
-        UsageError, match=r"kq\+h2o of the rate 0.99 keeps 0.1 of the tokens, and kq"
-    ):
-        kvprof.plan(model, "kq+h2o", 0.99, calibrate="random:512")
-    for wrong in ({"context": 0}, {"seq_len": -1}):
-        with pytest.raises(UsageError, match="is no number of tokens; give 1 or more"):
-            kvprof.plan("no model is looked for", "kq", **wrong)
-
-
 def test_a_rate_is_a_share_as_people_write_it() -> None:
     by_share = kvprof.plan(tiny("Llama"), "kq", "40%", calibrate="random:8k", **FINE)
     assert 0.4 <= rate(by_share, 96) < 0.45

@@ -12,11 +12,7 @@ from kvprof.analysis.moments import Moments
 from kvprof.errors import Interrupted, UsageError
 from kvprof.methods.family import CalibrationNeeds, plan_for_rate
 from kvprof.models.load import LoadedModel, load_model, wrap_model
-from kvprof.moments.calibrator import (
-    CalibrationOptions,
-    Calibrator,
-    MomentStore,
-)
+from kvprof.moments.calibrator import CalibrationOptions, Calibrator, MomentStore
 from kvprof.moments.collect import CollectOptions, collect_moments
 from kvprof.moments.files import save_moments
 from kvprof.sources.grammar import parse_source
@@ -328,24 +324,6 @@ def test_gradients_and_probes_take_the_text_that_was_given(
     assert given.inputs("kq", allocation="budget").made["sensitivity"]["tokens"] == 256
 
 
-def test_what_means_nothing_is_refused_before_anything_is_measured(
-    loaded: LoadedModel, passes: Passes
-) -> None:
-    given = calibrator(loaded, passes, "random:512")
-    with pytest.raises(UsageError, match="fp8 has no option allocation"):
-        given.family("fp8", allocation="budget")
-    with pytest.raises(UsageError, match="strawman has no option allocation"):
-        given.family("strawman", allocation="fisher")
-    for options in ({"fisher_form": "code"}, {"allocation": "fisher", "fisher_form": "sum"}):
-        with pytest.raises(UsageError, match="fisher_form"):
-            given.family("kq", **options)
-    with pytest.raises(UsageError, match="'mine' is unknown"):
-        given.family("mine", allocation="budget")
-    assert passes.titles == []
-    with pytest.raises(UsageError, match="two counts"):
-        calibrator(loaded, passes, "random:512", tokens=512)
-
-
 def test_an_interruption_leaves_nothing_to_plan_with(loaded: LoadedModel, passes: Passes) -> None:
     options = CalibrationOptions(parse_source("random:512"), seq_len=64, batch_size=1)
     stop = {"now": True}
@@ -381,3 +359,10 @@ def test_a_pass_that_nobody_waits_for_ends_within_its_batch(
     assert len(asked) == 1 + layers + 2
     logits = loaded.model(torch.arange(8)[None]).logits
     assert bool(torch.isfinite(logits).all())  # its attention is as it was
+
+
+def test_a_form_of_fisher_needs_its_allocation(loaded: LoadedModel, passes: Passes) -> None:
+    for options in ({"fisher_form": "code"}, {"allocation": "fisher", "fisher_form": "sum"}):
+        with pytest.raises(UsageError, match="fisher_form"):
+            calibrator(loaded, passes, "random:512").family("kq", **options)
+    assert passes.titles == []

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from kvprof.errors import UsageError
-from kvprof.moments.tokens import (
-    check_separate,
-    content_digest,
-    content_sketch,
-    shared_content,
-)
+from kvprof.moments.tokens import check_separate, content_digest, content_sketch, shared_content
 from kvprof.sources.grammar import parse_source
 
 TEXT = np.random.default_rng(1).integers(3, 5000, 300_000)

@@ -43,12 +43,9 @@ def summary(passes: list[Pass]):
 def test_random_tokens_are_their_own_noise_floor():
     passes = plan_passes(plan())
     assert summary(passes) == [
-        ("target", "prose", 4),
-        ("source", "random", 0),
-        ("target", "code", 4),
-        ("source", "random", 1),
-        ("source", "random", 2),
-    ]
+        ("target", "prose", 4), ("source", "random", 0), ("target", "code", 4),
+        ("source", "random", 1), ("source", "random", 2),
+    ]  # fmt: skip
     for one in passes:
         wanted = (256,) if one.role == "target" else (64, 128, 256)
         assert (one.snapshots, one.tokens, one.seq_len) == (wanted, 256, 16)

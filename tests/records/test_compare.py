@@ -148,7 +148,7 @@ def noisy(
     return result
 
 
-@pytest.mark.parametrize(("between", "drift"), [(0.003, 0.02), (0.02, 0.1), (0.03, 0.4)])
+@pytest.mark.parametrize(("between", "drift"), [(0.003, 0.02), (0.03, 0.4)])
 def test_twenty_runs_of_one_machine_raise_no_alarm(between: float, drift: float) -> None:
     chance = random.Random(0)
     base = noisy(chance, between=between, drift=drift)

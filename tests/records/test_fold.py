@@ -186,11 +186,7 @@ def test_the_intervals_of_two_phases_add_up() -> None:
 
 
 def test_energy_is_of_the_uninstrumented_run() -> None:
-    done = finished(
-        1.0,
-        3.0,
-        energy_joules=16.0,
-    )
+    done = finished(1.0, 3.0, energy_joules=16.0)
     case = fold(small_run(done))["cases"][0]
     assert case["energy_per_token_joules"] == 2.0  # of 2 sequences with 4 tokens each
 

@@ -213,10 +213,7 @@ def _line(**changes: object) -> bytes:
         (b"\xff\xfe\n", "line 3 is no text"),
         (b"[1, 2]\n", "line 3 holds no event but a JSON list"),
         (b'{"event": "party", "time": 1}\n', "line 3 holds no event: 'party'"),
-        (
-            b'{"event": "telemetry", "time": 1}\n',
-            "line 3 holds a telemetry event without device",
-        ),
+        (b'{"event": "telemetry", "time": 1}\n', "line 3 holds a telemetry event without device"),
         (
             b'{"event": "telemetry", "time": "soon", "device": "cpu", "values": {}}\n',
             "line 3 holds a telemetry event whose time cannot be 'soon'",

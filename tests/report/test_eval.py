@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from kvprof.report import report_of
-from kvprof.report.blocks import Curves, Facts, Heading, Notes, Paragraph, Table
+from kvprof.report.blocks import Curves, Facts, Heading, Notes, Table
+from tests.report.approved import said
 from tests.views.synthetic_evaluation import evaluation_result
 
 
@@ -19,11 +20,6 @@ def table(result: dict[str, Any], heading: str) -> list[list[str]]:
 
 def headings(result: dict[str, Any]) -> list[str]:
     return [one.text for one in report_of(result).blocks if isinstance(one, Heading)]
-
-
-def said(result: dict[str, Any], role: str) -> list[str]:
-    every = report_of(result).blocks
-    return [one.text for one in every if isinstance(one, Paragraph) and one.role == role]
 
 
 def test_one_method_is_answered_with_its_interval() -> None:

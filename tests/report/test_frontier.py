@@ -5,16 +5,12 @@ from typing import Any
 import pytest
 
 from kvprof.report import report_of
-from kvprof.report.blocks import Curves, Heading, Paragraph, Table
+from kvprof.report.blocks import Curves, Heading, Table
 from kvprof.report.figure import drawn
 from kvprof.report.frontier import ranked
 from kvprof.results.frontier import FrontierResult
+from tests.report.approved import said
 from tests.views.synthetic_frontier import TASKS, frontier_result, two_targets, with_facts
-
-
-def said(result: dict[str, Any], role: str = "verdict") -> list[str]:
-    every = [one for one in report_of(result).blocks if isinstance(one, Paragraph)]
-    return [one.text for one in every if one.role == role]
 
 
 def table(result: dict[str, Any], heading: str) -> dict[str, dict[str, str]]:

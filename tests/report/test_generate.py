@@ -5,14 +5,10 @@ from typing import Any
 import pytest
 
 from kvprof.records.figures import figures_of
-from kvprof.report import report_of
 from kvprof.report.blocks import Curves, Paragraph, Table
 from kvprof.report.generate import decoding_line
+from tests.report.approved import blocks
 from tests.views.synthetic_generate import generate_result
-
-
-def blocks(kind: Any, result: dict[str, Any]) -> list[Any]:
-    return [one for one in report_of(result).blocks if isinstance(one, kind)]
 
 
 def said(result: dict[str, Any]) -> list[str]:

@@ -1,28 +1,13 @@
 """The report and the result of ``kvprof plan``, as blocks and figures."""
 
-from typing import Any
-
 import pytest
 
 from kvprof.records.figures import figures_of
-from kvprof.report import report_of
-from kvprof.report.blocks import HeatMap, Paragraph, Table
+from kvprof.report.blocks import HeatMap, Table
+from tests.report.approved import blocks, rows, said
 from tests.views.synthetic_plan import STORED, plan_data, plan_result, results
 
 RESULTS = results()
-
-
-def blocks(kind: Any, result: dict[str, Any]) -> list[Any]:
-    return [one for one in report_of(result).blocks if isinstance(one, kind)]
-
-
-def rows(table: Table) -> list[dict[str, str]]:
-    titles = [column.title for column in table.columns]
-    return [dict(zip(titles, row, strict=True)) for row in table.cells()]
-
-
-def verdict(result: dict[str, Any]) -> str:
-    return next(one.text for one in blocks(Paragraph, result) if one.role == "verdict")
 
 
 def test_bytes_and_ranks_are_the_data() -> None:
@@ -38,7 +23,7 @@ def test_a_rate_beyond_the_one_asked_for_is_named() -> None:
     made = plan_data()["made"]
     for asked, named in ((0.63, False), (0.5, True)):
         result = plan_result({"plan": plan_data(made={**made, "rate_asked": asked})})
-        assert (f"{asked:g}" in verdict(result)) == named
+        assert (f"{asked:g}" in said(result)[0]) == named
 
 
 @pytest.mark.parametrize(("name", "maps"), [("plan", 2), ("plan, levels", 0), ("plan, both", 0)])
@@ -47,7 +32,7 @@ def test_maps_are_of_a_described_plan(name: str, maps: int) -> None:
 
 
 def test_the_verdict_of_a_fit_is_the_method_that_holds_most() -> None:
-    assert "16,384 tokens with kq" in verdict(RESULTS["plan, both"])
+    assert "16,384 tokens with kq" in said(RESULTS["plan, both"])[0]
     longest, *_ = map(rows, blocks(Table, RESULTS["plan, what fits"]))
     assert [row["batch 1"] for row in longest] == ["8,192*", "16,384*"]
 
@@ -68,4 +53,4 @@ def test_results_of_earlier_versions_are_read() -> None:
     old = {key: value for key, value in plan_data().items() if key not in ("across", "kernel")}
     result = plan_result({"plan": {key: old[key] for key in old if key not in ("bits", "kinds")}})
     del result["data"]["transfer"]
-    assert verdict(result) == verdict(plan_result())
+    assert said(result)[0] == said(plan_result())[0]

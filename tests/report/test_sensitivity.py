@@ -5,34 +5,26 @@ import io
 from typing import Any
 
 from kvprof.records.figures import figures_of
-from kvprof.report import report_of
-from kvprof.report.blocks import HeatMap, Paragraph, Table
+from kvprof.report.blocks import HeatMap, Table
 from kvprof.results.sensitivity import SensitivityResult
+from tests.report.approved import blocks, said
 from tests.views.synthetic_sensitivity import sensitivity_result
-
-
-def blocks(kind: Any, result: dict[str, Any]) -> list[Any]:
-    return [one for one in report_of(result).blocks if isinstance(one, kind)]
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     return {one.columns[0].title: one.cells() for one in blocks(Table, result)}
 
 
-def verdict(result: dict[str, Any]) -> str:
-    return next(one.text for one in blocks(Paragraph, result) if one.role == "verdict")
-
-
 def test_the_verdict_names_the_sides_and_what_stays_within_the_limit() -> None:
     result = sensitivity_result()
-    assert "Keys and values cost about the same at 4 bits and 2 bits" in verdict(result)
-    assert "all parts together stay within 0.0100 nats at 4 bits" in verdict(result)
+    assert "Keys and values cost about the same at 4 bits and 2 bits" in said(result)[0]
+    assert "all parts together stay within 0.0100 nats at 4 bits" in said(result)[0]
     result["data"]["sides"][1]["more"] = "keys"
-    assert verdict(result).startswith("Keys are more sensitive than values at 2 bits; keys and")
+    assert said(result)[0].startswith("Keys are more sensitive than values at 2 bits; keys and")
     result["data"]["model_layers"] = 3
-    assert "the measured layers together" in verdict(result)
+    assert "the measured layers together" in said(result)[0]
     result["data"]["sides"] = []
-    assert "nothing can be compared" in verdict(result)
+    assert "nothing can be compared" in said(result)[0]
 
 
 def test_the_settings_are_the_data() -> None:

@@ -5,14 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvprof.report import report_of
 from kvprof.report.blocks import Curves, HeatMap, Paragraph, Table
 from kvprof.report.figure import drawn
+from tests.report.approved import blocks
 from tests.views.synthetic import spectrum_result
-
-
-def blocks(kind: Any, result: dict[str, Any]) -> list[Any]:
-    return [one for one in report_of(result).blocks if isinstance(one, kind)]
 
 
 def flat(rows: Any) -> list[float]:

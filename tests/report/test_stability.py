@@ -1,28 +1,13 @@
 """The report of ``kvprof stability``, as blocks."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from kvprof.report import report_of
 from kvprof.report.blocks import Curves, HeatMap, Paragraph, Table
 from kvprof.report.stability import comparisons, share_text
 from kvprof.results.stability import NOISE_FLOOR, StabilityResult
+from tests.report.approved import blocks, rows, said
 from tests.views.synthetic_stability import SMALL, averages, made, stability_result
-
-
-def blocks(kind: Any, result: dict[str, Any]) -> list[Any]:
-    return [one for one in report_of(result).blocks if isinstance(one, kind)]
-
-
-def verdict(result: dict[str, Any]) -> str:
-    return next(one.text for one in blocks(Paragraph, result) if one.role == "verdict")
-
-
-def rows(table: Table) -> list[dict[str, str]]:
-    titles = [column.title for column in table.columns]
-    return [dict(zip(titles, row, strict=True)) for row in table.cells()]
 
 
 @pytest.mark.parametrize(
@@ -45,21 +30,21 @@ def test_the_verdict_follows_the_cost_and_the_noise_floor(
     cost = dict(zip(("prose", "code", "tasks", NOISE_FLOOR), costs, strict=True))
     for row in averages(result):
         row["extra_energy_loss"], row["ratio_sign_aligned"] = cost[row["target"]], ratio
-    assert answer in verdict(result)
+    assert answer in said(result)[0]
 
 
 @pytest.mark.parametrize("target", ["prose", "letters", "c"])
 def test_what_is_like_random_tokens_never_costs_surely_more_than_another_seed(target: str) -> None:
     """Its tokens are only drawn anew: with few of them its cost lies above or below the floor."""
     shape = {**SMALL, "counts": (256, 512), "targets": (target,)}
-    for apart, said in ((0.0, "is undecided"), (1.0, "does not hold")):
+    for apart, answer in ((0.0, "is undecided"), (1.0, "does not hold")):
         result = stability_result(**{**shape, "apart": apart})
-        assert verdict(result).count(said) == 2
+        assert said(result)[0].count(answer) == 2
         # A source without a seed, such as a text, beside a floor that has several.
         for row in result["data"]["curves"]:
             if row["target"] == target:
                 row["seed"] = None
-        assert verdict(result).count(said) == 2
+        assert said(result)[0].count(answer) == 2
 
 
 @pytest.mark.parametrize(("pair", "target"), [("qk", "code"), ("vo", "tasks"), ("vo", NOISE_FLOOR)])
@@ -144,9 +129,9 @@ def test_costs_far_apart_get_a_log_axis() -> None:
 def test_advice_says_whether_the_cost_still_falls() -> None:
     result = made()
     found = result["data"]["recommendation"]
-    for falls, said in ((False, "4k random tokens or more"), (True, "4k random tokens: more do")):
+    for falls, advice in ((False, "4k random tokens or more"), (True, "4k random tokens: more do")):
         found |= {"tokens": 4096, "stopped_falling": falls}
-        assert any(said in one.text for one in blocks(Paragraph, result))
+        assert any(advice in one.text for one in blocks(Paragraph, result))
     steps = [step for one in found["pairs"].values() for step in one["evidence"]]
     shown = rows(blocks(Table, result)[-1])
     assert [one["removed per doubling"] for one in shown] == [
@@ -161,7 +146,7 @@ def test_nothing_compared_and_nothing_measured_are_said() -> None:
         row |= dict.fromkeys(row.keys() & {"extra_energy_loss", "subspace_distance", "ratio"})
     assert "–" in rows(blocks(Table, result)[2])[0].values()
     result["data"] |= {"curves": [], "claims": [], "recommendation": None, "clusters": []}
-    assert verdict(result) == "Nothing was compared."
+    assert said(result)[0] == "Nothing was compared."
     lengths = made("lengths")
     row = lengths["data"]["lengths"][0]
     cells = list(rows(blocks(Table, lengths)[-1])[0].values())

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from kvprof.commands.recipe_run import _command
 from kvprof.errors import UsageError
-from kvprof.reproduction.allowed import (
-    _FREE,
-    _KEPT,
-    _READ,
-    CELL_COMMANDS,
-    _options,
-    forbidden,
-)
+from kvprof.reproduction.allowed import _FREE, _KEPT, _READ, CELL_COMMANDS, _options, forbidden
 from kvprof.reproduction.check import InvalidRecipeError, load_recipe
 from kvprof.reproduction.run import prepare
 from kvprof.results import KINDS
@@ -68,28 +61,16 @@ def test_no_form_of_an_option_that_writes_gets_in(option: str, form: str, comman
 @pytest.mark.parametrize(
     "words",
     [
-        "export x --csv y",
-        "recipe run x",
-        "tui --demo",
-        "plan reference --sav x",
-        "plan reference --force",
-        "eval reference -h",
-        "plan reference -- /x",
-        "generate reference --prompt-file /etc/passwd",
-        "eval reference --text=/etc/passwd",
-        "eval reference --text prose,/etc/passwd",
-        "generate ../model --prompt x",
-        "bench --model ~/x",
-        "bench --ranks ../../plan.safetensors",
-        "plan /root --method full",
-        "eval reference --harness ./own.yaml",
-        "eval reference --harness=own.yml",
-        "eval reference --harness-include x",
-        "eval reference --text outside.txt",
-        "eval reference --text recipe/link.txt",
-        "spectrum --from recipe/../outside.txt",
+        "export x --csv y", "recipe run x", "tui --demo", "plan reference --sav x",
+        "plan reference --force", "eval reference -h", "plan reference -- /x",
+        "generate reference --prompt-file /etc/passwd", "eval reference --text=/etc/passwd",
+        "eval reference --text prose,/etc/passwd", "generate ../model --prompt x",
+        "bench --model ~/x", "bench --ranks ../../plan.safetensors", "plan /root --method full",
+        "eval reference --harness ./own.yaml", "eval reference --harness=own.yml",
+        "eval reference --harness-include x", "eval reference --text outside.txt",
+        "eval reference --text recipe/link.txt", "spectrum --from recipe/../outside.txt",
     ],
-)
+)  # fmt: skip
 def test_nothing_outside_the_recipes_folder(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """docs/ledger.md is what the ledgers in records/ make, which say what today's recipes say."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from kvprof.reproduction.find import ALL, find_recipes
 from tests.commands.running import kvprof
 
 ROOT = Path(__file__).parents[2]
+read = cache(lambda name: load_recipe(next(iter(find_recipes([name])))))
 LEDGERS = sorted((ROOT / "records").glob("ledger-*.json"))
 
 
@@ -30,7 +32,7 @@ def test_every_recipe_is_in_a_ledger() -> None:
 @pytest.mark.parametrize("path", LEDGERS, ids=lambda path: path.stem)
 def test_a_ledger_states_the_claims_as_the_recipes_do(path: Path) -> None:
     for entry in read_result(path)["data"]["entries"]:
-        recipe = load_recipe(next(iter(find_recipes([entry["recipe"]]))))
+        recipe = read(entry["recipe"])
         profile = recipe.profile(entry["profile"], entry["settings"].get("model"))
         assert profile is not None
         assert entry["claim"] == recipe.claim, entry["recipe"]

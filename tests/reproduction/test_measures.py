@@ -282,15 +282,18 @@ def test_times_over_the_baselines_bring_the_interval_of_the_same_requests():
 def test_a_largest_rate_that_nothing_bounds_decides_nothing():
     one = Measure("more", cell="load", data="methods[method=fdc].ratio")
 
-    def measured(rates, **changes):
+    def result(*rates):
         many = load_stream(rates=rates, requests=4000, lengths="in=2k,out=50", objective={})
-        result = {**result_of(many), **changes}
-        return measure_all([one], {"load": result}, {})["more"]
+        return result_of(many)
 
-    found = measured((8.0, 20.0, 48.0))
+    def measured(result, **changes):
+        return measure_all([one], {"load": {**result, **changes}}, {})["more"]
+
+    bounded = result(8.0, 20.0, 48.0)
+    found = measured(bounded)
     assert (found.value, found.interval, found.doubt) == (2.5, (1.0, 6.0), None)
-    found = measured((8.0, 20.0))
+    found = measured(result(8.0, 20.0))
     assert (found.interval, found.value) == (None, 2.5)
     assert found.doubt == "load: fdc: no measured rate surely lies above its largest"
     assert judge_line(Line("more", "above", (1.0,)), found).holds is None
-    assert "interrupted" in (measured((8.0, 20.0, 48.0), complete=False).doubt or "")
+    assert "interrupted" in (measured(bounded, complete=False).doubt or "")

@@ -21,12 +21,8 @@ def test_every_tested_rate_is_a_row() -> None:
     assert len(rows) == sum(len(m["points"]) for m in frontier_result()["data"]["methods"])
     best = [row for row in rows if row["max_rate"] == "True"]
     assert [(row["label"], float(row["rate"])) for row in best] == [
-        ("fdc", 0.34),
-        ("kq:allocation=budget", 0.48),
-        ("kq", 0.41),
-        ("full", 0.0),
-        ("fp8", 0.5),
-    ]
+        ("fdc", 0.34), ("kq:allocation=budget", 0.48), ("kq", 0.41), ("full", 0.0), ("fp8", 0.5),
+    ]  # fmt: skip
     assert [row["rate"] for row in rows if row["sure_rate"] == "True"][:2] == ["0.25", "0.45"]
     assert float(best[0]["share_low"]) == pytest.approx(0.988)
     assert all(float(row[f"task_{task}_baseline"]) == 0.975 for row in rows for task in TASKS)

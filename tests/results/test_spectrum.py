@@ -15,8 +15,7 @@ def to_csv(result):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [{}, {"heads": [4, 2, 1], "widths": [128, 64, 256]}, {"heads": [1], "widths": [1]}],
+    "shape", [{}, {"heads": [4, 2, 1], "widths": [128, 64, 256]}, {"heads": [1], "widths": [1]}]
 )
 def test_csv_is_exactly_the_data(shape):
     result = spectrum_result(**shape)

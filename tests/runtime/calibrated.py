@@ -7,10 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvprof.methods.family import MethodInputs
-from kvprof.models.capture import capture, run_batch
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.projections import output_slices
-from kvprof.moments.collect import CollectOptions, collect_moments, model_tokens
+from kvprof.moments.collect import CollectOptions, capture, collect_moments, model_tokens, run_batch
 from kvprof.sources.grammar import parse_source
 from kvprof.sources.windows import batches, windows
 from tests.methods.models import FINE

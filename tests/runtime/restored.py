@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvprof.methods.across import LayerGroup
-from kvprof.models.capture import capture, run_batch
+from kvprof.moments.collect import capture, run_batch
 from tests.methods.models import model
 from tests.models.tiny import token_ids
 

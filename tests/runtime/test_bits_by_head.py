@@ -193,9 +193,7 @@ def test_a_report_says_who_has_which_bits() -> None:
     values = (replace(layer.values.groups[0], quantised=True), layer.values.groups[1])
     keys = tuple(replace(group, quantised=True) for group in layer.keys.groups)
     layer = replace(
-        layer,
-        keys=replace(layer.keys, groups=keys),
-        values=replace(layer.values, groups=values),
+        layer, keys=replace(layer.keys, groups=keys), values=replace(layer.values, groups=values)
     )
     fp8 = plan_of(one_layer("Llama"), Quantiser("fp8", None, SideQuantiser((8,))), layer)
     said = " ".join(describe(fp8, 100)["sentences"])
@@ -234,10 +232,7 @@ def test_other_plans_are_written_as_they_were(tmp_path: Path) -> None:
 
 
 _WHOLE = structure(mixed("per-token"))
-_BASES = {
-    "layers.0.values.0.down": low(0)[0],
-    "layers.0.values.0.up": low(0)[1],
-}
+_BASES = {"layers.0.values.0.down": low(0)[0], "layers.0.values.0.up": low(0)[1]}
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

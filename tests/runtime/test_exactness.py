@@ -139,11 +139,7 @@ def test_greedy_tokens_and_logits_are_the_models_own(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["Llama", "GPT2", "Gemma3"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"do_sample": True, "temperature": 0.8},
-        {"num_beams": 3},
-        {"cache_implementation": "static"},
-    ],
+    [{"do_sample": True, "temperature": 0.8}, {"num_beams": 3}, {"cache_implementation": "static"}],
     ids=["sampled", "beams", "static"],
 )
 def test_sampled_tokens_beams_and_static_caches_too(arch: str, options: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvprof.methods.plan import HeadGroup, Placement
 from kvprof.methods.storage import Levels
-from kvprof.models.capture import Tap, capture
 from kvprof.models.load import LoadedModel, wrap_model
+from kvprof.moments.collect import Tap, capture
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import tiny, token_ids
 from tests.runtime.plans import make_plan, ragged

@@ -18,13 +18,7 @@ from tests.runtime.test_kernel_cache import holes_go_on, rows_move
 from tests.runtime.test_kernel_generation import error, generated, in_pieces, model_of
 from tests.runtime.test_kernel_segments import A_FEW_CODES
 
-RUNS = (
-    ((16, 3), (16, 0)),
-    ((16, 4), (16, 2)),
-    ((16, 8), (16, 3)),
-    ((32, 3),),
-    ((32, 2),),
-)
+RUNS = (((16, 3), (16, 0)), ((16, 4), (16, 2)), ((16, 8), (16, 3)), ((32, 3),), ((32, 2),))
 
 
 def by_column(

@@ -18,11 +18,7 @@ from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Eviction, Levels
 from kvprof.models.load import LoadedModel
 from kvprof.runtime.backends.layer import LayerSpec
-from kvprof.runtime.backends.rebuilt import (
-    RebuiltKernelLayer,
-    RotaryForm,
-    rotary_form,
-)
+from kvprof.runtime.backends.rebuilt import RebuiltKernelLayer, RotaryForm, rotary_form
 from kvprof.runtime.backends.route import kernel_reasons
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids

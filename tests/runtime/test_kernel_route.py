@@ -81,10 +81,7 @@ def test_layers_on_the_kernels_run_beside_layers_that_are_not() -> None:
     plan = make_plan(model, eviction=Eviction("recent", 0.5), ranks=half)
     outputs = []
     for mixed in (False, True):
-        with (
-            compressed(model, plan, "auto" if mixed else "off") as session,
-            torch.inference_mode(),
-        ):
+        with compressed(model, plan, "auto" if mixed else "off") as session, torch.inference_mode():
             session.route.least_tokens = 0
             cache = session.new_cache()
             found = [model.model(token_ids(2, 9), past_key_values=cache).logits]

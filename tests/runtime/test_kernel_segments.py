@@ -294,10 +294,7 @@ def test_heads_of_a_layer_with_unlike_bits_run_on_torch_and_it_is_said() -> None
     assert "the keys of one layer have unlike bits" in reasons[0]
     assert "the values of one layer have unlike bits" in reasons[1]
     assert "unlike" not in reasons[2]
-    with (
-        pytest.raises(UsageError, match="unlike bits"),
-        compressed(model, unlike, "on"),
-    ):
+    with pytest.raises(UsageError, match="unlike bits"), compressed(model, unlike, "on"):
         pass
 
 

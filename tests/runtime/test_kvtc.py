@@ -134,10 +134,7 @@ def test_padded_rows_are_coded_as_if_alone() -> None:
             past_key_values=both,
         )
         after = model("Llama").model(
-            given[:, -1:],
-            attention_mask=mask,
-            position_ids=positions[:, -1:],
-            past_key_values=both,
+            given[:, -1:], attention_mask=mask, position_ids=positions[:, -1:], past_key_values=both
         )
         found = after.logits[0, -1]
     assert torch.allclose(found, wanted, atol=1e-2 * float(wanted.norm()))

@@ -36,10 +36,7 @@ def prefilled(session: Compression, order: list[int], *, static: bool) -> Compre
     made = session.new_cache(capacity=40 if static else None)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     session.loaded.model(
-        ids[order],
-        attention_mask=mask[order],
-        position_ids=positions[order],
-        past_key_values=made,
+        ids[order], attention_mask=mask[order], position_ids=positions[order], past_key_values=made
     )
     return made
 

@@ -21,19 +21,11 @@ WIDTHS = (((16, 32), (48, 16)), ((32, 16), (16, 64)))
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of a step: those that decode come first.
+    """Sequences of a step: those that decode come first."""
 
-    Attributes
-    ----------
-    past, new : tuple of int
-        Tokens of each that are stored, and that come.
-    tokens, rows : int
-        With padding.
-    """
-
-    past: tuple[int, ...]
+    past: tuple[int, ...]  # tokens of each that are stored, and that come
     new: tuple[int, ...]
-    tokens: int
+    tokens: int  # with padding
     rows: int
 
     @property

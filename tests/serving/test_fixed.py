@@ -47,7 +47,7 @@ def agree(made: FilledModel, batch: Batch, close: float = 1e-5) -> None:
         assert torch.equal(mine, other)
 
 
-@settings(max_examples=3 if interpreted() else 60)
+@settings(max_examples=3 if interpreted() else 25)
 @given(batches(), st.sampled_from([16, 64]), st.integers(0, 99))
 def test_the_fixed_form_gives_what_the_eager_form_gives(batch: Batch, page: int, seed: int) -> None:
     made = FilledModel(page, -(-LONGEST // page), len(batch.new), seed=seed)
@@ -83,13 +83,13 @@ def test_a_step_of_many_tokens_too(bits: int | None) -> None:
         agree(quantised(batch, bits, columns=6), batch, 2e-5)
 
 
-@settings(max_examples=2 if interpreted() else 25)
+@settings(max_examples=2 if interpreted() else 12)
 @given(batches(), st.sampled_from([8, 4]), st.integers(0, 99))
 def test_over_quantised_pages_too(batch: Batch, bits: int, seed: int) -> None:
     agree(quantised(batch, bits, seed=seed), batch, 2e-5)
 
 
-@settings(max_examples=2 if interpreted() else 40)
+@settings(max_examples=2 if interpreted() else 20)
 @given(
     batches(), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([16, 64]), st.integers(0, 99)
 )

@@ -61,7 +61,7 @@ def run_both(made: FilledModel, batch: Batch, close: float = 2e-5) -> None:
         assert torch.equal(mine, other)
 
 
-@settings(max_examples=2 if interpreted() else 25)
+@settings(max_examples=2 if interpreted() else 12)
 @given(batches(), st.sampled_from([8, 4]), st.booleans(), st.integers(0, 99))
 def test_prompts_together_are_prompts_one_by_one(
     batch: Batch, bits: int, spare: bool, seed: int
@@ -128,7 +128,7 @@ def test_what_came_before_a_chunk_is_the_same_in_one_piece_and_in_several(
         assert torch.equal(mine, other)
 
 
-@settings(max_examples=2 if interpreted() else 10)
+@settings(max_examples=2 if interpreted() else 4)
 @given(st.integers(2, LONGEST), st.sampled_from([8, 4, "fp8"]), st.booleans(), st.data())
 def test_no_border_of_a_chunk_changes_an_answer(
     tokens: int, bits: Any, fixed: bool, data: Any

@@ -9,13 +9,7 @@ import pytest
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.errors import UsageError
 from kvprof.serving.served import longest_graph
-from kvprof.serving.settings import (
-    LONG_GRAPH,
-    SHORT_GRAPH,
-    engine_options,
-    engine_variables,
-    named,
-)
+from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options, engine_variables, named
 from kvprof.serving.shapes import drawn_plan
 
 
@@ -59,14 +53,10 @@ def test_a_long_step_is_filled_up_by_an_eighth_at_most() -> None:
 @pytest.mark.parametrize(
     ("said", "most", "count", "before"),
     [
-        ("2000", 2000, 67, 1920),
-        ("2048", 2048, 67, 1920),
-        ("1k", 1000, 59, 960),
-        ("1K", 1024, 59, 960),
-        ("0.3k", 300, 38, 288),
-        ("7", 7, 4, 4),
+        ("2000", 2000, 67, 1920), ("2048", 2048, 67, 1920), ("1k", 1000, 59, 960),
+        ("1K", 1024, 59, 960), ("0.3k", 300, 38, 288), ("7", 7, 4, 4),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("option", ["--max-num-batched-tokens=", "--max_num_batched="])
 def test_the_engines_longest_step_is_a_graph_too(
     option: str, said: str, most: int, count: int, before: int

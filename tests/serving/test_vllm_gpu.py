@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from kvprof.serving.settings import RUNNER_VARIABLE
-from tests.serving.engine_runs import (
-    CHUNKS,
-    served_by_engine,
-)
+from tests.serving.engine_runs import CHUNKS, served_by_engine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -64,8 +64,7 @@ def ragged_plan(fingerprint: str = "tiny", seed: int = 0) -> Plan:
         values = tuple(_group(head, pair[1], generator) for head, pair in enumerate(ranks))
         layers.append(
             LayerPlan(
-                KeyPlan(Placement.POST_ROPE, keys),
-                ValuePlan(values, fold_down=True, fold_up=True),
+                KeyPlan(Placement.POST_ROPE, keys), ValuePlan(values, fold_down=True, fold_up=True)
             )
         )
     return Plan("fdc", fingerprint, tuple(layers), made={"model": "tiny"})

@@ -83,13 +83,6 @@ def test_a_window_needs_room_beside_bos(tmp_path, seq_len):
         lists(text_source(tmp_path, "abc"), model(), tokens=None, seq_len=seq_len)
 
 
-@pytest.mark.parametrize(("tokens", "has"), [(9, 8), (1000, 8)])
-def test_more_tokens_than_a_text_has_are_refused_with_both_numbers(tmp_path, tokens, has):
-    source = text_source(tmp_path, "abcde")  # 5 letters, EOS, and BOS twice
-    with pytest.raises(UsageError, match=f"has {has:,} tokens, fewer than the {tokens:,} asked"):
-        lists(source, model(), tokens=tokens, seq_len=4)
-
-
 def test_an_empty_source_is_refused(tmp_path):
     empty = text_source(tmp_path, "", suffix=".jsonl")
     with pytest.raises(UsageError, match="the text is empty"):

@@ -18,22 +18,8 @@ from kvprof.tui.drawings import (
     spark,
     stacked_bars,
 )
-from kvprof.tui.figures import (
-    Choice,
-    LayerFilter,
-    bars,
-    layer_rows,
-    shown_parts,
-)
-from kvprof.tui.frame import (
-    KEYS,
-    LOAD_SCREENS,
-    REQUEST_SCREENS,
-    SCREENS,
-    footer,
-    tabs,
-    text_lines,
-)
+from kvprof.tui.figures import Choice, LayerFilter, bars, layer_rows, shown_parts
+from kvprof.tui.frame import KEYS, LOAD_SCREENS, REQUEST_SCREENS, SCREENS, footer, tabs, text_lines
 from kvprof.tui.state import RunState
 from kvprof.views.bars import Ink
 from kvprof.views.heatmap import HeatMap
@@ -174,9 +160,6 @@ class TestBars:
         events = stream(("full", "fdc"))
         lines = drawn(stacked_bars(bars(state_of(events[:200]), Choice()), Ink()), 100)
         assert lines[0].rstrip().endswith("so far")
-
-    def test_nothing_measured_is_said(self):
-        assert drawn(stacked_bars([], Ink())) == ["nothing was measured yet"]
 
     def test_a_case_without_any_time_is_drawn(self):
         state = state_of(stream(("full",))[:2])

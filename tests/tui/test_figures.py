@@ -4,15 +4,7 @@ import pytest
 
 from kvprof.records.events import CaseStarted, PartSample, StepFinished
 from kvprof.records.parts import UNTIMED
-from kvprof.tui.figures import (
-    Choice,
-    bars,
-    difference,
-    nice_scale,
-    share,
-    shown_parts,
-    tbt_curve,
-)
+from kvprof.tui.figures import Choice, bars, difference, nice_scale, share, shown_parts, tbt_curve
 from kvprof.tui.state import RunState
 from tests.records.streams import stream
 
@@ -144,16 +136,10 @@ class TestCurve:
 @pytest.mark.parametrize(
     ("value", "base", "words"),
     [
-        (0.66, 1.0, "−34 %"),
-        (1.021, 1.0, "+2.1 %"),
-        (1.0, 1.0, "same"),
-        (1.0, 0.0, "–"),
-        (None, 1.0, "–"),
-        (1.0, None, "–"),
-        (0.9999, 1.0, "same"),
-        (3.0, 1.0, "+200 %"),
+        (0.66, 1.0, "−34 %"), (1.021, 1.0, "+2.1 %"), (1.0, 1.0, "same"), (1.0, 0.0, "–"),
+        (None, 1.0, "–"), (1.0, None, "–"), (0.9999, 1.0, "same"), (3.0, 1.0, "+200 %"),
     ],
-)
+)  # fmt: skip
 def test_a_difference_is_written_with_its_sign(value, base, words):
     assert difference(value, base) == words
 

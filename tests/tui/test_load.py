@@ -189,12 +189,6 @@ class TestScreen:
 
         show(recorded(tmp_path, load(methods, (1.0, 2.0))), tmp_path, steps, size=(80, 24))
 
-    def test_before_the_first_rate_it_says_so(self, tmp_path):
-        async def steps(app, pilot):
-            assert "no rate was started yet" in text(app)
-
-        show(recorded(tmp_path, load()[:2]), tmp_path, steps)
-
     def test_a_result_alone_shows_its_figures(self, tmp_path):
         events = load()
         session = Session(

@@ -108,15 +108,6 @@ class TestScreens:
         show(session, tmp_path, steps)
         assert read_result(tmp_path / "kvprof-result.json") == result
 
-    def test_before_anything_was_measured_every_screen_says_so(self, tmp_path):
-        async def steps(app, pilot):
-            shown = [await press(app, pilot, str(number)) for number in range(1, 4)]
-            assert "nothing was measured yet" in shown[0]
-            assert all("no case was started yet" in one for one in shown[1:])
-            assert "preparing case 1 of 3" in shown[0]
-
-        show(recorded(tmp_path, stream()[:1]), tmp_path, steps)
-
     def test_the_log_tells_what_happened_and_wraps(self, tmp_path):
         async def steps(app, pilot):
             shown = await press(app, pilot, "4")
@@ -162,22 +153,6 @@ class TestScreens:
         assert session.progress() == "the measurement says: loading the weights"
         session.said, worker.running = "", False
         assert session.progress() == ""
-
-    def test_what_the_measurement_says_stands_where_nothing_else_does_yet(self, tmp_path):
-        session = recorded(tmp_path, stream()[:1])
-        session.said = "loading the weights"
-
-        async def steps(app, pilot):
-            assert "the measurement says: loading the weights" in text(app)
-
-        show(session, tmp_path, steps)
-        session = recorded(tmp_path / "later", stream())
-        session.said = "loading the weights"
-
-        async def later(app, pilot):
-            assert "loading the weights" not in text(app)
-
-        show(session, tmp_path, later)
 
     @pytest.mark.parametrize(
         ("until_type", "words"),

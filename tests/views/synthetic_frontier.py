@@ -135,10 +135,7 @@ def two_targets() -> dict[str, Any]:
     """Return the frontier of two targets: of needles kq keeps 0.95 to 0.25 alone."""
     result = frontier_result()
     data = result["data"]
-    data["targets"] = [
-        {"metric": "accuracy", "target": 0.99},
-        {"metric": "needle", "target": 0.95},
-    ]
+    data["targets"] = [{"metric": "accuracy", "target": 0.99}, {"metric": "needle", "target": 0.95}]
     for method in data["methods"]:
         method["sure_rate"] = (method["max_rate_interval"] or [None])[0]
         method["binding"] = [] if method["label"] in ("full", "fp8") else ["accuracy"]

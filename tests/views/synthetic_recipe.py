@@ -38,13 +38,7 @@ def recipe_entry(name: str, verdict: str, **more: Any) -> dict[str, Any]:
         "measures": [{"id": "kept", "value": 0.97, "interval": [0.95, 0.99], "missing": None}],
         "published": [_PUBLISHED],
         "cells": [
-            {
-                "id": "a",
-                "command": "kvprof plan",
-                "seconds": 2.0,
-                "known": False,
-                "message": None,
-            }
+            {"id": "a", "command": "kvprof plan", "seconds": 2.0, "known": False, "message": None}
         ],
         "settings": {},
         "machine": "a CPU, 2 threads",

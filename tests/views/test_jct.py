@@ -16,11 +16,7 @@ from kvprof.records.figures import figures_of
 from kvprof.records.fold import result_of
 from kvprof.records.parts import PARTS, UNTIMED, part_of
 from kvprof.records.schema import validate_result
-from kvprof.views.bars import (
-    Bar,
-    StackedBars,
-    columns,
-)
+from kvprof.views.bars import Bar, StackedBars, columns
 from kvprof.views.figure import figure_bytes
 from kvprof.views.jct import figure, notes, report, to_csv
 from kvprof.views.jct_data import (
@@ -288,12 +284,6 @@ def test_requests_of_a_trace_are_shown_when_measured() -> None:
     assert "fdc/arxiv" not in text(WHOLE, 100)
 
 
-def test_labels_say_of_which_methods_they_are() -> None:
-    result = copy.deepcopy(WHOLE)
-    result["data"]["cases"][1]["labels"]["merge"] = "counted in attention"
-    assert "Merge (palu): counted in attention." in text(result, 120)
-
-
 def test_what_is_told_of_one_request_names_it() -> None:
     result = copy.deepcopy(SWEEP)
     cases = result["data"]["cases"]
@@ -306,16 +296,6 @@ def test_what_is_told_of_one_request_names_it() -> None:
     assert f"Kernel ({cases[0]['case']}): slow." in found
 
 
-def test_the_most_memory_says_what_it_is_of() -> None:
-    assert "process peak" in text(WHOLE)
-    assert "Process peak: resident memory" in " ".join(text(WHOLE).split())
-    result = copy.deepcopy(WHOLE)
-    result["inputs"]["device"] = "cuda:0"
-    shown = text(result).lower()
-    assert "device peak" in shown
-    assert "process peak" not in shown
-
-
 def test_several_steps_at_a_context_are_one_point() -> None:
     result = copy.deepcopy(WHOLE)
     again = [row | {"seconds": row["seconds"] * 3} for row in result["data"]["steps"]]
@@ -324,12 +304,6 @@ def test_several_steps_at_a_context_are_one_point() -> None:
     once, thrice = (step_curves(one, groups(one)[0])[0] for one in (WHOLE, result))
     assert list(thrice.x) == list(once.x)
     assert thrice.y == pytest.approx([3 * y for y in once.y if y is not None])
-
-
-def test_throttling_is_told() -> None:
-    result = copy.deepcopy(WHOLE)
-    result["data"]["telemetry"]["cpu"]["throttled"] = {"power cap": 3}
-    assert "cpu was throttled in 3 of" in text(result)
 
 
 def test_csv_holds_every_observation_and_adds_up() -> None:

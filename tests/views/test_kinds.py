@@ -54,9 +54,7 @@ def page_of(kind: str) -> str:
     return to_html(RESULTS[kind])
 
 
-_VIEWS = {
-    "bench": bench,
-}
+_VIEWS = {"bench": bench}
 
 
 @pytest.mark.parametrize("kind", _VIEWS)
@@ -127,11 +125,7 @@ def test_blocks_keep_the_order_and_the_kind_of_what_they_show() -> None:
     # However many methods there are, the page has room for one table.
     assert [
         title for title in (one.title for one in parts.columns) if title in ("full", "palu", "fdc")
-    ] == [
-        "full",
-        "palu",
-        "fdc",
-    ]
+    ] == ["full", "palu", "fdc"]
 
 
 def test_kinds_say_what_they_have() -> None:

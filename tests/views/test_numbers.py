@@ -10,20 +10,13 @@ from kvprof.views.numbers import MISSING, axis_number, count, interval, number, 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.0, "0"),
-        (0.040123, "0.0401"),
-        (61.26, "61.3"),
-        (9.996, "10.0"),
-        (999.6, "1,000"),
-        (12345.6, "12,346"),
-        (-0.5, "-0.500"),
-        (3.1e-7, "3.1e-07"),
-        (4e-9, "4e-09"),
+        (0.0, "0"), (0.040123, "0.0401"), (61.26, "61.3"), (9.996, "10.0"), (999.6, "1,000"),
+        (12345.6, "12,346"), (-0.5, "-0.500"), (3.1e-7, "3.1e-07"), (4e-9, "4e-09"),
         (math.inf, "∞"),
         (math.nan, MISSING),
         (None, MISSING),
     ],
-)
+)  # fmt: skip
 def test_number(value, text):
     assert number(value) == text
 

@@ -75,19 +75,6 @@ def test_gaps_are_not_bridged():
     assert " " * 40 in row
 
 
-@pytest.mark.parametrize(
-    "values", [[0.0] * 3, [None] * 3, [math.nan] * 3, [-1.0, 0.0, math.inf], []]
-)
-def test_nothing_to_plot_is_said(values):
-    text = draw([Series("vo", range(len(values)), values)], log_y=True).plain
-    assert "nothing to plot: no positive values (vo)" in text
-
-
-def test_a_curve_with_nothing_to_draw_is_named_beside_others():
-    text = draw([*CURVES, Series("w_v", [1.0], [0.0])], log_y=True).plain
-    assert "◆ w_v (nothing to draw)" in text
-
-
 @pytest.mark.parametrize("log_y", [False, True])
 @pytest.mark.parametrize("values", [[3.0], [3.0] * 5, [1e-9, 1e-9], [1e9] * 2])
 def test_single_points_and_constants(values, log_y):

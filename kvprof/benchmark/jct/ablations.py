@@ -34,21 +34,11 @@ _STRAWMAN = "strawman"
 
 @dataclass(frozen=True)
 class Variant:
-    """A method of a composed run by its name.
+    """A method of a composed run by its name."""
 
-    Attributes
-    ----------
-    name : str
-        As written.
-    asked : Asked
-        Whose widths it has.
-    without : tuple of str
-        Of `ABLATIONS`.
-    """
-
-    name: str
-    asked: Asked
-    without: tuple[str, ...] = ()
+    name: str  # as written
+    asked: Asked  # whose widths it has
+    without: tuple[str, ...] = ()  # of `ABLATIONS`
 
     @property
     def own(self) -> bool:

@@ -52,16 +52,9 @@ _SAMPLES = 3
 
 @dataclass(eq=False)
 class FullAttention:
-    """Finds the fastest full-width kernel, once for lengths that are near each other.
+    """Finds the fastest full-width kernel, once for lengths that are near each other."""
 
-    Attributes
-    ----------
-    seconds : float
-        To spend on one kernel's samples.
-    should_stop : callable
-    """
-
-    seconds: float
+    seconds: float  # to spend on one kernel's samples
     should_stop: Callable[[], bool] = lambda: False
     _tried: dict[tuple[str, int, int], list[str]] = field(default_factory=dict)
 

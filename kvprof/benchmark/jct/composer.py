@@ -40,15 +40,9 @@ _REACHED = 0.5  # share of a plain product's rate that a layer reaches
 
 @dataclass(frozen=True)
 class RequestLengths:
-    """A prompt and how much is written after it.
+    """A prompt and how much is written after it."""
 
-    Attributes
-    ----------
-    input_len, output_len : int
-        Tokens; prefill gives the first that is written, decode the others.
-    """
-
-    input_len: int
+    input_len: int  # tokens; prefill gives the first that is written, decode the others
     output_len: int
 
     @property
@@ -145,36 +139,19 @@ ComposedStep = tuple[int, float, float]
 
 @dataclass(frozen=True)
 class ComposedRequest:
-    """A request, put together.
-
-    Attributes
-    ----------
-    request : RequestLengths
-    prefill, decode : dict of float
-        Seconds by part.
-    prefill_seconds, decode_seconds : float
-        Of whole layers and what a pass does once.
-    steps : list of (int, float, float)
-        Context, seconds of the pass, and passes that it stands for.
-    error : float or None
-        Of `decode_seconds`, because steps between rungs were not measured.
-    predicted_from : int or None
-        The longest prompt that was measured, where this one was not.
-    energy_joules : float or None
-        Power while whole layers ran, times the seconds of each phase.
-    prefill_interval, decode_interval : (float, float) or None
-        95 % intervals of the seconds of the two phases.
-    """
+    """A request, put together."""
 
     request: RequestLengths
-    prefill: dict[str, float]
+    prefill: dict[str, float]  # seconds by part
     decode: dict[str, float]
-    prefill_seconds: float
+    prefill_seconds: float  # of whole layers and what a pass does once
     decode_seconds: float
-    steps: list[ComposedStep]
-    error: float | None
-    predicted_from: int | None
+    steps: list[ComposedStep]  # context, seconds of the pass, and passes that it stands for
+    error: float | None  # of `decode_seconds`, because steps between rungs were not measured
+    predicted_from: int | None  # the longest prompt that was measured, where this one was not
+    #: Power while whole layers ran, times the seconds of each phase.
     energy_joules: float | None = None
+    #: 95 % intervals of the seconds of the two phases.
     prefill_interval: tuple[float, float] | None = None
     decode_interval: tuple[float, float] | None = None
 
@@ -190,26 +167,15 @@ _BENT = "attention"
 
 @dataclass(eq=False)
 class Composer:
-    """Composes requests of one method at one batch size, measuring what they need on the way.
-
-    Attributes
-    ----------
-    bench : LayerBench
-    method : Method
-    batch : int
-    requests : sequence of RequestLengths
-        That will be asked for: their lengths decide where is measured.
-    rate : float
-        Of a matrix product, in flop/s.
-    sampled : sequence of RequestLengths
-        Many more, which are put together from points between which they lie.
-    """
+    """Composes requests of one method at one batch size, measuring what they need on the way."""
 
     bench: LayerBench
     method: Method
     batch: int
+    #: That will be asked for: their lengths decide where is measured.
     requests: Sequence[RequestLengths]
-    rate: float
+    rate: float  # of a matrix product, in flop/s
+    #: Many more, which are put together from points between which they lie.
     sampled: Sequence[RequestLengths] = ()
     _prefill_rungs: list[int] = field(init=False)
     _longest: int = field(init=False)

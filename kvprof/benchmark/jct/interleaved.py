@@ -49,25 +49,13 @@ _UNCERTAIN = 0.05  # of a request's time: half the share without a name that is 
 
 @dataclass
 class RequestRun:
-    """One run of the request.
+    """One run of the request."""
 
-    Attributes
-    ----------
-    started, ended : float
-        Of the run's clock; `ended` is None until it has run to its end.
-    steps : list of Step
-        Prefill first.
-    parts : dict of LayerParts
-        By step, of those that were marked.
-    timed, inexact : float
-        Seconds of these parts, and of those that are not exact.
-    """
-
-    started: float
+    started: float  # of the run's clock; `ended` is None until it has run to its end
     ended: float | None = None
-    steps: list[Step] = field(default_factory=list)
-    parts: dict[int, LayerParts] = field(default_factory=dict)
-    timed: float = 0.0
+    steps: list[Step] = field(default_factory=list)  # prefill first
+    parts: dict[int, LayerParts] = field(default_factory=dict)  # by step, of those that were marked
+    timed: float = 0.0  # seconds of these parts, and of those that are not exact
     inexact: float = 0.0
 
     @property
@@ -180,30 +168,16 @@ _MOST_INEXACT = 0.1  # of the GPU's time
 
 
 class CaseEvents:
-    """Makes events of steps.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    plan : Plan
-    case : str
-    ids : Tensor
-        ``[batch, input_len]``.
-    steps : int
-        Of decoding.
-    on_gpu : bool
-        What no mark names is then nobody's, and `host` what the GPU waited.
-    emit, now : callable
-    """
+    """Makes events of steps."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         plan: Plan,
         case: str,
-        ids: Tensor,
-        steps: int,
-        on_gpu: bool,
+        ids: Tensor,  # `[batch, input_len]`
+        steps: int,  # of decoding
+        on_gpu: bool,  # what no mark names is then nobody's, and `host` what the GPU waited
         emit: Callable[[Event], None],
         now: Callable[[], float],
     ) -> None:
@@ -338,28 +312,13 @@ _LONG_SECONDS = 60.0  # after which no more rounds are made than were asked for
 
 
 class InterleavedRuns:
-    """Runs of one request.
-
-    Parameters
-    ----------
-    runner : Runner
-        Warm.
-    events : CaseEvents
-    steps : int
-        Of decoding.
-    should_stop, now : callable
-
-    Attributes
-    ----------
-    plain, marked : list of RequestRun
-        Without marks, and with them: on a GPU held back.
-    """
+    """Runs of one request."""
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner,  # warm
         events: CaseEvents,
-        steps: int,
+        steps: int,  # of decoding
         should_stop: Callable[[], bool],
         now: Callable[[], float],
     ) -> None:
@@ -368,7 +327,7 @@ class InterleavedRuns:
         self._round, self._last = 0, False
         self._done = self._least = self._most = 0  # runs of the request
         self._said = 0.0
-        self.plain: list[RequestRun] = []
+        self.plain: list[RequestRun] = []  # without marks, and with them: on a GPU held back
         self.marked: list[RequestRun] = []
 
     def run(self, repeats: int, most: int) -> None:

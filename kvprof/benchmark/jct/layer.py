@@ -51,63 +51,34 @@ Runs = Sequence[Callable[[], Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class PartCall:
-    """One call, on as many copies of its inputs as keep them out of the cache.
+    """One call, on as many copies of its inputs as keep them out of the cache."""
 
-    Attributes
-    ----------
-    part : str
-        Of `kvprof.records.parts.PARTS`.
-    runs : sequence of callable
-    key : tuple
-        Two calls with one key are the same work, which a run measures once.
-    per_pass : bool
-        Once per forward pass; otherwise once per layer.
-    contained : tuple of (str, Runs), optional
-        A part that this call contains, and what runs that part alone: that time is the part's,
-        and this call's own part is the difference.
-    on_host : bool
-        Work of the host, which no graph can hold: a clock is read around it.
-    waits : bool
-        The host looks at results within the call, which no graph can hold either: a clock is read
-        around it and all that it left running. It must not be tried: a capture that fails may
-        leave libraries' handles and their workspaces behind in no state to be used.
-    sampler : Sampler, optional
-        What times it where no clock around its call or graph does.
-    """
-
-    part: str
+    part: str  # of `kvprof.records.parts.PARTS`
     runs: Runs
-    key: tuple[object, ...]
-    per_pass: bool = False
+    key: tuple[object, ...]  # two calls with one key are the same work, which a run measures once
+    per_pass: bool = False  # once per forward pass; otherwise once per layer
+    #: A part that this call contains, and what runs that part alone: that time is the part's, and
+    #: this call's own part is the difference.
     contained: tuple[str, Runs] | None = None
-    on_host: bool = False
+    on_host: bool = False  # work of the host, which no graph can hold: a clock is read around it
+    #: The host looks at results within the call, which no graph can hold either: a clock is read
+    #: around it and all that it left running. It must not be tried: a capture that fails may leave
+    #: libraries' handles and their workspaces behind in no state to be used.
     waits: bool = False
-    sampler: Sampler | None = None
+    sampler: Sampler | None = None  # what times it where no clock around its call or graph does
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCalls:
-    """A method's attention in one layer and what belongs to it.
+    """A method's attention in one layer and what belongs to it."""
 
-    Attributes
-    ----------
-    calls : list of PartCall
-        In the order of a layer: between its projections and its output projection.
-    projections : tuple of int
-        Columns that Q, K and V have when they leave their projections.
-    output : int
-        Columns that the output projection takes.
-    rotated : str
-        What RoPE turns outside these calls: ``both``, ``query`` or ``none``.
-    labels : dict of str
-        What a reader must know.
-    """
-
+    #: In the order of a layer: between its projections and its output projection.
     calls: list[PartCall]
+    #: Columns that Q, K and V have when they leave their projections.
     projections: tuple[int, int, int]
-    output: int
-    rotated: str
-    labels: dict[str, str] = field(default_factory=dict)
+    output: int  # columns that the output projection takes
+    rotated: str  # what RoPE turns outside these calls: `both`, `query` or `none`
+    labels: dict[str, str] = field(default_factory=dict)  # what a reader must know
 
 
 class _Waiting:
@@ -274,12 +245,7 @@ def llama_config(model: ModelShape) -> LlamaConfig:
 
 @dataclass(eq=False)
 class DenseParts:
-    """Makes the calls around attention, and keeps their weights for the next length.
-
-    Attributes
-    ----------
-    model : ModelShape
-    """
+    """Makes the calls around attention, and keeps their weights for the next length."""
 
     model: ModelShape
     _weights: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)

@@ -77,16 +77,9 @@ dist.destroy_process_group()
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Measured times by size.
+    """Measured times by size."""
 
-    Attributes
-    ----------
-    sizes : list of int
-        Bytes on each GPU, ascending.
-    seconds : list of float
-    """
-
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes on each GPU, ascending
     seconds: list[float] = field(default_factory=list)
 
     def __call__(self, nbytes: int) -> float:
@@ -150,64 +143,37 @@ _SPREAD = {"cuda": 0.05, "cpu": 0.2}
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One layer at one length.
+    """One layer at one length."""
 
-    Attributes
-    ----------
-    tokens : int
-        In the cache during a decoding step; of the prompt.
-    parts : dict of float
-        Seconds of each part of one layer.
-    passes : dict of float
-        Seconds of what a forward pass does once, by part.
-    layer : float
-        Seconds of the whole layer: all its calls in one CUDA graph (beside it those that wait for
-        the host), or one after the other on a CPU.
-    labels : dict of str
-    watts : float or None
-        What the device took while the layer was repeated, where that was asked for and it tells.
-    ends : (float, float) or None
-        The 95 % interval of the layer's median, relative to it.
-    """
-
-    tokens: int
-    parts: dict[str, float]
-    passes: dict[str, float]
+    tokens: int  # in the cache during a decoding step; of the prompt
+    parts: dict[str, float]  # seconds of each part of one layer
+    passes: dict[str, float]  # seconds of what a forward pass does once, by part
+    #: Seconds of the whole layer: all its calls in one CUDA graph (beside it those that wait for
+    #: the host), or one after the other on a CPU.
     layer: float
     labels: dict[str, str]
+    #: What the device took while the layer was repeated, where that was asked for and it tells.
     watts: float | None = None
+    #: The 95 % interval of the layer's median, relative to it.
     ends: tuple[float, float] | None = None
 
 
 @dataclass(eq=False)
 class LayerBench:
-    """Measures points of one model's shape, and remembers what it has measured.
-
-    Attributes
-    ----------
-    model : ModelShape
-    machine : Machine
-    dtype : torch.dtype
-    seed : int
-    repeats : int or None
-        Samples of each time; None takes 20 on a GPU and 15 on a CPU.
-    all_reduce : callable or None
-        Seconds of summing so many bytes over all GPUs; None where it is not measured.
-    should_stop, warn, advance : callable
-        Whether to end; what is said of the figures; that one more point is done.
-    clock, energy : callable
-        Seconds since the start of the run; joules between two such times, None where nothing tells.
-    """
+    """Measures points of one model's shape, and remembers what it has measured."""
 
     model: ModelShape
     machine: Machine
     dtype: torch.dtype
     seed: int = 0
-    repeats: int | None = None
+    repeats: int | None = None  # samples of each time; None takes 20 on a GPU and 15 on a CPU
+    #: Seconds of summing so many bytes over all GPUs; None where it is not measured.
     all_reduce: Callable[[int], float] | None = None
+    #: Whether to end; what is said of the figures; that one more point is done.
     should_stop: Callable[[], bool] = lambda: False
     warn: Callable[[str], None] = lambda _: None
     advance: Callable[[str], None] = lambda _: None
+    #: Seconds since the start of the run; joules between two such times, None where nothing tells.
     clock: Callable[[], float] = time.monotonic
     energy: Callable[[float, float], float | None] | None = None
 

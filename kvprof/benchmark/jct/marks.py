@@ -23,18 +23,11 @@ _NO_WORK = (nn.Dropout, nn.Identity)
 
 @dataclass(frozen=True)
 class TimedModules:
-    """The modules whose forward passes are parts.
+    """The modules whose forward passes are parts."""
 
-    Attributes
-    ----------
-    outside : list of (module, part)
-        What belongs to no layer.
-    layers : list of list of (module, part)
-        Per layer, the layer itself first. Its own time, without its modules', is the residual
-        additions'; that of its attention module is nobody's (`REST`).
-    """
-
-    outside: list[tuple[nn.Module, str]]
+    outside: list[tuple[nn.Module, str]]  # what belongs to no layer
+    #: Per layer, the layer itself first. Its own time, without its modules', is the residual
+    #: additions'; that of its attention module is nobody's (`REST`).
     layers: list[list[tuple[nn.Module, str]]]
 
 
@@ -127,17 +120,7 @@ def _outside(module: nn.Module) -> str | None:
 
 
 class Instrument:
-    """Marks for one model, to be made where it will run (see `find_timed_modules`).
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-
-    Raises
-    ------
-    UsageError
-        As `find_timed_modules` does.
-    """
+    """Marks for one model, to be made where it will run (see `find_timed_modules`)."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._modules = find_timed_modules(loaded)

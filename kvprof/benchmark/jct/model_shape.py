@@ -16,41 +16,22 @@ __all__ = ["Dense", "ModelShape", "load_model_shape"]
 
 @dataclass(frozen=True)
 class Dense:
-    """What is computed per token without looking at any other.
+    """What is computed per token without looking at any other."""
 
-    Attributes
-    ----------
-    intermediate_size : int
-        Of the MLP, or of one expert.
-    vocab_size : int
-    gated : bool
-        Three matrices instead of two.
-    experts, experts_per_token : int
-        0 for an MLP without experts.
-    """
-
-    intermediate_size: int
+    intermediate_size: int  # of the MLP, or of one expert
     vocab_size: int
-    gated: bool = True
-    experts: int = 0
+    gated: bool = True  # three matrices instead of two
+    experts: int = 0  # 0 for an MLP without experts
     experts_per_token: int = 0
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A shape that a request can be composed for.
-
-    Attributes
-    ----------
-    attention : Shape
-    dense : Dense
-    tp : int
-        GPUs among which heads, MLP and vocabulary are divided; both are one GPU's part.
-    """
+    """A shape that a request can be composed for."""
 
     attention: Shape
     dense: Dense
-    tp: int = 1
+    tp: int = 1  # GPUs among which heads, MLP and vocabulary are divided; both are one GPU's part
 
     @property
     def name(self) -> str:

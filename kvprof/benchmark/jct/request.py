@@ -35,67 +35,29 @@ def case_name(method: str, batch: int, input_len: int, output_len: int) -> str:
 
 @dataclass(frozen=True)
 class JctRequest:
-    """What to measure.
+    """What to measure."""
 
-    Attributes
-    ----------
-    model : str
-        A shape's name, ``reference``, a folder, or a hub id.
-    mode : str
-        ``real`` (a model generates) or ``composed`` (one layer's parts, put together).
-    methods : tuple of str
-        Names of `plans` among them.
-    plans : tuple of str
-        Files of saved plans; each is named by its file.
-    baseline : str
-        The method against which differences are shown.
-    batches, input_lens, output_lens : tuple of int
-        Every combination is a case.
-    rate : float
-        Of the cache's bytes, where a method's can be chosen.
-    rate_given : bool
-        Whether it was asked for.
-    ranks : str or None
-        A file with widths, for composed runs.
-    dtype, device : str
-    seed : int
-        Of inputs, weights and sampled lengths.
-    repeats : int or None
-    tp : int
-        GPUs of tensor parallelism: the figures are one GPU's.
-    layers : int or None
-        How many of a shape's layers; None for all.
-    trace : str or None
-        Lengths of requests; see `kvprof.serving.load.traces`.
-    requests : int
-        To sample from the trace.
-    kernels : str
-        Of a real run; see `kvprof.runtime.compressed.compressed`.
-    command : tuple of str
-        As the user wrote it.
-    """
-
-    model: str = "reference"
-    mode: str = "real"
-    methods: tuple[str, ...] = DEFAULT_METHODS
-    plans: tuple[str, ...] = ()
-    baseline: str = "full"
-    batches: tuple[int, ...] = (1,)
+    model: str = "reference"  # A shape's name, `reference`, a folder, or a hub id
+    mode: str = "real"  # `real` (a model generates) or `composed` (one layer's parts, put together)
+    methods: tuple[str, ...] = DEFAULT_METHODS  # names of `plans` among them
+    plans: tuple[str, ...] = ()  # files of saved plans; each is named by its file
+    baseline: str = "full"  # the method against which differences are shown
+    batches: tuple[int, ...] = (1,)  # every combination is a case
     input_lens: tuple[int, ...] = (1024,)
     output_lens: tuple[int, ...] = (64,)
-    rate: float = 0.5
-    rate_given: bool = False
-    ranks: str | None = None
+    rate: float = 0.5  # of the cache's bytes, where a method's can be chosen
+    rate_given: bool = False  # whether it was asked for
+    ranks: str | None = None  # A file with widths, for composed runs
     dtype: str = "auto"
     device: str = "auto"
-    seed: int = 0
+    seed: int = 0  # of inputs, weights and sampled lengths
     repeats: int | None = None
-    tp: int = 1
-    layers: int | None = None
-    trace: str | None = None
-    requests: int = 200
-    kernels: str = "auto"
-    command: tuple[str, ...] = ()
+    tp: int = 1  # GPUs of tensor parallelism: the figures are one GPU's
+    layers: int | None = None  # how many of a shape's layers; None for all
+    trace: str | None = None  # lengths of requests; see `kvprof.serving.load.traces`
+    requests: int = 200  # to sample from the trace
+    kernels: str = "auto"  # of a real run; see `kvprof.runtime.compressed.compressed`
+    command: tuple[str, ...] = ()  # as the user wrote it
 
     def __post_init__(self) -> None:
         if self.mode not in ("real", "composed"):
@@ -172,34 +134,17 @@ class JctRequest:
 
 @dataclass(eq=False)
 class Run:
-    """A run under way: where its events go, and what happened to its cases.
-
-    Attributes
-    ----------
-    request : JctRequest
-    journal : Journal
-    progress : Progress
-    should_stop : callable
-    device : torch.device
-    extra : dict
-        Of the run's last event.
-    started : bool
-        Whether the first event is written.
-    done : int
-        Cases that were measured to their end.
-    problems : list of KvprofError
-        Why others were not.
-    """
+    """A run under way: where its events go, and what happened to its cases."""
 
     request: JctRequest
     journal: Journal
     progress: Progress
     should_stop: Callable[[], bool]
     device: torch.device
-    extra: dict[str, Any] = field(default_factory=dict)
-    started: bool = False
-    done: int = 0
-    problems: list[KvprofError] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)  # of the run's last event
+    started: bool = False  # whether the first event is written
+    done: int = 0  # cases that were measured to their end
+    problems: list[KvprofError] = field(default_factory=list)  # why others were not
     _said: set[str] = field(default_factory=set)
 
     def emit(self, event: Event) -> None:

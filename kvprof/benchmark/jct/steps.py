@@ -37,24 +37,12 @@ _WARMING = 3  # passes: a prompt, a step that is run eagerly, one that may be ca
 
 @dataclass(frozen=True)
 class Step:
-    """A forward pass and the choice of its token.
+    """A forward pass and the choice of its token."""
 
-    Attributes
-    ----------
-    seconds : float
-        From its first call until the token was on the host.
-    queued : float
-        Until everything was queued; on a CPU until everything was done.
-    tokens : list of int
-        One per row.
-    stretches : list of Stretch
-        Empty without marks.
-    """
-
-    seconds: float
-    queued: float
-    tokens: list[int]
-    stretches: list[Stretch]
+    seconds: float  # from its first call until the token was on the host
+    queued: float  # until everything was queued; on a CPU until everything was done
+    tokens: list[int]  # one per row
+    stretches: list[Stretch]  # empty without marks
 
 
 class Runner:
@@ -62,31 +50,16 @@ class Runner:
 
     The end of a text is not looked for: every run has the same steps. Each token is brought to the
     host, as whoever reads the text would have it; that is the only time a step waits.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    session : Compression
-        Open.
-    input_ids : Tensor
-        ``[batch, tokens]``, on the model's device.
-    output_len : int
-        Tokens to write; the first is prefill's.
-    graph : bool
-        Replay decoding steps as CUDA graphs, which only layers on the kernels can be captured in.
-
-    Raises
-    ------
-    UsageError
-        When the model's steps cannot be captured, or its parts cannot be told apart.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        session: Compression,
-        input_ids: Tensor,
-        output_len: int,
+        session: Compression,  # open
+        input_ids: Tensor,  # `[batch, tokens]`, on the model's device
+        output_len: int,  # tokens to write; the first is prefill's
+        #: Replay decoding steps as CUDA graphs, which only layers on the kernels can be captured
+        #: in.
         graph: bool,
     ) -> None:
         if graph and (reason := uncaptured(loaded, session)) is not None:

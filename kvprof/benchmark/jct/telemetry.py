@@ -110,32 +110,16 @@ class _Gpu:
 
 
 class Telemetry:
-    """Samples a device while the body runs, in a thread of its own.
-
-    Parameters
-    ----------
-    emit : callable
-        Given each sample, from the thread. When it raises, sampling ends and the error is raised
-        at the end of the body, unless the body has one of its own.
-    now : callable
-        Seconds since the start of the run.
-    device : torch.device
-        ``cpu``, or a GPU.
-    rate_hz : float
-        Samples per second.
-
-    Raises
-    ------
-    UsageError
-        For a rate that is not above 0.
-    """
+    """Samples a device while the body runs, in a thread of its own."""
 
     def __init__(
         self,
+        #: Given each sample, from the thread. When it raises, sampling ends and the error is raised
+        #: at the end of the body, unless the body has one of its own.
         emit: Callable[[Event], None],
-        now: Callable[[], float],
-        device: torch.device,
-        rate_hz: float = 5.0,
+        now: Callable[[], float],  # seconds since the start of the run
+        device: torch.device,  # `cpu`, or a GPU
+        rate_hz: float = 5.0,  # samples per second
     ) -> None:
         if not 0 < rate_hz < float("inf"):
             raise UsageError(f"{rate_hz:g} samples per second make no sense; give more than 0")

@@ -25,64 +25,32 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True)
 class Question:
-    """One question as text, before a model's tokenizer and chat template have seen it.
+    """One question as text, before a model's tokenizer and chat template have seen it."""
 
-    Attributes
-    ----------
-    turns : tuple of str
-        What the user and the assistant said in turn; the last one is the user's question.
-    prefix : str
-        With which the answer begins.
-    references : tuple of str
-        What has to be written.
-    chance : float
-        The score of one who picks among the strings of the asked kind in the prompt; 0 where all
-        of them are asked for.
-    depth : float or None
-        Where the statement asked for stands, 0 (start) to 1; None where there are several.
-    """
-
+    #: What the user and the assistant said in turn; the last one is the user's question.
     turns: tuple[str, ...]
-    prefix: str = ""
-    references: tuple[str, ...] = ()
+    prefix: str = ""  # with which the answer begins
+    references: tuple[str, ...] = ()  # what has to be written
+    #: The score of one who picks among the strings of the asked kind in the prompt; 0 where all of
+    #: them are asked for.
     chance: float = 0.0
+    #: Where the statement asked for stands, 0 (start) to 1; None where there are several.
     depth: float | None = None
 
 
 @dataclass(frozen=True)
 class TaskItem:
-    """One question to one model.
+    """One question to one model."""
 
-    Attributes
-    ----------
-    task : str
-        A name of `kvprof.evaluation.tasks.registry.TASKS`.
-    length : int
-        Tokens that prompt and answer take at most, as asked for.
-    depth : float or None
-        As in `Question`.
-    prompt : list of int
-        Token ids, with what the tokenizer or the chat template puts in front.
-    answer : list of int
-        That greedy decoding has to give; empty where what is written is scored.
-    scoring : Scoring
-    references : tuple of str
-        As in `Question`.
-    limit : int
-        Tokens that may be written; 0 where the answer's own number decides.
-    chance : float
-        As in `Question`.
-    """
-
-    task: str
-    length: int
-    depth: float | None
-    prompt: list[int]
-    answer: list[int]
+    task: str  # A name of `kvprof.evaluation.tasks.registry.TASKS`
+    length: int  # tokens that prompt and answer take at most, as asked for
+    depth: float | None  # as in `Question`
+    prompt: list[int]  # token ids, with what the tokenizer or the chat template puts in front
+    answer: list[int]  # that greedy decoding has to give; empty where what is written is scored
     scoring: Scoring = Scoring.TOKENS
-    references: tuple[str, ...] = ()
-    limit: int = 0
-    chance: float = 0.0
+    references: tuple[str, ...] = ()  # as in `Question`
+    limit: int = 0  # tokens that may be written; 0 where the answer's own number decides
+    chance: float = 0.0  # as in `Question`
 
     @property
     def answer_tokens(self) -> int:
@@ -97,25 +65,14 @@ class TaskItem:
 
 @dataclass(frozen=True)
 class TaskAnswer:
-    """What one model made of one question.
+    """What one model made of one question."""
 
-    Attributes
-    ----------
-    score : float
-        0 to 1.
-    exact : bool
-        Whether everything asked for is there.
-    written : int or None
-        Tokens up to the end of text, it included, or up to the limit; None where decoding ended as
-        soon as the score was known.
-    ended : bool
-        Whether the text ended within the limit.
-    """
-
-    score: float
-    exact: bool
+    score: float  # 0 to 1
+    exact: bool  # whether everything asked for is there
+    #: Tokens up to the end of text, it included, or up to the limit; None where decoding ended as
+    #: soon as the score was known.
     written: int | None = None
-    ended: bool = False
+    ended: bool = False  # whether the text ended within the limit
 
 
 def string_match_all(text: str, references: Sequence[str]) -> float:

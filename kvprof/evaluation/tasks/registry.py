@@ -36,28 +36,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Task:
-    """What an evaluation has to know of a task.
-
-    Attributes
-    ----------
-    scoring : Scoring
-    draw : callable or None
-        Generates a question of a size (`kvprof.evaluation.tasks.ruler.RulerTask`); None where the
-        questions are embedded, at lengths of their own.
-    limit : int
-        Tokens that may be written; 0 where the answer's own number decides.
-    least, most : int
-        Sizes that `draw` takes.
-    note : str
-        What a reader must know of it; empty for nothing.
-    """
+    """What an evaluation has to know of a task."""
 
     scoring: Scoring
+    #: Generates a question of a size (`kvprof.evaluation.tasks.ruler.RulerTask`); None where the
+    #: questions are embedded, at lengths of their own.
     draw: Draw | None = None
-    limit: int = 0
-    least: int = 0
+    limit: int = 0  # tokens that may be written; 0 where the answer's own number decides
+    least: int = 0  # sizes that `draw` takes
     most: int = 0
-    note: str = ""
+    note: str = ""  # what a reader must know of it; empty for nothing
 
 
 # --- A conversation of many rounds, of which one answer is asked for again (as MRCR, generated).
@@ -256,23 +244,13 @@ _SEED = 42  # RULER's default
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Questions that fit a model.
-
-    Attributes
-    ----------
-    items : list of TaskItem
-    left_out : int
-        Embedded questions that were passed over because prompt and answer exceed the context.
-    lengths : tuple of int
-        Of generated questions; empty where there are none.
-    notes : tuple of str
-        What a reader must know of the tasks.
-    """
+    """Questions that fit a model."""
 
     items: list[TaskItem]
+    #: Embedded questions that were passed over because prompt and answer exceed the context.
     left_out: int = 0
-    lengths: tuple[int, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    lengths: tuple[int, ...] = ()  # of generated questions; empty where there are none
+    notes: tuple[str, ...] = field(default=())  # what a reader must know of the tasks
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:

@@ -35,21 +35,11 @@ Draw = Callable[[random.Random, int, int], Question]
 
 @dataclass(frozen=True)
 class RulerTask:
-    """One task.
+    """One task."""
 
-    Attributes
-    ----------
-    draw : callable
-        Takes a source of random numbers, a size and the length asked for, in tokens.
-    limit : int
-        Tokens that may be written.
-    least, most : int
-        Sizes that `draw` takes: pieces of the haystack, or words of a list.
-    """
-
-    draw: Draw
-    limit: int
-    least: int
+    draw: Draw  # takes a source of random numbers, a size and the length asked for, in tokens
+    limit: int  # tokens that may be written
+    least: int  # sizes that `draw` takes: pieces of the haystack, or words of a list
     most: int
 
 
@@ -75,22 +65,12 @@ _QUARTERS = 4  # depths are reported in quarters of the text
 
 @dataclass(frozen=True)
 class Niah:
-    """What distinguishes one ``niah`` task from another.
+    """What distinguishes one ``niah`` task from another."""
 
-    Attributes
-    ----------
-    haystack : str
-        ``noise``, ``essay`` or ``needle``.
-    keys, values : str
-        ``words``, ``numbers`` or ``uuids``.
-    num_keys, num_values, num_queries : int
-        Keys that are hidden, values of each, and keys that are asked for.
-    """
-
-    haystack: str
-    keys: str = "words"
+    haystack: str  # `noise`, `essay` or `needle`
+    keys: str = "words"  # `words`, `numbers` or `uuids`
     values: str = "numbers"
-    num_keys: int = 1
+    num_keys: int = 1  # keys that are hidden, values of each, and keys that are asked for
     num_values: int = 1
     num_queries: int = 1
 

@@ -36,42 +36,19 @@ os.register_at_fork(after_in_child=_pools.clear)
 
 
 def decode_cpu(
-    query: Tensor,
-    buffer: Tensor,
+    query: Tensor,  # `[rows, Σ_g G·dk_g]` on the CPU
+    buffer: Tensor,  # the layer's cache, of the same dtype
     layout: RaggedLayout,
+    #: Tokens of each row, and the first that it sees; clamped to what there is room for.
     lengths: Tensor | Sequence[int],
-    scaling: float,
+    scaling: float,  # factor of `q · k`
     *,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    softcap: float = 0.0,  # scores become `softcap · tanh(score / softcap)`; 0 leaves them
+    sinks: Tensor | None = None,  # `[heads, G]` float32: a further logit per query head
     starts: Tensor | Sequence[int] | None = None,
-    table: Tensor | None = None,
+    table: Tensor | None = None,  # `[rows, most pages]` int32, where the layout is of a pool
 ) -> Tensor:
-    """Return one decoding step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
-
-    Parameters
-    ----------
-    query : Tensor
-        ``[rows, Σ_g G·dk_g]`` on the CPU.
-    buffer : Tensor
-        The layer's cache, of the same dtype.
-    layout : RaggedLayout
-    lengths, starts : Tensor or sequence of int
-        Tokens of each row, and the first that it sees; clamped to what there is room for.
-    scaling : float
-        Factor of ``q · k``.
-    softcap : float
-        Scores become ``softcap · tanh(score / softcap)``; 0 leaves them.
-    sinks : Tensor, optional
-        ``[heads, G]`` float32: a further logit per query head.
-    table : Tensor, optional
-        ``[rows, most pages]`` int32, where the layout is of a pool.
-
-    Raises
-    ------
-    UsageError
-        When there are not as many lengths as queries.
-    """
+    """Return one decoding step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`."""
     begins, ends = _bounds(layout, lengths, starts, table)
     if len(ends) != len(query):
         raise UsageError(f"{len(ends)} lengths for {len(query)} rows of queries")

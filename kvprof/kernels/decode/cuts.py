@@ -66,24 +66,12 @@ _WARPS = 8
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the decode kernel is built and how finely its work is cut.
+    """How the decode kernel is built and how finely its work is cut."""
 
-    Attributes
-    ----------
-    pieces : int
-        Pieces of work per multiprocessor, at most (`pieces_for`).
-    tile : int
-        Values of K and V in a tile.
-    stages : int
-        Tiles on their way at once.
-    warps : int
-        Of a program.
-    """
-
-    pieces: int = 8
-    tile: int = 8192
-    stages: int = 4
-    warps: int = 1
+    pieces: int = 8  # pieces of work per multiprocessor, at most (`pieces_for`)
+    tile: int = 8192  # values of K and V in a tile
+    stages: int = 4  # tiles on their way at once
+    warps: int = 1  # of a program
 
 
 def rows_of(layout: RaggedLayout) -> int:
@@ -160,44 +148,30 @@ class Head(NamedTuple):
 
     outputs: int
     output_width: int
-    queries: int
-    keys: int
+    queries: int  # where its queries begin in a row of them
+    keys: int  # where its first plane begins in a row of the cache
     values: int
-    cost: int
-    height: int
-    kind: int
+    cost: int  # of a token
+    height: int  # tokens of a tile
+    kind: int  # its pair of widths among `kinds`
 
 
 class Item(NamedTuple):
-    """A piece of work: tokens ``start … stop - 1`` of one KV head of one row.
-
-    Attributes
-    ----------
-    row, head, start, stop : int
-    kind : int
-        Of the head, -1 where there is no item.
-    """
+    """A piece of work: tokens ``start … stop - 1`` of one KV head of one row."""
 
     row: int
     head: int
     start: int
     stop: int
-    kind: int
+    kind: int  # of the head, -1 where there is no item
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Pieces of work.
-
-    Attributes
-    ----------
-    items : tuple of Item
-    parts : tuple of Part
-        For every row and KV head, row after row.
-    """
+    """Pieces of work."""
 
     items: tuple[Item, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # for every row and KV head, row after row
 
 
 def page_tile(page: int) -> int:

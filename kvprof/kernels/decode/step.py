@@ -67,12 +67,6 @@ def _checked(
     """Refuse what does not fit together; return the sinks as the kernel takes them.
 
     Parameters are those of `DecodeStep.run`.
-
-    Raises
-    ------
-    UsageError
-        For shapes, dtypes, a soft-cap below 0, a page table too many or too few, and bf16 in the
-        interpreter.
     """
     check_queries(query, (rows, layout.query_offsets[-1]), query.dtype)
     check_cache(buffer, layout.batch, layout.row, query.dtype)
@@ -121,42 +115,23 @@ def _(
 
 @torch.library.custom_op("kvprof::decode", mutates_args=())
 def decode_operator(
-    query: Tensor,
+    query: Tensor,  # as for `DecodeStep.run` and `DecodeStep.cut`
     buffer: Tensor,
     lengths: Tensor,
     starts: Tensor | None,
-    heads: Tensor,
+    heads: Tensor,  # from `head_table` and `kvprof::decode_cut`; unused on a CPU
     scheduled: Sequence[Tensor],
     sinks: Tensor | None,
     table: Tensor | None,
     scaling: float,
     softcap: float,
-    key_widths: Sequence[int],
+    key_widths: Sequence[int],  # of the layout; the sizes are its group, batch and capacity
     value_widths: Sequence[int],
     sizes: Sequence[int],
-    family: Sequence[int],
-    tuning: Sequence[int],
+    family: Sequence[int],  # key and value width of every kind that the kernel knows
+    tuning: Sequence[int],  # pieces, tile, stages and warps
 ) -> Tensor:
-    """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU.
-
-    Parameters
-    ----------
-    query, buffer, lengths, starts, sinks, table, scaling, softcap
-        As for `DecodeStep.run` and `DecodeStep.cut`.
-    heads, scheduled
-        From `head_table` and ``kvprof::decode_cut``; unused on a CPU.
-    key_widths, value_widths, sizes
-        Of the layout; the sizes are its group, batch and capacity.
-    family
-        Key and value width of every kind that the kernel knows.
-    tuning
-        Pieces, tile, stages and warps.
-
-    Returns
-    -------
-    Tensor
-        ``[rows, Σ_g G·dv_g]``.
-    """
+    """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU."""
     layout = layout_of(tuple(key_widths), tuple(value_widths), tuple(sizes))
     if uses_triton(query.device):
         return launch_decode(
@@ -208,30 +183,17 @@ def _(
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """A decoding step of a layer; `cut` its work once, `run` it for every layer of its widths.
-
-    Attributes
-    ----------
-    layout : RaggedLayout
-    family : RaggedLayout
-        One head of every kind that its kernel knows: of the layout, or of a whole model, whose
-        layers then share one compiled kernel.
-    rows : int
-        Sequences.
-    paged : bool
-    tuning : Tuning
-    multiprocessors : int
-    heads : Tensor
-        From `kvprof.kernels.decode.launch.head_table`.
-    """
+    """A decoding step of a layer; `cut` its work once, `run` it for every layer of its widths."""
 
     layout: RaggedLayout
+    #: One head of every kind that its kernel knows: of the layout, or of a whole model, whose
+    #: layers then share one compiled kernel.
     family: RaggedLayout
-    rows: int
+    rows: int  # sequences
     paged: bool
     tuning: Tuning
     multiprocessors: int
-    heads: Tensor
+    heads: Tensor  # from `kvprof.kernels.decode.launch.head_table`
 
     @property
     def capacity(self) -> int:

@@ -72,19 +72,11 @@ def side_by_side(jobs: Sequence[Callable[[], None]], device: torch.device) -> No
 
 
 class Launch(NamedTuple):
-    """Neighbouring blocks of the table that one launch runs.
-
-    Attributes
-    ----------
-    first, blocks : int
-    kind : tuple of int
-        From `kind_columns`.
-    tile : Tile
-    """
+    """Neighbouring blocks of the table that one launch runs."""
 
     first: int
     blocks: int
-    kind: tuple[int, ...]
+    kind: tuple[int, ...]  # from `kind_columns`
     tile: Tile
 
 
@@ -97,26 +89,13 @@ def kind_columns(kind: TiledWidths) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class PrefillStep:
-    """A prompt's attention with its work cut; layers of the same widths may share it.
-
-    Attributes
-    ----------
-    layout : RaggedLayout
-    tokens : int
-        New tokens of every sequence.
-    window : int
-    blocks : Blocks
-        The schedule, with its predicted makespan.
-    table, heads : Tensor
-        On the device: rows of `BlockRow` and of `Head`.
-    launches : tuple of Launch
-    """
+    """A prompt's attention with its work cut; layers of the same widths may share it."""
 
     layout: RaggedLayout
-    tokens: int
+    tokens: int  # new tokens of every sequence
     window: int
-    blocks: Blocks
-    table: Tensor
+    blocks: Blocks  # the schedule, with its predicted makespan
+    table: Tensor  # on the device: rows of `BlockRow` and of `Head`
     heads: Tensor
     launches: tuple[Launch, ...]
 

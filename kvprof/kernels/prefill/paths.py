@@ -202,18 +202,11 @@ _CLEARLY = 0.95
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found best.
+    """What was found best."""
 
-    Attributes
-    ----------
-    paths : tuple of str
-        ``triton`` or ``library``, per KV head.
-    seconds : dict
-        Measured times: ``triton`` and ``library`` for all heads that way, ``mixed`` where each
-        class of widths took its faster one and they differ.
-    """
-
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # `triton` or `library`, per KV head
+    #: Measured times: `triton` and `library` for all heads that way, `mixed` where each class of
+    #: widths took its faster one and they differ.
     seconds: Mapping[str, float]
 
 

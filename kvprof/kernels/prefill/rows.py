@@ -129,25 +129,13 @@ def cut_rows(
 
 
 class RowsCut(NamedTuple):
-    """A step's work as it was cut; layers with tiles as high may share it.
+    """A step's work as it was cut; layers with tiles as high may share it."""
 
-    Attributes
-    ----------
-    starts, lengths : Tensor
-        ``[rows + 1]`` and ``[rows]`` int32.
-    tokens : int
-        New tokens of all sequences, with what room there is behind them.
-    heights : tuple of int
-        Rows of a tile.
-    blocks : list of Tensor
-        For each height; empty where no Triton kernel runs.
-    """
-
-    starts: Tensor
+    starts: Tensor  # `[rows + 1]` and `[rows]` int32
     lengths: Tensor
-    tokens: int
-    heights: tuple[int, ...]
-    blocks: list[Tensor]
+    tokens: int  # new tokens of all sequences, with what room there is behind them
+    heights: tuple[int, ...]  # rows of a tile
+    blocks: list[Tensor]  # for each height; empty where no Triton kernel runs
 
 
 @torch.library.custom_op("kvprof::prefill_rows_cut", mutates_args=())
@@ -336,32 +324,16 @@ def _kinds(
 
 @dataclass(frozen=True, eq=False)
 class RowsStep:
-    """Attention of a layer's new tokens; `cut` the work once, `run` it for every layer.
-
-    Attributes
-    ----------
-    layout : RaggedLayout
-    dtype : torch.dtype
-    rows : int
-        Sequences.
-    paged : bool
-    tuning : Tuning
-    heights : tuple of int
-        Rows of a tile, of every kind of head that shares the cut.
-    heads : Tensor
-        From `kvprof.kernels.prefill.launch.head_table`.
-    order : Tensor
-        ``[heads]`` int32, kind after kind.
-    """
+    """Attention of a layer's new tokens; `cut` the work once, `run` it for every layer."""
 
     layout: RaggedLayout
     dtype: torch.dtype
-    rows: int
+    rows: int  # sequences
     paged: bool
     tuning: Tuning
-    heights: tuple[int, ...]
-    heads: Tensor
-    order: Tensor
+    heights: tuple[int, ...]  # rows of a tile, of every kind of head that shares the cut
+    heads: Tensor  # from `kvprof.kernels.prefill.launch.head_table`
+    order: Tensor  # `[heads]` int32, kind after kind
 
     def cut(
         self, starts: Tensor | Sequence[int], lengths: Tensor | Sequence[int], tokens: int

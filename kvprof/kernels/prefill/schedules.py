@@ -45,43 +45,24 @@ Block = tuple[int, int, int, int]
 
 
 class BlockRow(NamedTuple):
-    """A block as the kernel takes it: rows of one KV head of one sequence.
-
-    Attributes
-    ----------
-    sequence, head : int
-    first, rows : int
-        A head's row is its query head ``row % G`` at new token ``row // G``.
-    """
+    """A block as the kernel takes it: rows of one KV head of one sequence."""
 
     sequence: int
     head: int
-    first: int
+    first: int  # A head's row is its query head `row % G` at new token `row // G`
     rows: int
 
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do.
-
-    Attributes
-    ----------
-    layout : RaggedLayout
-    tokens : int
-        New tokens of every sequence.
-    past : tuple of int
-        Tokens before them, per sequence; negative for a sequence padded on the left.
-    tiles : tuple of Tile
-        Of each head.
-    window : int
-        Tokens that a token sees, itself included; 0 for all.
-    """
+    """What there is to do."""
 
     layout: RaggedLayout
-    tokens: int
+    tokens: int  # new tokens of every sequence
+    #: Tokens before them, per sequence; negative for a sequence padded on the left.
     past: tuple[int, ...]
-    tiles: tuple[Tile, ...]
-    window: int = 0
+    tiles: tuple[Tile, ...]  # of each head
+    window: int = 0  # tokens that a token sees, itself included; 0 for all
     # Sums of scores, the same for all heads of one tile: a prompt waits while its work is cut.
     _known: dict[tuple[int, Tile], NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -130,21 +111,11 @@ def _scores(
 
 @dataclass(frozen=True)
 class Blocks:
-    """A schedule.
+    """A schedule."""
 
-    Attributes
-    ----------
-    items : tuple of (sequence, head, first row, rows)
-        In the order in which they are to start.
-    costs : tuple of float
-        Of each.
-    programs : int
-        Programs that run at once.
-    """
-
-    items: tuple[Block, ...]
-    costs: tuple[float, ...]
-    programs: int
+    items: tuple[Block, ...]  # in the order in which they are to start
+    costs: tuple[float, ...]  # of each
+    programs: int  # programs that run at once
 
     @cached_property
     def makespan_over_mean(self) -> float:

@@ -49,7 +49,7 @@ __all__ = [
 
 @torch.library.custom_op("kvprof::prefill", mutates_args=())
 def prefill_operator(
-    query: Tensor,
+    query: Tensor,  # as there
     buffer: Tensor,
     lengths: Tensor,
     sinks: Tensor | None,
@@ -59,27 +59,12 @@ def prefill_operator(
     schedule: str,
     path: str,
     host_lengths: Sequence[int] | None,
-    key_widths: Sequence[int],
+    key_widths: Sequence[int],  # of the layout; the sizes are its group, batch and capacity
     value_widths: Sequence[int],
     sizes: Sequence[int],
-    tuning: Sequence[int],
+    tuning: Sequence[int],  # `Tuning.numbers`; empty for the default
 ) -> Tensor:
-    """Attend: see `kvprof.kernels.prefill.step.prefill`, which checks what is given.
-
-    Parameters
-    ----------
-    query, buffer, lengths, sinks, scaling, softcap, window, schedule, path, host_lengths
-        As there.
-    key_widths, value_widths, sizes
-        Of the layout; the sizes are its group, batch and capacity.
-    tuning
-        `Tuning.numbers`; empty for the default.
-
-    Returns
-    -------
-    Tensor
-        ``[batch, tokens, Σ_g G·dv_g]``.
-    """
+    """Attend: see `kvprof.kernels.prefill.step.prefill`, which checks what is given."""
     layout = layout_of(tuple(key_widths), tuple(value_widths), tuple(sizes))
     tokens, device = query.shape[1], query.device
     known = host_lengths

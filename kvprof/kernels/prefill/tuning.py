@@ -57,30 +57,18 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kind of head is computed.
+    """How one kind of head is computed."""
 
-    Attributes
-    ----------
-    rows, keys : int
-        Of a tile of scores, powers of two.
-    warps : int
-        Of a program.
-    stages : int
-        Tiles of K and V on their way at once, fewer where shared memory does not suffice, but two
-        (`kvprof.kernels.prefill.kernel` says why).
-    programs : int
-        That are to fit on a multiprocessor at once, so that one computes softmax while another
-        multiplies.
-    registers : int
-        Most of a thread; 0 leaves it to the compiler.
-    """
-
-    rows: int
+    rows: int  # of a tile of scores, powers of two
     keys: int
-    warps: int
+    warps: int  # of a program
+    #: Tiles of K and V on their way at once, fewer where shared memory does not suffice, but two
+    #: (`kvprof.kernels.prefill.kernel` says why).
     stages: int
+    #: That are to fit on a multiprocessor at once, so that one computes softmax while another
+    #: multiplies.
     programs: int
-    registers: int = 0
+    registers: int = 0  # most of a thread; 0 leaves it to the compiler
 
 
 class TiledWidths(NamedTuple):
@@ -98,18 +86,10 @@ HOPPER_WIDEST = Tile(128, 32, 8, 3, 1)
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the prefill kernel is built and its work cut.
+    """How the prefill kernel is built and its work cut."""
 
-    Attributes
-    ----------
-    narrow, wide, widest, latent : Tile
-        For heads with values up to `narrow_values` wide, keys and values up to `wide_widths`, up to
-        `widest_widths`, and wider.
-    narrow_values, wide_widths, widest_widths : int
-    pieces : int
-        Programs per place for one (`Tile.programs` on every multiprocessor), schedule ``equal``.
-    """
-
+    #: For heads with values up to `narrow_values` wide, keys and values up to `wide_widths`, up to
+    #: `widest_widths`, and wider.
     narrow: Tile = Tile(128, 64, 8, 3, 2, 128)
     wide: Tile = Tile(128, 64, 8, 3, 2, 128)
     widest: Tile = Tile(64, 32, 8, 2, 1)
@@ -117,6 +97,7 @@ class Tuning:
     narrow_values: int = 64
     wide_widths: int = 128
     widest_widths: int = 256
+    #: Programs per place for one (`Tile.programs` on every multiprocessor), schedule `equal`.
     pieces: int = 16
 
     def __post_init__(self) -> None:
@@ -151,19 +132,10 @@ class Tuning:
         self,
         key_width: int,
         value_width: int,
-        element_size: int = 2,
-        shared: int = SHARED_MEMORY,
+        element_size: int = 2,  # bytes of a value; four make the tile half as large both ways
+        shared: int = SHARED_MEMORY,  # bytes that the programs of a multiprocessor share
     ) -> Tile:
-        """Return the tile of a pair of widths, made to fit.
-
-        Parameters
-        ----------
-        key_width, value_width : int
-        element_size : int
-            Bytes of a value; four make the tile half as large both ways.
-        shared : int
-            Bytes that the programs of a multiprocessor share.
-        """
+        """Return the tile of a pair of widths, made to fit."""
         widths = (key_width, value_width)
         if max(widths) > self.wide_widths:
             found = self.widest if max(widths) <= self.widest_widths else self.latent

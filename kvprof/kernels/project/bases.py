@@ -15,21 +15,11 @@ __all__ = ["BasisSet", "basis_set"]
 
 @dataclass(frozen=True, eq=False)
 class BasisSet:
-    """Bases ``[d, width]`` of every KV head, one after another; made by `basis_set`.
+    """Bases ``[d, width]`` of every KV head, one after another; made by `basis_set`."""
 
-    Attributes
-    ----------
-    packed : Tensor
-        ``[d · Σ width]``: head 0's matrix row by row, then head 1's.
-    widths : tuple of int
-        Kept columns per KV head.
-    depth : int
-        d, the width of a head before projection.
-    """
-
-    packed: Tensor
-    widths: tuple[int, ...]
-    depth: int
+    packed: Tensor  # `[d · Σ width]`: head 0's matrix row by row, then head 1's
+    widths: tuple[int, ...]  # kept columns per KV head
+    depth: int  # d, the width of a head before projection
 
     def head(self, head: int) -> Tensor:
         """Return one head's basis ``[d, width]``, a view."""

@@ -144,21 +144,11 @@ def _blocks(width: int, widest_plane: int, widest: int) -> Iterator[tuple[int, i
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is chosen for a GPU and not for a model.
+    """What is chosen for a GPU and not for a model."""
 
-    Attributes
-    ----------
-    rows : int
-        Tokens of a program, a power of two from 16 on.
-    widest : int
-        Columns of a program at most.
-    warps, stages : int
-        Of a program; steps of its products on their way at once.
-    """
-
-    rows: int
-    widest: int
-    warps: int
+    rows: int  # tokens of a program, a power of two from 16 on
+    widest: int  # columns of a program at most
+    warps: int  # of a program; steps of its products on their way at once
     stages: int
 
 

@@ -27,122 +27,61 @@ QUERY, KEYS, VALUES = 0, 1, 2
 
 
 class Case(NamedTuple):
-    """A branch of the kernel.
-
-    Attributes
-    ----------
-    stream : int
-    width : int
-        Of a unit.
-    """
+    """A branch of the kernel."""
 
     stream: int
-    width: int
+    width: int  # of a unit
 
 
 class Unit(NamedTuple):
-    """A block of a head's columns, 16 to 128 wide.
-
-    Attributes
-    ----------
-    case : int
-    head : int
-        Or the first column of a row of latents.
-    basis : int
-        Where its columns of the basis begin.
-    length : int
-        Of a row of the basis.
-    plane : int
-        Where its plane begins in a row of the cache, per token of it.
-    stride : int
-        Of a row of what it writes.
-    column : int
-        Its first one there.
-    """
+    """A block of a head's columns, 16 to 128 wide."""
 
     case: int
-    head: int
-    basis: int
-    length: int
-    plane: int
-    stride: int
-    column: int
+    head: int  # or the first column of a row of latents
+    basis: int  # where its columns of the basis begin
+    length: int  # of a row of the basis
+    plane: int  # where its plane begins in a row of the cache, per token of it
+    stride: int  # of a row of what it writes
+    column: int  # its first one there
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """RoPE of a pass: the tables, ``[batch or 1, tokens, dim or dim/2]``, and what they turn.
-
-    Attributes
-    ----------
-    cos, sin : Tensor
-    dim, offset : int
-        Dimensions of a head that turn, and where they begin.
-    interleaved : bool
-        Pairs are neighbours (2i, 2i + 1), not halves (i, i + dim/2).
-    """
+    """RoPE of a pass: the tables, ``[batch or 1, tokens, dim or dim/2]``, and what they turn."""
 
     cos: Tensor
     sin: Tensor
-    dim: int
+    dim: int  # dimensions of a head that turn, and where they begin
     offset: int
-    interleaved: bool
+    interleaved: bool  # pairs are neighbours (2i, 2i + 1), not halves (i, i + dim/2)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """States and their heads' bases.
+    """States and their heads' bases."""
 
-    Attributes
-    ----------
-    states : Tensor
-        ``[batch, tokens, heads, d]``, or ``[batch, tokens, Σ width]`` where there is no basis;
-        without one a head's first columns are its latent.
-    bases : Tensor or None
-        `BasisSet.packed`; None where latents come as they are to be stored.
-    widths : tuple of int
-        Kept columns per KV head.
-    """
-
+    #: `[batch, tokens, heads, d]`, or `[batch, tokens, Σ width]` where there is no basis; without
+    #: one a head's first columns are its latent.
     states: Tensor
-    bases: Tensor | None
-    widths: tuple[int, ...]
+    bases: Tensor | None  # `BasisSet.packed`; None where latents come as they are to be stored
+    widths: tuple[int, ...]  # kept columns per KV head
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where tokens go.
+    """Where tokens go."""
 
-    Attributes
-    ----------
-    buffer : Tensor
-        The layer's cache.
-    key_widths, value_widths : tuple of int
-        Of the layout.
-    pool, capacity : int
-        Rows (sequences or pages), and tokens of each.
-    start : Tensor or None
-        ``[batch]`` int32.
-    valid : Tensor or None
-        ``[batch]`` int32.
-    slots : Tensor or None
-        A whole number for each token of the pass, in place of the other two.
-    blocks : int
-        Of a head, each with planes of its own for `capacity` tokens; tokens go into the first.
-    widest : int
-        Columns of a plane at most.
-    """
-
-    buffer: Tensor
-    key_widths: tuple[int, ...]
+    buffer: Tensor  # the layer's cache
+    key_widths: tuple[int, ...]  # of the layout
     value_widths: tuple[int, ...]
-    pool: int
+    pool: int  # rows (sequences or pages), and tokens of each
     capacity: int
-    start: Tensor | None
-    valid: Tensor | None
-    slots: Tensor | None
+    start: Tensor | None  # `[batch]` int32
+    valid: Tensor | None  # `[batch]` int32
+    slots: Tensor | None  # A whole number for each token of the pass, in place of the other two
+    #: Of a head, each with planes of its own for `capacity` tokens; tokens go into the first.
     blocks: int = 1
-    widest: int = LARGEST_WIDTH
+    widest: int = LARGEST_WIDTH  # columns of a plane at most
 
     @property
     def begins(self) -> tuple[int, ...]:

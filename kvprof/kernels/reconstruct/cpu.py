@@ -13,11 +13,11 @@ _BLOCK = 512
 
 
 def reconstruct_cpu(
-    query: Tensor,
+    query: Tensor,  # as `kvprof.kernels.reconstruct.step.ReconstructStep.run` takes them
     buffer: Tensor,
-    up: Tensor | None,
+    up: Tensor | None,  # from `kvprof.kernels.reconstruct.form.flat`; None where nothing is rebuilt
     form: Form,
-    lengths: Tensor,
+    lengths: Tensor,  # `[rows]` int32, on the CPU
     cos: Tensor | None,
     sin: Tensor | None,
     scaling: float,
@@ -29,16 +29,6 @@ def reconstruct_cpu(
     """Return ``[rows, Σ_groups n·G·r_v]`` in the dtype of `query`.
 
     The arithmetic is float32; torch's own threads share each block.
-
-    Parameters
-    ----------
-    query, buffer, cos, sin, scaling, softcap, sinks, table
-        As `kvprof.kernels.reconstruct.step.ReconstructStep.run` takes them.
-    up : Tensor or None
-        From `kvprof.kernels.reconstruct.form.flat`; None where nothing is rebuilt.
-    form : Form
-    lengths : Tensor
-        ``[rows]`` int32, on the CPU.
     """
     layout = form.layout
     output = query.new_zeros(form.rows, layout.output_offsets[-1])

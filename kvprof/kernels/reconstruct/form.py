@@ -38,53 +38,29 @@ _PRODUCTS = 128
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is chosen for a GPU and a layer's widths.
+    """What is chosen for a GPU and a layer's widths."""
 
-    Attributes
-    ----------
-    pieces : int
-        Pieces of work per multiprocessor.
-    height : int
-        Most tokens of a tile, a power of two.
-    tile : int
-        Most bytes of the latents of K, and of V, in a tile; a piece is a whole number of tiles but
-        for a sequence's end.
-    columns : int
-        Most columns of a head's half that are rebuilt at once, a power of two from 16.
-    kept : bool
-        Whether a program keeps a group's `up`, or takes it block by block for every tile.
-    warps : int
-        Of a program.
-    stages : int
-        Tiles of latents (kept) or blocks of `up` (not kept) on their way at once.
-    ahead : bool
-        Whether the next tile of latents is called into L2; for where tiles are not pipelined.
-    """
-
-    pieces: int = 4
-    height: int = 128
+    pieces: int = 4  # pieces of work per multiprocessor
+    height: int = 128  # most tokens of a tile, a power of two
+    #: Most bytes of the latents of K, and of V, in a tile; a piece is a whole number of tiles but
+    #: for a sequence's end.
     tile: int = 81920
+    #: Most columns of a head's half that are rebuilt at once, a power of two from 16.
     columns: int = 64
+    #: Whether a program keeps a group's `up`, or takes it block by block for every tile.
     kept: bool = False
-    warps: int = 8
-    stages: int = 2
+    warps: int = 8  # of a program
+    stages: int = 2  # tiles of latents (kept) or blocks of `up` (not kept) on their way at once
+    #: Whether the next tile of latents is called into L2; for where tiles are not pipelined.
     ahead: bool = True
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a GPU has.
+    """What a GPU has."""
 
-    Attributes
-    ----------
-    capability : int
-        Compute capability times ten.
-    shared : int
-        Bytes of shared memory that a program may have.
-    """
-
-    capability: int = 90
-    shared: int = 232448
+    capability: int = 90  # compute capability times ten
+    shared: int = 232448  # bytes of shared memory that a program may have
 
 
 def tuning_for(target: Target, matrix: int, row: int, queries: int, element: int) -> Tuning:
@@ -124,37 +100,18 @@ def blocks_of(width: int, most: int) -> tuple[int, ...]:
 
 
 class Group(NamedTuple):
-    """What the kernels look up of a group; the first columns are `kvprof.kernels.tables.Output`.
-
-    Attributes
-    ----------
-    outputs, output_width : int
-    queries : int
-        Where its queries begin in a row of them.
-    keys, values : int
-        Where its first plane begins in a row of the cache.
-    up : int
-        Where its matrix begins.
-    heads : int
-        KV heads.
-    cost : int
-        Of a token.
-    height : int
-        Tokens of a tile.
-    kind : int
-        Its pair of widths among `Form.kinds`.
-    """
+    """What the kernels look up of a group; the first columns are `kvprof.kernels.tables.Output`."""
 
     outputs: int
     output_width: int
-    queries: int
-    keys: int
+    queries: int  # where its queries begin in a row of them
+    keys: int  # where its first plane begins in a row of the cache
     values: int
-    up: int
-    heads: int
-    cost: int
-    height: int
-    kind: int
+    up: int  # where its matrix begins
+    heads: int  # KV heads
+    cost: int  # of a token
+    height: int  # tokens of a tile
+    kind: int  # its pair of widths among `Form.kinds`
 
 
 class Item(NamedTuple):
@@ -172,34 +129,18 @@ class Item(NamedTuple):
 
 
 class SeenPage(NamedTuple):
-    """A page whose keys are rebuilt.
+    """A page whose keys are rebuilt."""
 
-    Attributes
-    ----------
-    page : int
-        Its number in the pool; -1 for none.
-    begin : int
-        Position of its first token.
-    """
-
-    page: int
-    begin: int
+    page: int  # its number in the pool; -1 for none
+    begin: int  # position of its first token
 
 
 class RebuiltHead(NamedTuple):
-    """What is looked up of a KV head whose pages are rebuilt.
+    """What is looked up of a KV head whose pages are rebuilt."""
 
-    Attributes
-    ----------
-    keys, values : int
-        Where its first plane begins in a row of rebuilt pages.
-    value_up : int
-        Where the matrix begins that rebuilds its values; 0 where they are copied.
-    """
-
-    keys: int
+    keys: int  # where its first plane begins in a row of rebuilt pages
     values: int
-    value_up: int
+    value_up: int  # where the matrix begins that rebuilds its values; 0 where they are copied
 
 
 class RebuiltColumn(NamedTuple):
@@ -211,42 +152,20 @@ class RebuiltColumn(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """One layer's widths and how its keys are rebuilt.
+    """One layer's widths and how its keys are rebuilt."""
 
-    Attributes
-    ----------
-    key_widths, value_widths : tuple of int
-        Of the latents, per group of KV heads.
-    batch, capacity : int
-        As in the layout: sequences and their tokens, or pages and theirs.
-    heads : int
-        KV heads per group, n.
-    group : int
-        Query heads per KV head, G.
-    head_dim : int
-        d; 0 where nothing is rebuilt.
-    rotary_dim : int
-        Columns that RoPE turns, the first of a head.
-    interleaved : bool
-        Whether RoPE pairs neighbours instead of halves.
-    element : int
-        Bytes of a value.
-    tuning : Tuning
-    sequences, longest : int
-        Of a pool of pages, how many sequences it has and the tokens of one at most; 0 without.
-    """
-
-    key_widths: tuple[int, ...]
+    key_widths: tuple[int, ...]  # of the latents, per group of KV heads
     value_widths: tuple[int, ...]
-    batch: int
+    batch: int  # as in the layout: sequences and their tokens, or pages and theirs
     capacity: int
-    heads: int
-    group: int
-    head_dim: int
-    rotary_dim: int
-    interleaved: bool
-    element: int
+    heads: int  # KV heads per group, n
+    group: int  # query heads per KV head, G
+    head_dim: int  # d; 0 where nothing is rebuilt
+    rotary_dim: int  # columns that RoPE turns, the first of a head
+    interleaved: bool  # whether RoPE pairs neighbours instead of halves
+    element: int  # bytes of a value
     tuning: Tuning
+    #: Of a pool of pages, how many sequences it has and the tokens of one at most; 0 without.
     sequences: int = 0
     longest: int = 0
 

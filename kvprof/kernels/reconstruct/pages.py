@@ -89,24 +89,13 @@ def _(planes: Tensor, *rest: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PageRebuild:
-    """What rebuilds a layer's keys page by page.
+    """What rebuilds a layer's keys page by page."""
 
-    Attributes
-    ----------
-    step : ReconstructStep
-        Paged; whose latents and matrices these are.
-    whole : RaggedLayout
-        Of one page: keys of every KV head, and its own values or its group's.
-    value_up : Tensor or None
-        What rebuilds values, as the kernel reads it; None where they are copied.
-    heads, columns : Tensor
-        Rows of `RebuiltHead`, int64, and of `RebuiltColumn`, int32.
-    """
-
-    step: ReconstructStep
-    whole: RaggedLayout
+    step: ReconstructStep  # paged; whose latents and matrices these are
+    whole: RaggedLayout  # of one page: keys of every KV head, and its own values or its group's
+    #: What rebuilds values, as the kernel reads it; None where they are copied.
     value_up: Tensor | None
-    heads: Tensor
+    heads: Tensor  # rows of `RebuiltHead`, int64, and of `RebuiltColumn`, int32
     columns: Tensor
 
     def run(self, planes: Tensor, buffer: Tensor, seen: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -128,40 +128,21 @@ def _(lengths: Tensor, groups: Tensor, capacity: int, pieces: int) -> tuple[Tens
 
 @torch.library.custom_op("kvprof::reconstruct", mutates_args=())
 def reconstruct_operator(
-    query: Tensor,
+    query: Tensor,  # as for `ReconstructStep.run`, which checks them
     buffer: Tensor,
-    up: Tensor | None,
-    lengths: Tensor,
+    up: Tensor | None,  # from `weights.arranged` for Triton, from `weights.flat` for a CPU
+    lengths: Tensor,  # of a `Schedule`
     scheduled: Sequence[Tensor],
-    groups: Tensor,
+    groups: Tensor,  # rows of `Group`, int64
     cos: Tensor | None,
     sin: Tensor | None,
     sinks: Tensor | None,
     table: Tensor | None,
     scaling: float,
     softcap: float,
-    form: Sequence[int],
+    form: Sequence[int],  # from `Form.encoded`
 ) -> Tensor:
-    """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU.
-
-    Parameters
-    ----------
-    query, buffer, cos, sin, sinks, table, scaling, softcap
-        As for `ReconstructStep.run`, which checks them.
-    up
-        From `weights.arranged` for Triton, from `weights.flat` for a CPU.
-    lengths, scheduled
-        Of a `Schedule`.
-    groups
-        Rows of `Group`, int64.
-    form
-        From `Form.encoded`.
-
-    Returns
-    -------
-    Tensor
-        ``[batch, Σ_groups n·G·r_v]``.
-    """
+    """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU."""
     made = Form.decoded(form)
     if not uses_triton(query.device):
         return reconstruct_cpu(
@@ -261,25 +242,13 @@ def _launch_pieces(
 
 @dataclass(frozen=True, eq=False)
 class ReconstructStep:
-    """A decoding step of a layer; `cut` its work once per step, `run` it.
+    """A decoding step of a layer; `cut` its work once per step, `run` it."""
 
-    Attributes
-    ----------
-    form : Form
-        Widths, heads, RoPE's form and tuning.
-    dtype : torch.dtype
-    multiprocessors : int
-    up : Tensor or None
-        What rebuilds keys, as the kernel reads it; None where nothing is rebuilt.
-    groups : Tensor
-        Rows of `Group`, int64.
-    """
-
-    form: Form
+    form: Form  # widths, heads, RoPE's form and tuning
     dtype: torch.dtype
     multiprocessors: int
-    up: Tensor | None
-    groups: Tensor
+    up: Tensor | None  # what rebuilds keys, as the kernel reads it; None where nothing is rebuilt
+    groups: Tensor  # rows of `Group`, int64
 
     def cut(self, lengths: Tensor | Sequence[int]) -> Schedule:
         """Cut the step's work on the device; a CUDA graph may hold it.
@@ -390,12 +359,7 @@ class ReconstructStep:
         return found
 
     def check_tables(self, cos: Tensor | None, sin: Tensor | None) -> None:
-        """Refuse tables that do not fit what `run` takes.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse tables that do not fit what `run` takes."""
         form = self.form
         if not form.rebuild:
             if cos is not None or sin is not None:

@@ -50,25 +50,16 @@ E4M3_LACK, E4M3_TINY = 2.0**120, 2.0**-6
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How the numbers of a side are stored.
+    """How the numbers of a side are stored."""
 
-    Attributes
-    ----------
-    number : int
-        What stands for it among the whole numbers that operators and compiled kernels take.
-    container : int
-        Bits of a stored code; 0 at full precision. A byte holds 1, 2 or 4 codes, so 3 bits lie in
-        the container of 4. The fewest that there are, where columns differ in them.
-    kept : tuple of str
-        What a group of columns of a token has beside its codes, in the order of a block.
-    kept_dtype : str or None
-        Of that, as quantisers name it.
-    """
-
+    #: What stands for it among the whole numbers that operators and compiled kernels take.
     number: int
+    #: Bits of a stored code; 0 at full precision. A byte holds 1, 2 or 4 codes, so 3 bits lie in
+    #: the container of 4. The fewest that there are, where columns differ in them.
     container: int
+    #: What a group of columns of a token has beside its codes, in the order of a block.
     kept: tuple[str, ...] = ()
-    kept_dtype: str | None = None
+    kept_dtype: str | None = None  # of that, as quantisers name it
 
     @property
     def counted(self) -> bool:
@@ -96,18 +87,10 @@ _E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Quantised(NamedTuple):
-    """Rows as codes.
+    """Rows as codes."""
 
-    Attributes
-    ----------
-    codes : Tensor
-        ``[..., width]`` uint8, about the middle of their container.
-    scale, middle : Tensor
-        ``[..., groups]`` float16.
-    """
-
-    codes: Tensor
-    scale: Tensor
+    codes: Tensor  # `[..., width]` uint8, about the middle of their container
+    scale: Tensor  # `[..., groups]` float16
     middle: Tensor
 
 

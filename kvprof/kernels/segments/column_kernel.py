@@ -225,6 +225,8 @@ def _masked(octets, masks, SLOT: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def _key_products(
     raws,
+    #: int8 `[DEPTH, 2 · heads]`; where two bytes of a place lie side by side two of them, which
+    #: meet the first and the second.
     query,
     eye,
     tile_at,
@@ -238,14 +240,7 @@ def _key_products(
     BEFORE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Add a plane to the products of a run, one per slot.
-
-    Parameters
-    ----------
-    query : tuple
-        int8 ``[DEPTH, 2 · heads]``; where two bytes of a place lie side by side two of them, which
-        meet the first and the second.
-    """
+    """Add a plane to the products of a run, one per slot."""
     block = (tile_at + places // _BLOCK * BLOCK_BYTES)[:, None] + AT
     lane = (places % _BLOCK)[:, None]
     octets = ()

@@ -51,12 +51,12 @@ from kvprof.kernels.segments.side import (
     SideKind,
     StoredColumns,
     Tokens,
+    Tuning,
     replace_bits,
     taken,
     width_of,
 )
 from kvprof.kernels.segments.tables import MovedColumn, PlaneColumns, Stretch
-from kvprof.kernels.segments.tuning import Tuning
 
 __all__ = [
     "COLUMNS",
@@ -118,18 +118,10 @@ def dequantised_columns(codes: Tensor, scale: Tensor, runs: Runs) -> Tensor:
 
 @dataclass(frozen=True)
 class BitPlane(Plane):
-    """Bits of a plane's codes.
+    """Bits of a plane's codes."""
 
-    Attributes
-    ----------
-    bits : int
-        8, 4 or 2, or 1 of the highest of 3.
-    below : int
-        Bits of the codes below them.
-    """
-
-    bits: int
-    below: int = 0
+    bits: int  # 8, 4 or 2, or 1 of the highest of 3
+    below: int = 0  # bits of the codes below them
 
     @property
     def parts(self) -> int:
@@ -166,45 +158,23 @@ def _widths(width: int, widest: int, spare: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bits of a column's code that lie in one byte with those of other tokens.
-
-    Attributes
-    ----------
-    column : int
-    at : int
-        Byte of the side's block that has them for place 0, of the first part.
-    part, place : int
-        Bytes from part to part, and from place to place.
-    bits : int
-    below : int
-        Bits of the code below them.
-    shift : int
-        Bits of the byte below those of its first token.
-    apart : int
-        Bits of the byte from token to token.
-    """
+    """Bits of a column's code that lie in one byte with those of other tokens."""
 
     column: int
-    at: int
-    part: int
+    at: int  # byte of the side's block that has them for place 0, of the first part
+    part: int  # bytes from part to part, and from place to place
     place: int
     bits: int
-    below: int
-    shift: int
-    apart: int
+    below: int  # bits of the code below them
+    shift: int  # bits of the byte below those of its first token
+    apart: int  # bits of the byte from token to token
 
 
 @dataclass(frozen=True)
 class ColumnSide(Side):
-    """K or V of a head whose columns have bits of their own.
+    """K or V of a head whose columns have bits of their own."""
 
-    Attributes
-    ----------
-    runs : Runs
-        With the bits of each.
-    """
-
-    runs: Runs = ()
+    runs: Runs = ()  # with the bits of each
 
     # Four tokens to a place whatever bits there are: as many as in a byte of the fewest.
     forms: ClassVar[dict[Bits, NumberFormat]] = {
@@ -573,32 +543,22 @@ class ColumnSide(Side):
 
 @dataclass(frozen=True, eq=False)
 class PieceColumns(StoredColumns):
-    """The columns of all heads of a segment, whose codes lie in pieces.
+    """The columns of all heads of a segment, whose codes lie in pieces."""
 
-    Attributes
-    ----------
-    runs : tuple of Runs
-        Per head.
-    column, below, bits, shift, apart : Tensor
-        ``[pieces]`` of `Piece`, one head after another; int64, but for `below` and `bits`.
-    first, block, part, place : Tensor
-        ``[pieces]`` int64: the address of a byte of them is ``first + block·n + part·p + place·q``
-        for block n of the batch, part p and place q.
-    scale_first, scale_block : Tensor
-        ``[heads]`` int64, in bytes.
-    """
-
-    runs: tuple[Runs, ...]
+    runs: tuple[Runs, ...]  # per head
+    #: `[pieces]` of `Piece`, one head after another; int64, but for `below` and `bits`.
     column: Tensor
     below: Tensor
     bits: Tensor
     shift: Tensor
     apart: Tensor
+    #: `[pieces]` int64: the address of a byte of them is `first + block·n + part·p + place·q` for
+    #: block n of the batch, part p and place q.
     first: Tensor
     block: Tensor
     part: Tensor
     place: Tensor
-    scale_first: Tensor
+    scale_first: Tensor  # `[heads]` int64, in bytes
     scale_block: Tensor
 
     def at(self, tokens: Tokens) -> SideAddresses:

@@ -16,41 +16,22 @@ _BLOCK = 4096
 
 
 def segments_cpu(
-    query: Tensor,
-    buffer: Tensor,
+    query: Tensor,  # `[rows, Σ_g G·dk_g]`, dk of the widest segment
+    buffer: Tensor,  # from `SegmentsLayout.packed`
     layout: SegmentsLayout,
+    #: `[segments, rows]` integers, clamped to what there is room for. A row without tokens gets
+    #: zeros.
     lengths: Tensor,
-    scaling: float,
+    scaling: float,  # factor of `q · k`
     *,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    table: Tensor | None = None,
-    beside: Attended | None = None,
+    softcap: float = 0.0,  # 0 for none
+    sinks: Tensor | None = None,  # `[heads, G]` float32 logits
+    table: Tensor | None = None,  # `[rows, most pages]` int32, where the layout is of a pool
+    beside: Attended | None = None,  # A further part of every row
 ) -> Tensor:
     """Return one decoding step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
 
     All sequences of a block are multiplied together, in float32 on all threads.
-
-    Parameters
-    ----------
-    query : Tensor
-        ``[rows, Σ_g G·dk_g]``, dk of the widest segment.
-    buffer : Tensor
-        From `SegmentsLayout.packed`.
-    layout : SegmentsLayout
-    lengths : Tensor
-        ``[segments, rows]`` integers, clamped to what there is room for. A row without tokens gets
-        zeros.
-    scaling : float
-        Factor of ``q · k``.
-    softcap : float
-        0 for none.
-    sinks : Tensor, optional
-        ``[heads, G]`` float32 logits.
-    table : Tensor, optional
-        ``[rows, most pages]`` int32, where the layout is of a pool.
-    beside : Attended, optional
-        A further part of every row.
     """
     wide = layout.widest
     output = query.new_empty(len(query), wide.output_offsets[-1])

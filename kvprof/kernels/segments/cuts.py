@@ -32,25 +32,13 @@ _PARTS = 16
 
 @dataclass(frozen=True)
 class _Weights:
-    """What a byte costs, by what it is.
+    """What a byte costs, by what it is."""
 
-    Attributes
-    ----------
-    keys : float
-        Of K's codes.
-    values : float
-        Of V's codes.
-    key_scales, value_scales : float
-        Of scales and middles.
-    padding : float
-        By which a plane of 16 columns of K is padded in a product.
-    """
-
-    keys: float = 1.0
-    values: float = 1.0
-    key_scales: float = 1.0
+    keys: float = 1.0  # of K's codes
+    values: float = 1.0  # of V's codes
+    key_scales: float = 1.0  # of scales and middles
     value_scales: float = 1.0
-    padding: float = 1.0
+    padding: float = 1.0  # by which a plane of 16 columns of K is padded in a product
 
 
 _BYTES = _Weights()

@@ -18,13 +18,7 @@ FORMATS: dict[Bits, NumberFormat] = {
 
 
 def geometry_of(bits: Bits) -> type[Side]:
-    """Return the geometry that a format belongs to.
-
-    Raises
-    ------
-    UsageError
-        For a format that the kernels do not have.
-    """
+    """Return the geometry that a format belongs to."""
     for geometry in GEOMETRIES:
         if bits in geometry.forms:
             return geometry
@@ -36,13 +30,7 @@ def geometry_of(bits: Bits) -> type[Side]:
 
 
 def format_of(bits: Bits) -> NumberFormat:
-    """Return the format of a name.
-
-    Raises
-    ------
-    UsageError
-        For a format that the kernels do not have.
-    """
+    """Return the format of a name."""
     return geometry_of(bits).forms[bits]
 
 

@@ -376,73 +376,50 @@ def _same_place(one, other, capacity, SLOTS: tl.constexpr):
     ]
 )
 def move_tokens(
-    source,
-    octets,
+    source,  # values at full precision, in the run's dtype
+    octets,  # the buffer as uint8, as the run's dtype and as float16; written
     full,
     halfs,
+    #: Rows of `kvprof.kernels.segments.tables.Stretch`, and `MovedColumn` field by field, as many
+    #: of each, int64.
     stretches,
     columns,
     pitch,
+    #: `[count]` integers: each token's slot in the source, clamped to what there is, and in the
+    #: segment; one that is not there leaves everything as it is. They are those of one token of
+    #: each row; POOLED: targets of as many tokens as come, which count on from row to row (or page
+    #: to page) of the segment.
     origins,
     targets,
-    low,
+    low,  # `[count]` bool, read with LOW: the token loses what the lowest level has lost
     count,
-    source_capacity,
+    source_capacity,  # slots of the source that an origin counts, and tokens of a block of it
     source_height,
+    #: Values of a row before the source, and blocks of a head in it (of planes, its tokens); values
+    #: from row to row, and from page to page where origins count on from page to page.
     source_first,
     source_blocks,
     source_row,
     source_page,
+    #: Slots of a row (or page) in the segment, how many such rows there are, bytes of one before
+    #: the segment, blocks of a head in it, and bytes from one to the next.
     capacity,
     pool,
     first,
     blocks,
     stride,
-    KEY_BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr,  # 8, 4, 3 or 2, `FP8`, `COLUMNS` or `FULL`
     VALUE_BITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,  # tokens of a place
+    WIDTH: tl.constexpr,  # power of two, no less than the columns of a stretch
     LOW: tl.constexpr,
     POOLED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # as `segment_pieces`
 ):
     """Move a token of each row, or several (POOLED); a program per stretch of columns and token.
 
     Tokens of one place share bytes. They stand beside one another, with no target that there is not
     between them, and the program of the first of them moves them all, one after another.
-
-    Parameters
-    ----------
-    source
-        Values at full precision, in the run's dtype.
-    octets, full, halfs
-        The buffer as uint8, as the run's dtype and as float16; written.
-    stretches, columns, pitch
-        Rows of `kvprof.kernels.segments.tables.Stretch`, and `MovedColumn` field by field, as many
-        of each, int64.
-    origins, targets
-        ``[count]`` integers: each token's slot in the source, clamped to what there is, and in the
-        segment; one that is not there leaves everything as it is. They are those of one token of
-        each row; POOLED: targets of as many tokens as come, which count on from row to row (or page
-        to page) of the segment.
-    low
-        ``[count]`` bool, read with LOW: the token loses what the lowest level has lost.
-    source_capacity, source_height
-        Slots of the source that an origin counts, and tokens of a block of it.
-    source_first, source_blocks, source_row, source_page
-        Values of a row before the source, and blocks of a head in it (of planes, its tokens);
-        values from row to row, and from page to page where origins count on from page to page.
-    capacity, pool, first, blocks, stride
-        Slots of a row (or page) in the segment, how many such rows there are, bytes of one before
-        the segment, blocks of a head in it, and bytes from one to the next.
-    KEY_BITS, VALUE_BITS
-        8, 4, 3 or 2, `FP8`, `COLUMNS` or `FULL`.
-    SLOTS
-        Tokens of a place.
-    WIDTH
-        Power of two, no less than the columns of a stretch.
-    DEPENDENT
-        As `segment_pieces`.
     """
     wait_for_earlier(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
@@ -534,54 +511,33 @@ def move_tokens(
 
 @triton.jit(do_not_specialize=["pitch", "count", "blocks"])
 def restore_tokens(
-    planes,
-    octets,
+    planes,  # in the run's dtype; written
+    octets,  # the buffer as uint8, as the run's dtype and as float16
     full,
     halfs,
-    stretches,
+    stretches,  # as `move_tokens`; a column goes where its table says that it comes from
     columns,
     pitch,
+    #: `[count]` integers, which count on from row to row (or page to page) of the segment; of one
+    #: that is not there nothing is written.
     slots,
-    targets,
+    targets,  # `[count]` integers, likewise of the planes
     count,
-    room,
+    room,  # tokens of a row of the planes, their rows, and values of one
     rows,
     whole,
-    capacity,
+    capacity,  # as `move_tokens`
     pool,
     first,
     blocks,
     stride,
-    KEY_BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr,  # as `move_tokens`
     VALUE_BITS: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a program
 ):
-    """Dequantise tokens into planes; a program per TOKENS of them and stretch of columns.
-
-    Parameters
-    ----------
-    planes
-        In the run's dtype; written.
-    octets, full, halfs
-        The buffer as uint8, as the run's dtype and as float16.
-    stretches, columns, pitch
-        As `move_tokens`; a column goes where its table says that it comes from.
-    slots
-        ``[count]`` integers, which count on from row to row (or page to page) of the segment; of
-        one that is not there nothing is written.
-    targets
-        ``[count]`` integers, likewise of the planes.
-    room, rows, whole
-        Tokens of a row of the planes, their rows, and values of one.
-    capacity, pool, first, blocks, stride
-        As `move_tokens`.
-    KEY_BITS, VALUE_BITS, SLOTS, WIDTH
-        As `move_tokens`.
-    TOKENS
-        Of a program.
-    """
+    """Dequantise tokens into planes; a program per TOKENS of them and stretch of columns."""
     number = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots + number, mask=number < count, other=-1).to(tl.int64)
     target = tl.load(targets + number, mask=number < count, other=-1).to(tl.int64)

@@ -23,8 +23,8 @@ from kvprof.kernels.segments.cuts import (
 from kvprof.kernels.segments.geometries import GEOMETRIES
 from kvprof.kernels.segments.kernel import segment_pieces
 from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.segments.side import Tuning
 from kvprof.kernels.segments.tables import Counter, Item, Kind, PlaneColumns, Unit
-from kvprof.kernels.segments.tuning import Tuning
 from kvprof.kernels.segments.unpack import missing_factor
 from kvprof.kernels.tables import Part, joined_rows
 

@@ -89,33 +89,17 @@ UnitKind = tuple[Bits, Bits, int | None, SideKind, SideKind]
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens that are stored alike.
+    """Tokens that are stored alike."""
 
-    Attributes
-    ----------
-    layout : RaggedLayout
-        Widths, group, batch and the segment's own capacity.
-    key_bits, value_bits : int, str or None
-        A format: 8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns;
-        ``"fp8"`` for e4m3; None for full precision; another geometry's.
-    columns : int or None
-        That share a scale, a multiple of 16; None for a token's whole row.
-    paged : bool
-        Whether the layout is of a pool of pages: its batch the pages, its capacity a page's tokens.
-    key_kinds, value_kinds : tuple of SideKind
-        Per head where a width does not say all of a geometry's sides, else empty.
-
-    Raises
-    ------
-    UsageError
-        For formats or columns that the kernels do not have, and for pages of no whole blocks.
-    """
-
-    layout: RaggedLayout
+    layout: RaggedLayout  # widths, group, batch and the segment's own capacity
+    #: A format: 8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns;
+    #: `"fp8"` for e4m3; None for full precision; another geometry's.
     key_bits: Bits = None
     value_bits: Bits = None
-    columns: int | None = 32
+    columns: int | None = 32  # that share a scale, a multiple of 16; None for a token's whole row
+    #: Whether the layout is of a pool of pages: its batch the pages, its capacity a page's tokens.
     paged: bool = False
+    #: Per head where a width does not say all of a geometry's sides, else empty.
     key_kinds: tuple[SideKind, ...] = ()
     value_kinds: tuple[SideKind, ...] = ()
 
@@ -188,22 +172,10 @@ def segment_of(
 
 @dataclass(frozen=True)
 class SegmentsLayout:
-    """One layer's segments; the same heads, group and batch in each.
-
-    Attributes
-    ----------
-    segments : tuple of Segment
-    dtype : torch.dtype
-        Of the run, and of what is stored at full precision.
-
-    Raises
-    ------
-    UsageError
-        When the segments do not belong to one layer.
-    """
+    """One layer's segments; the same heads, group and batch in each."""
 
     segments: tuple[Segment, ...]
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16  # of the run, and of what is stored at full precision
 
     def __post_init__(self) -> None:
         shapes = {(s.layout.heads, s.layout.group, s.layout.batch) for s in self.segments}

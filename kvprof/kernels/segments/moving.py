@@ -114,26 +114,14 @@ def _(buffer: Tensor, *rest: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TokenMove:
-    """How tokens get into a segment: one of each row, or several.
-
-    Attributes
-    ----------
-    layout : SegmentsLayout
-    segment : int
-    source : RaggedLayout or int
-        Planes, or the segment of the same buffer, that tokens come from.
-    stretches, columns : Tensor
-        Rows of `Stretch`, and `MovedColumn` field by field, int64.
-    fixed : tuple of int
-        `constants`, in their order.
-    """
+    """How tokens get into a segment: one of each row, or several."""
 
     layout: SegmentsLayout
     segment: int
-    source: RaggedLayout | int
-    stretches: Tensor
+    source: RaggedLayout | int  # planes, or the segment of the same buffer, that tokens come from
+    stretches: Tensor  # rows of `Stretch`, and `MovedColumn` field by field, int64
     columns: Tensor
-    fixed: tuple[int, ...]
+    fixed: tuple[int, ...]  # `constants`, in their order
 
     def run(
         self,
@@ -239,26 +227,14 @@ def _(planes: Tensor, *rest: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TokenRestore:
-    """How tokens of a segment get into planes.
-
-    Attributes
-    ----------
-    layout : SegmentsLayout
-    segment : int
-    planes : RaggedLayout
-        Of any batch and capacity.
-    stretches, columns : Tensor
-        As `TokenMove`.
-    fixed : tuple of int
-        `restore_constants`, in their order.
-    """
+    """How tokens of a segment get into planes."""
 
     layout: SegmentsLayout
     segment: int
-    planes: RaggedLayout
-    stretches: Tensor
+    planes: RaggedLayout  # of any batch and capacity
+    stretches: Tensor  # as `TokenMove`
     columns: Tensor
-    fixed: tuple[int, ...]
+    fixed: tuple[int, ...]  # `restore_constants`, in their order
 
     def run(
         self, planes: Tensor, buffer: Tensor, slots: Tensor, targets: Tensor, rows: int = 1

@@ -263,39 +263,24 @@ class RowSide(Side):
 
 @dataclass(frozen=True, eq=False)
 class RowColumns(StoredColumns):
-    """The columns of all heads of a segment.
+    """The columns of all heads of a segment."""
 
-    Attributes
-    ----------
-    side : RowSide
-        The first head's; what is read from it is the same for all.
-    first, block, part, place : Tensor
-        ``[columns]`` int64: a value's address is ``first + block·n + part·p + place·q`` for block
-        n of the batch, part p and place q; in values for a side at full precision, where `part` is
-        0 and `place` counts tokens, else in bytes.
-    fill : Tensor
-        ``[groups * group]``: the columns with every group filled up by copies of its last one.
-    kept : Tensor
-        ``[columns]``: where each column is among those.
-    group : int
-        Columns that share a scale, filled up.
-    scale_first, scale_block : Tensor
-        ``[groups]`` int64, in float16: a scale's address is ``first + block·n`` and its token.
-    to_next : Tensor
-        ``[groups]`` int64: from the scales to what is kept next, and so on.
-    """
-
-    side: RowSide
+    side: RowSide  # the first head's; what is read from it is the same for all
+    #: `[columns]` int64: a value's address is `first + block·n + part·p + place·q` for block n of
+    #: the batch, part p and place q; in values for a side at full precision, where `part` is 0 and
+    #: `place` counts tokens, else in bytes.
     first: Tensor
     block: Tensor
     part: Tensor
     place: Tensor
+    #: `[groups * group]`: the columns with every group filled up by copies of its last one.
     fill: Tensor
-    kept: Tensor
-    group: int
+    kept: Tensor  # `[columns]`: where each column is among those
+    group: int  # columns that share a scale, filled up
+    #: `[groups]` int64, in float16: a scale's address is `first + block·n` and its token.
     scale_first: Tensor
     scale_block: Tensor
-    to_next: Tensor
+    to_next: Tensor  # `[groups]` int64: from the scales to what is kept next, and so on
 
     def at(self, tokens: Tokens) -> SideAddresses:
         """Return where tokens lie: codes in bytes, else in values; what is kept in float16."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.segments.codes import Bits, NumberFormat, restored, spread
 from kvprof.kernels.segments.tables import MovedColumn, PlaneColumns, Stretch
-from kvprof.kernels.segments.tuning import Tuning
 
 __all__ = [
     "MOST_PLACES",
@@ -32,6 +31,7 @@ __all__ = [
     "SideKind",
     "StoredColumns",
     "Tokens",
+    "Tuning",
     "replace_bits",
     "taken",
     "width_of",
@@ -55,6 +55,28 @@ def width_of(kind: SideKind) -> int:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """How the kernel is built and how finely its work is cut."""
+
+    pieces: int = 16  # pieces of work per multiprocessor: as many as it runs at once
+    tile: int = 4096  # bytes of K and V that a tile should hold
+    stages: int = 2  # tiles on their way at once
+    warps: int = 1  # of a program
+    #: Bytes that a token costs beside its own: softmax does not shrink with them. Not read where
+    #: sides tell their products (`kvprof.kernels.segments.cuts.token_cost`).
+    per_token: int = 26
+    registers: int = 128  # most of a thread; 0 leaves it to the compiler
+    #: Tiles of a piece from which on a multiprocessor takes neighbouring pieces, which pays where
+    #: heads are of several kinds, each with code of its own; 0 for pieces in order, always.
+    near: int = 16
+    #: Whether rows of codes are multiplied as int8, if both sides are such, and not as numbers of
+    #: two bytes.
+    int8: bool = False
+    #: Whether pieces in order are given to programs such that a multiprocessor has few kinds.
+    dealt: bool = False
+
+
+@dataclass(frozen=True)
 class Plane:
     """Columns ``start … start + width - 1`` of a side; they share what is kept of `group`."""
 
@@ -65,29 +87,14 @@ class Plane:
 
 @dataclass(frozen=True)
 class Side(ABC):
-    """K or V of a head; `kvprof.kernels.segments.layout` has the drawing.
+    """K or V of a head; `kvprof.kernels.segments.layout` has the drawing."""
 
-    Attributes
-    ----------
-    values : bool
-        Whether it is V.
-    width : int
-    bits : int, str or None
-        Its format, one of `forms`.
-    columns : int or None
-        That share a scale; None for a token's whole row.
-    slots : int
-        Tokens of a place.
-    dtype : torch.dtype
-        Of full precision.
-    """
-
-    values: bool
+    values: bool  # whether it is V
     width: int
-    bits: Bits
-    columns: int | None
-    slots: int
-    dtype: torch.dtype
+    bits: Bits  # its format, one of `forms`
+    columns: int | None  # that share a scale; None for a token's whole row
+    slots: int  # tokens of a place
+    dtype: torch.dtype  # of full precision
 
     #: The formats of the geometry.
     forms: ClassVar[Mapping[Bits, NumberFormat]]
@@ -272,20 +279,11 @@ class Side(ABC):
 
 
 class Placed(NamedTuple):
-    """A side and where it lies.
-
-    Attributes
-    ----------
-    side : Side
-    start : int
-        Byte of a row at which its first block begins.
-    size : int
-        Bytes from block to block.
-    """
+    """A side and where it lies."""
 
     side: Side
-    start: int
-    size: int
+    start: int  # byte of a row at which its first block begins
+    size: int  # bytes from block to block
 
 
 # --- Where single tokens of a segment lie in a layer's buffer, value by value, for all heads at
@@ -299,39 +297,21 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Tokens of a segment, by where they are counted to.
+    """Tokens of a segment, by where they are counted to."""
 
-    Attributes
-    ----------
-    there : Tensor
-        ``[batch, n]`` bool: False for a token that is left out.
-    far : Tensor
-        ``[batch, n]`` or ``[batch, 1]`` int64: the byte at which the token's row begins.
-    block, place, slot : Tensor
-        ``[batch, n]`` int64: of the row, of the block and of the place.
-    token : Tensor
-        ``[batch, n]`` int64: its number in the block.
-    """
-
-    there: Tensor
-    far: Tensor
-    block: Tensor
+    there: Tensor  # `[batch, n]` bool: False for a token that is left out
+    far: Tensor  # `[batch, n]` or `[batch, 1]` int64: the byte at which the token's row begins
+    block: Tensor  # `[batch, n]` int64: of the row, of the block and of the place
     place: Tensor
     slot: Tensor
-    token: Tensor
+    token: Tensor  # `[batch, n]` int64: its number in the block
 
 
 @dataclass(frozen=True, eq=False)
 class StoredColumns(ABC):
-    """The columns of K, or of V, of all heads of a segment, one head after another.
+    """The columns of K, or of V, of all heads of a segment, one head after another."""
 
-    Attributes
-    ----------
-    starts : tuple of int
-        Where each head's columns begin; the last entry is their number.
-    """
-
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # where each head's columns begin; the last entry is their number
 
     @abstractmethod
     def at(self, tokens: Tokens) -> "SideAddresses":
@@ -352,26 +332,15 @@ class StoredColumns(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SideAddresses:
-    """Where one side of some tokens lies.
-
-    Attributes
-    ----------
-    columns : StoredColumns
-    there : Tensor
-        ``[batch, n]`` bool: False for a token that is left out.
-    values : Tensor
-        ``[batch, n, columns]`` int64, of codes in bytes, of full precision in values; of a geometry
-        whose codes lie in pieces ``[batch, n, pieces]``.
-    shift : Tensor
-        ``[batch, n, 1]`` uint8: bits of a byte below a token's code; or by piece.
-    kept : tuple of Tensor
-        ``[batch, n, groups]`` int64 each: what the format keeps, as its geometry counts.
-    """
+    """Where one side of some tokens lies."""
 
     columns: StoredColumns
-    there: Tensor
+    there: Tensor  # `[batch, n]` bool: False for a token that is left out
+    #: `[batch, n, columns]` int64, of codes in bytes, of full precision in values; of a geometry
+    #: whose codes lie in pieces `[batch, n, pieces]`.
     values: Tensor
-    shift: Tensor
+    shift: Tensor  # `[batch, n, 1]` uint8: bits of a byte below a token's code; or by piece
+    #: `[batch, n, groups]` int64 each: what the format keeps, as its geometry counts.
     kept: tuple[Tensor, ...]
 
 

@@ -26,9 +26,8 @@ from kvprof.kernels.segments.cpu import segments_cpu
 from kvprof.kernels.segments.geometries import bits_numbered, format_of, geometry_of
 from kvprof.kernels.segments.launch import launch_cut, launch_segments, tuning_for, unit_table
 from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout, of_kinds, segment_of
-from kvprof.kernels.segments.side import SideKind, width_of
+from kvprof.kernels.segments.side import SideKind, Tuning, width_of
 from kvprof.kernels.segments.tables import MOST_SHARES, Counter, Item, eye
-from kvprof.kernels.segments.tuning import Tuning
 from kvprof.kernels.tables import Part
 
 __all__ = [
@@ -135,47 +134,25 @@ def _(
 # and one schedule must not be in use on two streams at once.
 @torch.library.custom_op("kvprof::segments", mutates_args=())
 def segments_operator(
-    query: Tensor,
+    query: Tensor,  # as for `SegmentsStep.run` and `SegmentsStep.cut`
     buffer: Tensor,
     lengths: Tensor,
-    units: Tensor,
+    units: Tensor,  # as `launch_segments` takes them; unused on a CPU
     eye: Tensor,
     scheduled: Sequence[Tensor],
     sinks: Tensor | None,
     table: Tensor | None,
-    beside: Sequence[Tensor],
+    beside: Sequence[Tensor],  # an `Attended`, or nothing
     scaling: float,
     softcap: float,
-    layout: Sequence[int],
+    layout: Sequence[int],  # from `layout_numbers`; the dtype is that of `query`
+    #: What K and V are like, segment by segment, of every kind of head that the kernel is built for
+    #: (`Side.number`).
     kinds: Sequence[int],
-    tuning: Sequence[int],
-    shares: int,
+    tuning: Sequence[int],  # A `Tuning`, its fields in order
+    shares: int,  # of the work, one for each multiprocessor, `MOST_SHARES` at most
 ) -> Tensor:
-    """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU.
-
-    Parameters
-    ----------
-    query, buffer, lengths, sinks, table, scaling, softcap
-        As for `SegmentsStep.run` and `SegmentsStep.cut`.
-    units, eye, scheduled
-        As `launch_segments` takes them; unused on a CPU.
-    beside
-        An `Attended`, or nothing.
-    layout
-        From `layout_numbers`; the dtype is that of `query`.
-    kinds
-        What K and V are like, segment by segment, of every kind of head that the kernel is built
-        for (`Side.number`).
-    tuning
-        A `Tuning`, its fields in order.
-    shares
-        Of the work, one for each multiprocessor, `MOST_SHARES` at most.
-
-    Returns
-    -------
-    Tensor
-        ``[rows, Σ_g G·dv_g]``.
-    """
+    """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU."""
     restored = _layout(tuple(layout), query.dtype)
     other = Attended(*beside) if beside else None
     if uses_triton(query.device):
@@ -243,30 +220,15 @@ def _(
 
 @dataclass(frozen=True, eq=False)
 class SegmentsStep:
-    """A decoding step of a layer; `cut` its work once, `run` it for every layer of its layout.
-
-    Attributes
-    ----------
-    layout : SegmentsLayout
-    rows : int
-        Sequences.
-    kinds : tuple of HeadKind
-        That the kernel is built for.
-    tuning : Tuning
-    multiprocessors : int
-    units : Tensor
-        From `kvprof.kernels.segments.launch.unit_table`.
-    eye : Tensor
-        `kvprof.kernels.segments.tables.eye`.
-    """
+    """A decoding step of a layer; `cut` its work once, `run` it for every layer of its layout."""
 
     layout: SegmentsLayout
-    rows: int
-    kinds: tuple[HeadKind, ...]
+    rows: int  # sequences
+    kinds: tuple[HeadKind, ...]  # that the kernel is built for
     tuning: Tuning
     multiprocessors: int
-    units: Tensor
-    eye: Tensor
+    units: Tensor  # from `kvprof.kernels.segments.launch.unit_table`
+    eye: Tensor  # `kvprof.kernels.segments.tables.eye`
 
     @property
     def _counted(self) -> int:

@@ -42,113 +42,52 @@ def eye(device: torch.device) -> Tensor:
 
 
 class Unit(NamedTuple):
-    """A head of a segment; the first columns are `kvprof.kernels.tables.Output`.
-
-    Attributes
-    ----------
-    outputs, output_width : int
-    queries, query_width : int
-        Where its queries begin in a row of them, and how wide one is.
-    begin : int
-        Byte of a row at which the head begins.
-    capacity : int
-        Tokens that a sequence has room for.
-    cost : int
-        Of a token.
-    height : int
-        Tokens of a tile.
-    kind : int
-    """
+    """A head of a segment; the first columns are `kvprof.kernels.tables.Output`."""
 
     outputs: int
     output_width: int
-    queries: int
+    queries: int  # where its queries begin in a row of them, and how wide one is
     query_width: int
-    begin: int
-    capacity: int
-    cost: int
-    height: int
+    begin: int  # byte of a row at which the head begins
+    capacity: int  # tokens that a sequence has room for
+    cost: int  # of a token
+    height: int  # tokens of a tile
     kind: int
 
 
 class Item(NamedTuple):
-    """A piece of work: tokens ``start … stop - 1`` of one head of one row in one segment.
-
-    Attributes
-    ----------
-    row, head : int
-    segment : int
-        -1 where there is no item.
-    start, stop : int
-    """
+    """A piece of work: tokens ``start … stop - 1`` of one head of one row in one segment."""
 
     row: int
     head: int
-    segment: int
+    segment: int  # -1 where there is no item
     start: int
     stop: int
 
 
 class Counter(NamedTuple):
-    """What stands before the numbers of what was taken from each share.
+    """What stands before the numbers of what was taken from each share."""
 
-    Attributes
-    ----------
-    shared : int
-        1 where multiprocessors have shares of the work; set when the work is cut.
-    """
-
-    shared: int
+    shared: int  # 1 where multiprocessors have shares of the work; set when the work is cut
 
 
 class Kind(NamedTuple):
-    """A kind of head, before its planes: both sides, then what they share.
+    """A kind of head, before its planes: both sides, then what they share."""
 
-    Attributes
-    ----------
-    key_format, value_format : int
-        `kvprof.kernels.segments.codes.NumberFormat.read_as`.
-    key_factor, value_factor : float
-        What codes lack of the numbers that they stand for.
-    key_boost : float
-        By which queries are multiplied before they meet the codes of K.
-    shift : float
-        Weights go up to 2 to the power of it.
-    key_parts, value_parts : int
-        Bytes of a place that lie apart.
-    key_groups, value_groups : int
-        Scales of a token.
-    key_planes, value_planes : int
-    key_scales, key_middles, value_scales, value_middles : int
-        Where they begin in a block, as the geometry's kernel counts: rows in float16, columns with
-        bits of their own in bytes; 0 where the format keeps none.
-    key_block, value_block : int
-        From block to block: bytes, or values at full precision.
-    value_width : int
-    block_halfs : int
-        From block to block, in float16.
-    slots, places : int
-        Tokens of a place, and places of a tile.
-    stages : int
-        Tiles on their way at once.
-    rows : int
-        Of the product with middles of V.
-    int8 : int
-        1 where codes are multiplied as int8.
-    """
-
-    key_format: int
-    key_factor: float
-    key_boost: float
-    key_parts: int
-    key_groups: int
+    key_format: int  # `kvprof.kernels.segments.codes.NumberFormat.read_as`
+    key_factor: float  # what codes lack of the numbers that they stand for
+    key_boost: float  # by which queries are multiplied before they meet the codes of K
+    key_parts: int  # bytes of a place that lie apart
+    key_groups: int  # scales of a token
     key_planes: int
+    #: Where they begin in a block, as the geometry's kernel counts: rows in float16, columns with
+    #: bits of their own in bytes; 0 where the format keeps none.
     key_scales: int
     key_middles: int
-    key_block: int
+    key_block: int  # from block to block: bytes, or values at full precision
     value_format: int
     value_factor: float
-    shift: float
+    shift: float  # weights go up to 2 to the power of it
     value_parts: int
     value_groups: int
     value_planes: int
@@ -156,114 +95,69 @@ class Kind(NamedTuple):
     value_middles: int
     value_block: int
     value_width: int
-    block_halfs: int
-    slots: int
+    block_halfs: int  # from block to block, in float16
+    slots: int  # tokens of a place, and places of a tile
     places: int
-    stages: int
-    rows: int
-    int8: int
+    stages: int  # tiles on their way at once
+    rows: int  # of the product with middles of V
+    int8: int  # 1 where codes are multiplied as int8
 
 
 class PlaneColumns(NamedTuple):
-    """A plane of a side.
+    """A plane of a side."""
 
-    Attributes
-    ----------
-    start, width : int
-        Columns.
-    depth : int
-        Its width in a product.
-    group : int
-        Of scales; where columns have bits of their own, of those whose products share a sum.
-    first, last : int
-        1 where it is the first, or the last, of its group.
-    at : int
-        Where it begins in a block: bytes, or values at full precision.
-    bits : int
-        Of its codes where columns have bits of their own, else 0. Of K 3 bits are two planes, but
-        for 16 columns: of 2, and of 1 for the highest.
-    step : float
-        Of codes of V.
-    """
-
-    start: int
+    start: int  # columns
     width: int
-    depth: int
+    depth: int  # its width in a product
+    #: Of scales; where columns have bits of their own, of those whose products share a sum.
     group: int
-    first: int
+    first: int  # 1 where it is the first, or the last, of its group
     last: int
-    at: int
+    at: int  # where it begins in a block: bytes, or values at full precision
+    #: Of its codes where columns have bits of their own, else 0. Of K 3 bits are two planes, but
+    #: for 16 columns: of 2, and of 1 for the highest.
     bits: int = 0
-    step: float = 1.0
+    step: float = 1.0  # of codes of V
 
 
 class Stretch(NamedTuple):
-    """Columns of a token that a program moves: those of one scale, or as many as it takes.
+    """Columns of a token that a program moves: those of one scale, or as many as it takes."""
 
-    Attributes
-    ----------
-    side : int
-        0 for K, 1 for V.
-    first, columns : int
-        Rows of the table of `MovedColumn`.
-    scale_first, scale_block, to_next : int
-        Where a block's begin, from block to block, and from scales to what is kept next, as the
-        geometry counts; 0 where there is no scale.
-    tops : int
-        Rows of that table behind those of the columns: the highest of 3 bits.
-    scale_head : int
-        For each block of a head, of all heads before.
-    """
-
-    side: int
-    first: int
+    side: int  # 0 for K, 1 for V
+    first: int  # rows of the table of `MovedColumn`
     columns: int
+    #: Where a block's begin, from block to block, and from scales to what is kept next, as the
+    #: geometry counts; 0 where there is no scale.
     scale_first: int
     scale_block: int
     to_next: int
-    tops: int = 0
-    scale_head: int = 0
+    tops: int = 0  # rows of that table behind those of the columns: the highest of 3 bits
+    scale_head: int = 0  # for each block of a head, of all heads before
 
 
 class MovedColumn(NamedTuple):
-    """Where a column comes from and goes to, whatever room there is.
+    """Where a column comes from and goes to, whatever room there is."""
 
-    Attributes
-    ----------
-    source_first, source_head, source_block, source_place : int
-        At full precision, in values behind the segment's first: ``first + head·b + block·n +
-        place·t`` in a row, for heads of b blocks, block n and its token t; of planes b is the
-        tokens of a row.
-    first, block, part, place : int
-        Where it goes: ``first + head·b + block·n + part·p + place·q`` behind the segment's first,
-        for heads of b blocks, block n, part p and place q.
-    behind : int
-        1 where the lowest level has lost it.
-    bits, below, shift, apart : int
-        Of a piece of a column's code, where codes lie in pieces
-        (`kvprof.kernels.segments.columns`).
-    code : int
-        All bits of its code.
-    mate : int
-        Rows from its own to another: of a highest bit to that of the one with which it shares a
-        byte, of the bits below one to it; 0 where there is none.
-    head : int
-        For each block of a head, of all heads before.
-    """
-
+    #: At full precision, in values behind the segment's first: `first + head·b + block·n + place·t`
+    #: in a row, for heads of b blocks, block n and its token t; of planes b is the tokens of a row.
     source_first: int
     source_head: int
     source_block: int
     source_place: int
+    #: Where it goes: `first + head·b + block·n + part·p + place·q` behind the segment's first, for
+    #: heads of b blocks, block n, part p and place q.
     first: int
     block: int
     part: int
     place: int
-    behind: int
+    behind: int  # 1 where the lowest level has lost it
+    #: Of a piece of a column's code, where codes lie in pieces (`kvprof.kernels.segments.columns`).
     bits: int = 0
     below: int = 0
     shift: int = 0
     apart: int = 0
-    code: int = 0
+    code: int = 0  # all bits of its code
+    #: Rows from its own to another: of a highest bit to that of the one with which it shares a
+    #: byte, of the bits below one to it; 0 where there is none.
     mate: int = 0
-    head: int = 0
+    head: int = 0  # for each block of a head, of all heads before

@@ -63,27 +63,15 @@ _REHEARSED = 192
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """A layer of a plan, and where and in what it is to run.
-
-    Attributes
-    ----------
-    plan : Plan
-    layer : LayerPlan
-        One of its layers.
-    facts : LayerLayout
-        The model's layer.
-    device : torch.device
-    dtype : torch.dtype
-    rotations : callable or None
-        Gives the rotary functions that the model may call in it; None where the model is not there
-        to be asked.
-    """
+    """A layer of a plan, and where and in what it is to run."""
 
     plan: Plan
     layer: LayerPlan
-    facts: LayerLayout
+    facts: LayerLayout  # the model's layer
     device: torch.device
     dtype: torch.dtype
+    #: Gives the rotary functions that the model may call in it; None where the model is not there
+    #: to be asked.
     rotations: Callable[[], Sequence[Callable[..., Any]]] | None = None
 
     @property
@@ -171,16 +159,7 @@ def _modelled(facts: LayerLayout) -> str | None:
 
 
 class KernelLayer(ABC):
-    """Executes one layer of a plan on the kernels: one way to store its tokens.
-
-    Parameters
-    ----------
-    plan : Plan
-    layer : LayerPlan
-        One of its layers, for which `stores` holds and `why_not` knows no reason.
-    facts : LayerLayout
-        The model's layer.
-    """
+    """Executes one layer of a plan on the kernels: one way to store its tokens."""
 
     #: What its tokens lie in: ``ragged`` planes that attention reads as they are, ``latents`` that
     #: keys are rebuilt from, or ``segments`` of tokens that are stored alike.
@@ -190,8 +169,9 @@ class KernelLayer(ABC):
 
     def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
         self.plan = plan
+        #: One of its layers, for which `stores` holds and `why_not` knows no reason.
         self.layer = layer
-        self.facts = facts
+        self.facts = facts  # the model's layer
         # A layer that is stored as it is has nothing compressed, however its tokens are written.
         sides = (*layer.keys.groups, *layer.values.groups)
         self._storing = "attention" if all(group.identity for group in sides) else "compress"

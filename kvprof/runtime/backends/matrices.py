@@ -20,44 +20,24 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Ups:
-    """KV heads of one rank, whose outputs become heads again together.
+    """KV heads of one rank, whose outputs become heads again together."""
 
-    Attributes
-    ----------
-    columns : Tensor
-        Theirs in a row of outputs, ``[n * G * r]``.
-    up : Tensor
-        ``[n, r, d]``.
-    """
-
-    columns: Tensor
-    up: Tensor
+    columns: Tensor  # theirs in a row of outputs, `[n * G * r]`
+    up: Tensor  # `[n, r, d]`
 
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """A layer's bases as the kernels take them, per group of the n KV heads that share a latent.
+    """A layer's bases as the kernels take them, per group of the n KV heads that share a latent."""
 
-    Attributes
-    ----------
-    queries : BasisSet
-        ``[d, r]`` per KV head; a scale of its keys is in it.
-    keys : BasisSet
-        ``[depth, r]`` per group. A head that is stored as it is, or that a folded projection has
-        compressed already, has columns of the identity.
-    values : BasisSet or None
-        ``[n * d, r]`` per group; None where values come as they are to be stored.
-    ups : list of Ups
-        Empty where outputs stay as they are.
-    order : Tensor or None
-        From the heads of all `ups`, one after another, to those of the model.
-    """
-
-    queries: BasisSet
+    queries: BasisSet  # `[d, r]` per KV head; a scale of its keys is in it
+    #: `[depth, r]` per group. A head that is stored as it is, or that a folded projection has
+    #: compressed already, has columns of the identity.
     keys: BasisSet
+    #: `[n * d, r]` per group; None where values come as they are to be stored.
     values: BasisSet | None
-    ups: list[Ups]
-    order: Tensor | None
+    ups: list[Ups]  # empty where outputs stay as they are
+    order: Tensor | None  # from the heads of all `ups`, one after another, to those of the model
 
 
 def matrices_of(

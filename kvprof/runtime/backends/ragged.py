@@ -38,36 +38,20 @@ def planes_of(layout: RaggedLayout, buffer: Tensor) -> Iterator[Tensor]:
 
 
 class PlaneStore(KernelStore):
-    """One layer's planes.
-
-    Parameters
-    ----------
-    key_widths, value_widths : tuple of int
-        Per KV head.
-    group : int
-        Query heads per KV head.
-    window : int or None
-        The layer's sliding window, in tokens.
-    capacity : int or None
-        Tokens per sequence to make room for at once; None grows with the sequence.
-
-    Attributes
-    ----------
-    layout : RaggedLayout or None
-        None before the first token.
-    """
+    """One layer's planes."""
 
     def __init__(
         self,
-        key_widths: tuple[int, ...],
+        key_widths: tuple[int, ...],  # per KV head
         value_widths: tuple[int, ...],
-        group: int,
+        group: int,  # query heads per KV head
         window: int | None,
+        #: Tokens per sequence to make room for at once; None grows with the sequence.
         capacity: int | None,
     ) -> None:
         super().__init__(capacity)
-        self.window = window
-        self.layout: RaggedLayout | None = None
+        self.window = window  # the layer's sliding window, in tokens
+        self.layout: RaggedLayout | None = None  # none before the first token
         self._widths = (key_widths, value_widths, group)
 
     @property

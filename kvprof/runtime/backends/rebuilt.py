@@ -61,21 +61,12 @@ _UNKNOWN = "keys are rotated in a form that the kernels do not know"
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """How a rotary function works.
+    """How a rotary function works."""
 
-    Attributes
-    ----------
-    width : int
-        Columns that turn, the first of a head.
-    interleaved : bool
-        Whether neighbours are pairs (GLM, Cohere), and not column i and ``width / 2 + i``.
-    stride : int
-        Pair i's angle is in column ``i * stride`` of a table.
-    """
-
-    width: int
+    width: int  # columns that turn, the first of a head
+    #: Whether neighbours are pairs (GLM, Cohere), and not column i and `width / 2 + i`.
     interleaved: bool
-    stride: int
+    stride: int  # pair i's angle is in column `i * stride` of a table
 
     def pairs(self, table: Tensor) -> Tensor:
         """Return a table's columns with one angle per pair, ``[..., width / 2]``: a view."""

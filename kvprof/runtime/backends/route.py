@@ -122,36 +122,18 @@ _CAUSAL = ("full_attention", "sliding_attention")
 
 
 class KernelRoute:
-    """The way through the kernels, for one model and plan.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    plan : Plan
-    wanted : str or None
-        As `kvprof.runtime.backends.route.choice` takes it.
-
-    Attributes
-    ----------
-    reasons : list of str or None
-        Per layer, why it does not run on the kernels.
-    least_tokens : int
-        Caches whose first pass is shorter stay with torch, because it is the faster way.
-
-    Raises
-    ------
-    UsageError
-        When all layers are to run on the kernels and one cannot.
-    """
+    """The way through the kernels, for one model and plan."""
 
     def __init__(self, loaded: LoadedModel, plan: Plan, wanted: str | None) -> None:
-        self.wanted = choice(wanted)
+        self.wanted = choice(wanted)  # as `kvprof.runtime.backends.route.choice` takes it
+        #: Caches whose first pass is shorter stay with torch, because it is the faster way.
         self.least_tokens, self._short = 0, ""
         self._plan = plan
         self._facts = loaded.layout.layers
         self._patterns = _patterns(loaded)
         device, dtype = loaded.device, loaded.dtype
         asked = kernel_reasons(plan, loaded.layout, device, dtype, loaded)
+        #: Per layer, why it does not run on the kernels.
         self.reasons: list[str | None] = [
             pattern or reason for pattern, reason in zip(self._patterns, asked, strict=True)
         ]

@@ -95,19 +95,7 @@ def _columns(layout: RaggedLayout, buffer: Tensor) -> Iterator[tuple[Tensor, int
 
 
 class Format:
-    """How the tokens of a segment are stored.
-
-    Attributes
-    ----------
-    kinds : list of (SideKind, SideKind)
-        What each KV head's keys and values are like.
-    key_widths, value_widths : tuple of int
-        Per KV head.
-    key_bits, value_bits : int, str or None
-        Formats of the kernels.
-    columns : int or None
-        That share a scale.
-    """
+    """How the tokens of a segment are stored."""
 
     def __init__(
         self,
@@ -117,8 +105,12 @@ class Format:
         value_bits: Bits = None,
         columns: int | None = None,
     ) -> None:
+        #: What each KV head's keys and values are like.
         self.kinds = list(zip(keys, values, strict=True))
+        #: Per KV head.
         self.key_widths, self.value_widths = (tuple(map(width_of, own)) for own in (keys, values))
+        #: That share a scale.
+        #: Formats of the kernels.
         self.key_bits, self.value_bits, self.columns = key_bits, value_bits, columns
 
     def segment(self, group: int, batch: int, capacity: int) -> Segment:

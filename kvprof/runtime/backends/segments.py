@@ -81,21 +81,13 @@ class _Addressed:
 
 @dataclass(frozen=True, eq=False)
 class _Doing:
-    """What a decoding step does to layers that are stored alike.
-
-    Attributes
-    ----------
-    step : Step
-    newest : Addresses or TokenMove or None
-        Where the step's own token goes, or what takes it there in one launch; None where the
-        projection stores it there by itself.
-    moves : list of _Addressed or TokenMove
-        The same of each of the step's moves.
-    """
+    """What a decoding step does to layers that are stored alike."""
 
     step: Step
+    #: Where the step's own token goes, or what takes it there in one launch; None where the
+    #: projection stores it there by itself.
     newest: Any
-    moves: list[Any]
+    moves: list[Any]  # the same of each of the step's moves
 
 
 class SegmentKernelLayer(KernelLayer):

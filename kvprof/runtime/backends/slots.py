@@ -20,24 +20,15 @@ __all__ = ["KernelPass", "SlotTable", "SlotTables"]
 
 @dataclass(eq=False)
 class KernelPass:
-    """One forward pass, on one device.
+    """One forward pass, on one device."""
 
-    Attributes
-    ----------
-    tokens : int
-        New tokens of every row, padding included.
-    hidden : Tensor or None
-        ``[batch]`` int32: how many of a row's first ones are padding; None where none is.
-    start, after : Tensor
-        ``[batch]`` int32: real tokens that each row had had before, and has had afterwards.
-    schedules : dict
-        How the work of decoding steps is cut, by the step.
-    """
-
-    tokens: int
+    tokens: int  # new tokens of every row, padding included
+    #: `[batch]` int32: how many of a row's first ones are padding; None where none is.
     hidden: Tensor | None
+    #: `[batch]` int32: real tokens that each row had had before, and has had afterwards.
     start: Tensor
     after: Tensor
+    #: How the work of decoding steps is cut, by the step.
     schedules: dict[Any, "Schedule"] = field(default_factory=dict)
     _known: dict[Any, Any] = field(default_factory=dict)
 
@@ -83,22 +74,13 @@ class KernelPass:
 
 @dataclass(eq=False)
 class SlotTable:
-    """Cosines and sines of one way to rotate.
+    """Cosines and sines of one way to rotate."""
 
-    Attributes
-    ----------
-    both : Tensor
-        ``[2, rows, capacity + 1, width]``: cosines and sines. One row serves a batch whose rows
-        are rotated alike. The last slot takes what has no other: padding.
-    checked : bool
-        Whether they were seen to rotate keys as the model does.
-    captured : bool
-        Whether a CUDA graph reads them where they lie.
-    """
-
+    #: `[2, rows, capacity + 1, width]`: cosines and sines. One row serves a batch whose rows are
+    #: rotated alike. The last slot takes what has no other: padding.
     both: Tensor
-    checked: bool = False
-    captured: bool = False
+    checked: bool = False  # whether they were seen to rotate keys as the model does
+    captured: bool = False  # whether a CUDA graph reads them where they lie
 
     @property
     def cos(self) -> Tensor:

@@ -37,63 +37,33 @@ NOWHERE = -1
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """For tokens and lengths counted behind the sinks.
+    """For tokens and lengths counted behind the sinks."""
 
-    Attributes
-    ----------
-    ends : numpy.ndarray
-        ``[n + 2]``: how many tokens the last segment holds once there are so many.
-    slots : numpy.ndarray
-        ``[n + 1]``: a token's slot in the ring that it passes through.
-    """
-
-    ends: np.ndarray
-    slots: np.ndarray
+    ends: np.ndarray  # `[n + 2]`: how many tokens the last segment holds once there are so many
+    slots: np.ndarray  # `[n + 1]`: a token's slot in the ring that it passes through
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A decoding step's slots, ``[batch]`` int32 each, `NOWHERE` for none.
+    """A decoding step's slots, ``[batch]`` int32 each, `NOWHERE` for none."""
 
-    Attributes
-    ----------
-    lengths : Tensor
-        ``[segments, batch]`` int32: what the step's query sees.
-    newest : Tensor
-        In segment 0, of the step's own token.
-    low : Tensor or None
-        ``[batch]`` bool: the token goes straight to the lowest level, and is attended to at its
-        rank; None where no level is lower.
-    moves : tuple of Move
-        After attention: from which segment and slot a token goes to which; in this order.
-    tables : tuple of Tensor
-        What it was read from, which a captured step reads again.
-    """
-
-    lengths: Tensor
-    newest: Tensor
+    lengths: Tensor  # `[segments, batch]` int32: what the step's query sees
+    newest: Tensor  # in segment 0, of the step's own token
+    #: `[batch]` bool: the token goes straight to the lowest level, and is attended to at its rank;
+    #: None where no level is lower.
     low: Tensor | None
+    #: After attention: from which segment and slot a token goes to which; in this order.
     moves: tuple[Move, ...]
-    tables: tuple[Tensor, Tensor]
+    tables: tuple[Tensor, Tensor]  # what it was read from, which a captured step reads again
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How a layer's tokens go from segment to segment.
+    """How a layer's tokens go from segment to segment."""
 
-    Attributes
-    ----------
-    levels : Levels
-        One or two, moving down one by one.
-    quantised : bool
-        One by one.
-    window : int
-        Newest tokens that are not.
-    """
-
-    levels: Levels
-    quantised: bool
-    window: int
+    levels: Levels  # one or two, moving down one by one
+    quantised: bool  # one by one
+    window: int  # newest tokens that are not
 
     @property
     def two(self) -> bool:

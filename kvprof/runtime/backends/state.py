@@ -124,17 +124,11 @@ class KernelStore(ABC):
 
 
 class ModelKinds(NamedTuple):
-    """The kinds of head of all layers, for which kernels are built so that layers share them.
+    """The kinds of head of all layers, for which kernels are built so that layers share them."""
 
-    Attributes
-    ----------
-    planes : tuple of (key width, value width), optional
-        Of layers whose tokens are all stored alike; None where they have too many between them.
-    segments : tuple of HeadKind, optional
-        Of layers whose tokens lie in segments; None likewise.
-    """
-
+    #: Of layers whose tokens are all stored alike; None where they have too many between them.
     planes: tuple[tuple[int, int], ...] | None = None
+    #: Of layers whose tokens lie in segments; None likewise.
     segments: tuple[HeadKind, ...] | None = None
 
 
@@ -147,38 +141,24 @@ def _where_all(kinds: tuple[Any, ...] | None, own: Iterable[Any]) -> tuple[Any, 
 
 
 class KernelState:
-    """The counts and the cut work of one cache.
-
-    Parameters
-    ----------
-    kinds : ModelKinds, optional
-
-    Attributes
-    ----------
-    first : list of int
-        Where each row's first real token stands in the padded sequence; for a row that is padding
-        so far, where the next pass begins or later.
-    past, tokens : int
-        Of the pass under way: tokens before it, padding included, and its own (0 outside a pass).
-    rotation : Rotation or None
-        Of the layer that runs: its call of the model's rotary function, where it rebuilds keys.
-    tables : SlotTables
-        The angles that rebuilt keys are rotated by.
-    held : list
-        What captured steps read and nothing else may hold.
-    """
+    """The counts and the cut work of one cache."""
 
     def __init__(self, kinds: ModelKinds = _NONE) -> None:
         self.kinds = kinds
+        #: Where each row's first real token stands in the padded sequence; for a row that is
+        #: padding so far, where the next pass begins or later.
         self.first: list[int] = []
+        #: Of the pass under way: tokens before it, padding included, and its own (0 outside a
+        #: pass).
         self.past = 0
         self.tokens = 0
+        #: Of the layer that runs: its call of the model's rotary function, where it rebuilds keys.
         self.rotation: Rotation | None = None
-        self.tables = SlotTables()
+        self.tables = SlotTables()  # the angles that rebuilt keys are rotated by
         self._hidden: list[int] = []
         self._seen: dict[torch.device, Tensor] = {}
         self._passes: dict[torch.device, KernelPass] = {}
-        self.held: list[Any] = []
+        self.held: list[Any] = []  # what captured steps read and nothing else may hold
         self._steps: dict[Any, tuple[Any, Any]] = {}
         # By what steps have in common whose work is cut together: their tables, one after another.
         self._together: dict[Any, tuple[list[Any], Tensor]] = {}

@@ -16,18 +16,11 @@ _WAYS = "poisson, gamma:cv=2 (burstier), gamma:cv=0 (evenly spaced) or trace (a 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """A process of arrivals.
+    """A process of arrivals."""
 
-    Attributes
-    ----------
-    kind : str
-        ``poisson``, ``gamma`` or ``trace``.
-    cv : float
-        Coefficient of variation of the time between two arrivals: 1 of Poisson, 0 evenly spaced;
-        of a trace it means nothing.
-    """
-
-    kind: str = "poisson"
+    kind: str = "poisson"  # `poisson`, `gamma` or `trace`
+    #: Coefficient of variation of the time between two arrivals: 1 of Poisson, 0 evenly spaced; of
+    #: a trace it means nothing.
     cv: float = 1.0
 
     @property

@@ -40,24 +40,12 @@ _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a server takes, found out by asking it.
+    """What a server takes, found out by asking it."""
 
-    Attributes
-    ----------
-    ids : bool
-        Prompts as token ids; else as words.
-    to_the_end : bool
-        ``ignore_eos``: every answer is as long as asked for.
-    counted : bool
-        Each piece of an answer says how many tokens were written so far.
-    tokens_per_word : float
-        Of prompts in words, as the server counted them.
-    """
-
-    ids: bool = True
-    to_the_end: bool = True
-    counted: bool = True
-    tokens_per_word: float = 1.0
+    ids: bool = True  # prompts as token ids; else as words
+    to_the_end: bool = True  # `ignore_eos`: every answer is as long as asked for
+    counted: bool = True  # each piece of an answer says how many tokens were written so far
+    tokens_per_word: float = 1.0  # of prompts in words, as the server counted them
 
     def lacks(self) -> list[str]:
         """Say what a reader must know of a server that takes less than all of it."""

@@ -24,27 +24,13 @@ _PAPER = "fdc"  # whose lengths a trace without its paper has
 
 @dataclass(frozen=True)
 class Lengths:
-    """Where the lengths of requests come from; one of the three is set.
+    """Where the lengths of requests come from; one of the three is set."""
 
-    Attributes
-    ----------
-    name : str
-        ``fdc/arxiv``, ``in=8192,out=256`` or a file's name.
-    trace : Trace or None
-        A paper's.
-    fixed : (int, int) or None
-        Prompt and output, in tokens.
-    recorded : RecordedTrace or None
-        A file's.
-    default : bool
-        Whether nobody asked for them.
-    """
-
-    name: str
-    trace: Trace | None = None
-    fixed: tuple[int, int] | None = None
-    recorded: RecordedTrace | None = None
-    default: bool = False
+    name: str  # `fdc/arxiv`, `in=8192,out=256` or a file's name
+    trace: Trace | None = None  # A paper's
+    fixed: tuple[int, int] | None = None  # prompt and output, in tokens
+    recorded: RecordedTrace | None = None  # A file's
+    default: bool = False  # whether nobody asked for them
 
     def refuse_over(self, longest: int, why: str) -> None:
         """Refuse more tokens of a request than fit, as `why` says: ``it has 2,048 positions``."""

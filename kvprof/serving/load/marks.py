@@ -36,25 +36,14 @@ _CONFIG = b"vllm:cache_config_info"
 
 @dataclass(frozen=True)
 class Marks:
-    """What engines say at one moment.
+    """What engines say at one moment."""
 
-    Attributes
-    ----------
-    running, waiting : int or None
-        Requests.
-    cache : float or None
-        Share of the pages that is used.
-    totals : dict of float
-        Since the engine started, as `kvprof.records.events.LoadRateFinished` names them.
-    cache_tokens, cache_bytes : int or None
-        That fit, and what holds them; None where they are not told.
-    """
-
-    running: int | None
+    running: int | None  # requests
     waiting: int | None
-    cache: float | None
+    cache: float | None  # share of the pages that is used
+    #: Since the engine started, as `kvprof.records.events.LoadRateFinished` names them.
     totals: dict[str, float]
-    cache_tokens: int | None = None
+    cache_tokens: int | None = None  # that fit, and what holds them; None where they are not told
     cache_bytes: int | None = None
 
 

@@ -14,61 +14,32 @@ __all__ = ["Held", "Idle", "PagePool", "Unit"]
 
 @dataclass(eq=False)
 class Unit:
-    """Pages that are found and taken as a whole: one copy of them.
-
-    Attributes
-    ----------
-    pages : int
-    key : hashable
-        What they are found by.
-    references : int
-        Running requests that hold it.
-    """
+    """Pages that are found and taken as a whole: one copy of them."""
 
     pages: int
-    key: Hashable
-    references: int = 1
+    key: Hashable  # what they are found by
+    references: int = 1  # running requests that hold it
 
 
 @dataclass(eq=False)
 class Idle:
-    """Pages that nobody refers to, side by side in the queue.
+    """Pages that nobody refers to, side by side in the queue."""
 
-    Attributes
-    ----------
-    pages : int
-        How many of them are left; 0 once they are referred to again.
-    unit : Unit or None
-        Which these are, where others may find them.
-    awaited : bool
-        Whether a preempted request may look for them.
-    """
-
-    pages: int
-    unit: Unit | None = None
-    awaited: bool = False
+    pages: int  # how many of them are left; 0 once they are referred to again
+    unit: Unit | None = None  # which these are, where others may find them
+    awaited: bool = False  # whether a preempted request may look for them
 
 
 @dataclass
 class Held:
-    """What one request holds, or can find.
+    """What one request holds, or can find."""
 
-    Attributes
-    ----------
-    keys : sequence of hashable
-        Of the units at the prompt's beginning that others may have too, in order.
-    ends : sequence of int
-        Pages up to the end of each unit.
-    units : list of Unit
-        Those of them that the request has written or found, from the first on.
-    own : Idle or None
-        Pages behind all units that a preemption left in the queue.
-    """
-
+    #: Of the units at the prompt's beginning that others may have too, in order.
     keys: Sequence[Hashable] = ()
-    ends: Sequence[int] = ()
+    ends: Sequence[int] = ()  # pages up to the end of each unit
+    #: Those of them that the request has written or found, from the first on.
     units: list[Unit] = field(default_factory=list)
-    own: Idle | None = None
+    own: Idle | None = None  # pages behind all units that a preemption left in the queue
 
     @property
     def shared(self) -> int:
@@ -78,20 +49,11 @@ class Held:
 
 @dataclass
 class PagePool:
-    """All pages of one replica.
-
-    Attributes
-    ----------
-    total : int
-    caching : bool
-        Whether pages are found again.
-    free : int
-        Pages that nobody refers to.
-    """
+    """All pages of one replica."""
 
     total: int
-    caching: bool = True
-    free: int = field(init=False)
+    caching: bool = True  # whether pages are found again
+    free: int = field(init=False)  # pages that nobody refers to
     _unwritten: int = field(init=False)  # pages that hold nothing: taken first
     _queue: deque[Idle] = field(default_factory=deque, init=False)
     #: Copies of each unit, the first of which is found; those of two that wrote it at a time.

@@ -43,35 +43,18 @@ _TOGETHER = 1024  # requests whose tokens' times are computed at once
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What is served with; the defaults are those of vLLM's server on a GPU of 70 GiB and more.
+    """What is served with; the defaults are those of vLLM's server on a GPU of 70 GiB and more."""
 
-    Attributes
-    ----------
-    pages : int
-        Of one replica's cache.
-    block_size : int
-        Tokens of a page.
-    max_num_seqs : int
-        Sequences that run at once.
-    max_num_batched_tokens : int
-        Tokens of a step.
-    prefix_caching : bool
-        Whether pages of a prompt are found again by another that begins alike.
-    replicas : int
-    route : str
-        Of `ROUTES`.
-    refresh : float
-        Seconds after which the router hears anew what waits and runs; in between it adds what it
-        sent itself. vLLM's coordinator tells it every 0.1 s.
-    """
-
-    pages: int
-    block_size: int = 16
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 8192
+    pages: int  # of one replica's cache
+    block_size: int = 16  # tokens of a page
+    max_num_seqs: int = 1024  # sequences that run at once
+    max_num_batched_tokens: int = 8192  # tokens of a step
+    #: Whether pages of a prompt are found again by another that begins alike.
     prefix_caching: bool = True
     replicas: int = 1
     route: str = "shortest-queue"
+    #: Seconds after which the router hears anew what waits and runs; in between it adds what it
+    #: sent itself. vLLM's coordinator tells it every 0.1 s.
     refresh: float = 0.1
 
     def __post_init__(self) -> None:

@@ -42,19 +42,11 @@ _LACKING = 3
 
 
 class Server(ABC):
-    """One or several addresses at which one method is served.
-
-    Attributes
-    ----------
-    method : str
-    addresses : tuple of Address
-    own : bool
-        Whether it is started here, and so can be stopped.
-    """
+    """One or several addresses at which one method is served."""
 
     method: str
     addresses: tuple[Address, ...]
-    own = False
+    own = False  # whether it is started here, and so can be stopped
 
     def start(self) -> None:  # noqa: B027 - one that runs already needs no start
         """Start it, without waiting until it is ready."""
@@ -84,36 +76,20 @@ class Served(Server):
 
 
 class ServerProcess(Server):
-    """Servers that are children of this process, and end with it.
-
-    Parameters
-    ----------
-    method : str
-    commands : callable
-        Of a port, returns the command of one server.
-    count : int
-        How many; the n-th sees the n-th share of the GPUs.
-    settings : mapping of str
-    gpus : int
-        Of each server; 0 leaves the environment as it is.
-    unset : sequence of str
-        Variables that they do not get.
-    variables : mapping of str
-        That they get beside this process's own.
-    """
+    """Servers that are children of this process, and end with it."""
 
     own = True
 
     def __init__(
         self,
         method: str,
-        commands: Callable[[int], Sequence[str]],
+        commands: Callable[[int], Sequence[str]],  # of a port, returns the command of one server
         *,
-        count: int = 1,
+        count: int = 1,  # how many; the n-th sees the n-th share of the GPUs
         settings: Mapping[str, str] | None = None,
-        gpus: int = 0,
-        unset: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
+        gpus: int = 0,  # of each server; 0 leaves the environment as it is
+        unset: Sequence[str] = (),  # variables that they do not get
+        variables: Mapping[str, str] | None = None,  # that they get beside this process's own
     ) -> None:
         self.method = method
         self._unset = unset
@@ -281,31 +257,18 @@ _CPU_MEMORY = "VLLM_CPU_KVCACHE_SPACE"
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What every method's engine is started with; ``kvprof serve`` sets some more for its own.
+    """What every method's engine is started with; ``kvprof serve`` sets some more for its own."""
 
-    Attributes
-    ----------
-    memory : int or None
-        Bytes of the cache of each GPU; None lets each engine take what it finds free.
-    longest : int
-        Tokens that a request may have.
-    tp, replicas : int
-        GPUs of tensor parallelism, and engines behind the engine's own router.
-    seed : int
-    dtype : str
-        Of weights, and of a cache that is not quantised: what a server chooses by itself is not the
-        same for all.
-    more : tuple of str
-        Further options, as they were given.
-    """
-
+    #: Bytes of the cache of each GPU; None lets each engine take what it finds free.
     memory: int | None = None
-    longest: int = 0
-    tp: int = 1
+    longest: int = 0  # tokens that a request may have
+    tp: int = 1  # GPUs of tensor parallelism, and engines behind the engine's own router
     replicas: int = 1
     seed: int = 0
+    #: Of weights, and of a cache that is not quantised: what a server chooses by itself is not the
+    #: same for all.
     dtype: str = "auto"
-    more: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()  # further options, as they were given
 
     @property
     def unset(self) -> tuple[str, ...]:

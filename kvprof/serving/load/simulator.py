@@ -47,72 +47,35 @@ class SimulationStoppedError(Exception):
 
 @dataclass(frozen=True)
 class Totals:
-    """What all replicas did.
+    """What all replicas did."""
 
-    Attributes
-    ----------
-    computed : int
-        Tokens that went through the model: of prompts, decoded ones, and those computed again.
-    found : int
-        Tokens of prompts that were found in the cache.
-    again : int
-        Tokens that preemptions gave up.
-    kept : int
-        Of these, what was found once more.
-    preemptions : int
-    steps : int
-    """
-
+    #: Tokens that went through the model: of prompts, decoded ones, and those computed again.
     computed: int = 0
-    found: int = 0
-    again: int = 0
-    kept: int = 0
+    found: int = 0  # tokens of prompts that were found in the cache
+    again: int = 0  # tokens that preemptions gave up
+    kept: int = 0  # of these, what was found once more
     preemptions: int = 0
     steps: int = 0
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of all replicas together.
+    """The state of all replicas together."""
 
-    Attributes
-    ----------
-    time : float
-        Seconds after the load began.
-    waiting, running : int
-        Requests.
-    pages : int
-        Pages that running requests hold, each shared one once.
-    preemptions : int
-        Since the beginning.
-    """
-
-    time: float
-    waiting: int
+    time: float  # seconds after the load began
+    waiting: int  # requests
     running: int
-    pages: int
-    preemptions: int
+    pages: int  # pages that running requests hold, each shared one once
+    preemptions: int  # since the beginning
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulation found.
+    """What a simulation found."""
 
-    Attributes
-    ----------
-    outcomes : list of Outcome
-        In the order of the requests.
-    admitted : list of float or None
-        When each was first given pages; None of those that failed.
-    servers : list of int
-        Which replica each was sent to; 0 of those that failed.
-    totals : Totals
-    settings : EngineSettings
-    """
-
-    outcomes: list[Outcome]
-    admitted: list[float | None]
-    servers: list[int]
+    outcomes: list[Outcome]  # in the order of the requests
+    admitted: list[float | None]  # when each was first given pages; None of those that failed
+    servers: list[int]  # which replica each was sent to; 0 of those that failed
     totals: Totals
     settings: EngineSettings
     _logs: list[StepLog] = field(repr=False, default_factory=list)
@@ -280,14 +243,7 @@ def engine_settings(
 
 
 class SimulatedTarget:
-    """A method whose steps take the times that a record tells.
-
-    Parameters
-    ----------
-    method : str
-    steps : ModelSteps
-    settings : EngineSettings
-    """
+    """A method whose steps take the times that a record tells."""
 
     waits_for = "simulated, no server is started"
 

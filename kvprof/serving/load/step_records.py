@@ -18,25 +18,13 @@ _UTILISATION = 0.92
 
 @dataclass(frozen=True)
 class MethodSteps:
-    """One method's steps.
-
-    Attributes
-    ----------
-    method : str
-    rate : float
-        Of the cache's bytes.
-    token_bytes : float
-        Bytes of a token in one device's cache.
-    samples : tuple of StepSample
-    notes : tuple of str
-        What a reader must know of them.
-    """
+    """One method's steps."""
 
     method: str
-    rate: float
-    token_bytes: float
+    rate: float  # of the cache's bytes
+    token_bytes: float  # bytes of a token in one device's cache
     samples: tuple[StepSample, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader must know of them
 
     @cached_property
     def times(self) -> StepTimes:
@@ -46,32 +34,16 @@ class MethodSteps:
 
 @dataclass(frozen=True)
 class ModelSteps:
-    """A model's steps on one device, or on one of several that share it.
-
-    Attributes
-    ----------
-    model : str
-    tp : int
-        Devices that share the model; bytes are one device's.
-    device : str
-        What the steps were measured on.
-    created : str
-        Of the record, UTC.
-    cache_bytes : int
-        That one device's cache may have: what vLLM may take of its memory, less the weights.
-    positions : int
-        Tokens that a request of the model may have.
-    methods : dict of str to MethodSteps
-        Full width is ``full``.
-    """
+    """A model's steps on one device, or on one of several that share it."""
 
     model: str
-    tp: int
-    device: str
-    created: str
+    tp: int  # devices that share the model; bytes are one device's
+    device: str  # what the steps were measured on
+    created: str  # of the record, UTC
+    #: That one device's cache may have: what vLLM may take of its memory, less the weights.
     cache_bytes: int
-    positions: int
-    methods: dict[str, MethodSteps]
+    positions: int  # tokens that a request of the model may have
+    methods: dict[str, MethodSteps]  # full width is `full`
 
     def method(self, name: str) -> MethodSteps:
         """Return a method's steps."""

@@ -24,35 +24,17 @@ _LEAST_SHARE = 0.05  # of its time that a step is expected to take at least, as 
 
 @dataclass(frozen=True)
 class StepSample:
-    """A step that was measured.
+    """A step that was measured."""
 
-    Attributes
-    ----------
-    decode : int
-        Sequences that decode a token.
-    context : float
-        Tokens in the cache of all of them together, those being computed included.
-    prefill : int
-        Tokens of prompts.
-    pairs : float
-        Of tokens: each of a prompt's with all before it and with itself, over all prompts.
-    seconds : float
-    source : str
-        Which record it is from.
-    mean : bool
-        Whether it is no single step, but the mean of several unlike ones.
-    weight : float
-        Of a mean: how many it is of.
-    """
-
-    decode: float
-    context: float
-    prefill: float
+    decode: float  # sequences that decode a token
+    context: float  # tokens in the cache of all of them together, those being computed included
+    prefill: float  # tokens of prompts
+    #: Of tokens: each of a prompt's with all before it and with itself, over all prompts.
     pairs: float
     seconds: float
-    source: str = ""
-    mean: bool = False
-    weight: float = 1.0
+    source: str = ""  # which record it is from
+    mean: bool = False  # whether it is no single step, but the mean of several unlike ones
+    weight: float = 1.0  # of a mean: how many it is of
 
     @property
     def tokens(self) -> float:
@@ -62,37 +44,22 @@ class StepSample:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step takes.
+    """What a step takes."""
 
-    Attributes
-    ----------
-    tokens, seconds : tuple
-        Points of the products' time, and all that a step does once; a line between two of them,
-        and beyond the last one a line of slope `beyond`.
-    beyond : float
-        Seconds per token.
-    per_context : float
-        Seconds per token of the decoding sequences' contexts.
-    per_pair : float
-        Seconds per pair of tokens of prompts.
-    per_sequence : float
-        Seconds per decoding sequence, beside what its token costs as any; negative where that is
-        less.
-    residual : float or None
-        Largest relative difference from a step that was fitted; of means the mean difference over
-        their mean. None where none was fitted.
-    samples : int
-        Steps that were fitted.
-    """
-
+    #: Points of the products' time, and all that a step does once; a line between two of them, and
+    #: beyond the last one a line of slope `beyond`.
     tokens: tuple[float, ...]
     seconds: tuple[float, ...]
-    beyond: float
-    per_context: float = 0.0
-    per_pair: float = 0.0
+    beyond: float  # seconds per token
+    per_context: float = 0.0  # seconds per token of the decoding sequences' contexts
+    per_pair: float = 0.0  # seconds per pair of tokens of prompts
+    #: Seconds per decoding sequence, beside what its token costs as any; negative where that is
+    #: less.
     per_sequence: float = 0.0
+    #: Largest relative difference from a step that was fitted; of means the mean difference over
+    #: their mean. None where none was fitted.
     residual: float | None = None
-    samples: int = 0
+    samples: int = 0  # steps that were fitted
     _known: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def dense(self, tokens: int) -> float:

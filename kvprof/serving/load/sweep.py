@@ -45,37 +45,20 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What is asked of every method.
-
-    Attributes
-    ----------
-    lengths : Lengths
-    arrivals : Arrivals
-    rates : tuple of float
-        Requests a second, ascending; empty finds them: from half of what one request at a time
-        gives, doubled until the queue grows.
-    requests : int
-        At each rate.
-    seconds : float or None
-        In place of `requests`: as many as arrive in these.
-    objective : dict
-        As `kvprof.records.load.rate_row` has it.
-    refine : int
-        Further rates, halfway between the largest within and the next beyond.
-    seed : int
-    engines : int
-        That share the requests of a method.
-    """
+    """What is asked of every method."""
 
     lengths: Lengths
     arrivals: Arrivals = field(default_factory=Arrivals)
+    #: Requests a second, ascending; empty finds them: from half of what one request at a time
+    #: gives, doubled until the queue grows.
     rates: tuple[float, ...] = ()
-    requests: int = 200
-    seconds: float | None = None
+    requests: int = 200  # at each rate
+    seconds: float | None = None  # in place of `requests`: as many as arrive in these
+    #: As `kvprof.records.load.rate_row` has it.
     objective: dict[str, float] = field(default_factory=dict)
-    refine: int = 0
+    refine: int = 0  # further rates, halfway between the largest within and the next beyond
     seed: int = 0
-    engines: int = 1
+    engines: int = 1  # that share the requests of a method
 
     def count(self, rate: float) -> int:
         """Return how many requests arrive at a rate."""

@@ -33,19 +33,10 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class Trace:
-    """Lengths of requests.
+    """Lengths of requests."""
 
-    Attributes
-    ----------
-    name : str
-        For example ``fdc/arxiv``.
-    source : str
-        Paper, table and row.
-    input, output : TokenRange
-    """
-
-    name: str
-    source: str
+    name: str  # for example `fdc/arxiv`
+    source: str  # paper, table and row
     input: TokenRange
     output: TokenRange
 

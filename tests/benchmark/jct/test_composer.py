@@ -286,11 +286,7 @@ def test_prompts_that_fit_are_measured_and_longer_ones_add_shorter_rungs():
 def events_of(request, emitted_by):
     events = []
     measure_composed(
-        emitted_by,
-        request,
-        case="full b1",
-        emit=events.append,
-        now=lambda: float(len(events)),
+        emitted_by, request, case="full b1", emit=events.append, now=lambda: float(len(events))
     )
     return events
 

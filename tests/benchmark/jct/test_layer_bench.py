@@ -181,10 +181,7 @@ def test_what_waits_for_the_host_is_never_captured(monkeypatch):
     bench, device = tiny_bench(), torch.device("cuda")
     method = method_on("strawman", bench.model.attention)
     units = strawman_attention(
-        bench.workload("prefill", 1, 40),
-        method.kept,
-        bench._full,
-        None,
+        bench.workload("prefill", 1, 40), method.kept, bench._full, None
     ).calls
     (basis,) = [unit for unit in units if unit.part == "basis"]
     whole = layer.layer_sampler([unit for unit in units if unit is not basis], device)

@@ -20,22 +20,14 @@ FP32 = torch.float32
 @pytest.mark.parametrize(
     ("text", "family"),
     [
-        ("full", "full"),
-        ("fp8", "segments"),
-        ("tale", "segments"),
-        ("fdc-4bit", "segments"),
-        ("fdc", "ragged"),
-        ("uniform", "ragged"),
-        ("palu-folded", "ragged"),
-        ("palu", "latents"),
-        ("palu:heads=1", "latents"),
-        ("strawman", "strawman"),
-        ("fdc:no-post-rope", "latents"),
+        ("full", "full"), ("fp8", "segments"), ("tale", "segments"), ("fdc-4bit", "segments"),
+        ("fdc", "ragged"), ("uniform", "ragged"), ("palu-folded", "ragged"), ("palu", "latents"),
+        ("palu:heads=1", "latents"), ("strawman", "strawman"), ("fdc:no-post-rope", "latents"),
         ("fdc:no-adaptive-rates", "ragged"),
         ("fdc:no-balancing", "ragged"),
         ("fdc:no-post-rope:no-adaptive-rates", "latents"),
     ],
-)
+)  # fmt: skip
 def test_names_say_how_a_method_is_stored(text, family):
     method = method_on(text, tiny_shape().attention)
     assert (method.name, method.form) == (text, family)
@@ -90,15 +82,10 @@ def test_every_shape_that_ships_can_be_composed(name):
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("Llama-2-7B", 6.74),
-        ("Llama-3.1-8B", 8.03),
-        ("Llama-3.1-70B", 70.6),
-        ("Qwen3-32B", 32.8),
-        ("Yi-34B", 34.4),
-        ("Phi-3-14B", 14.0),
-        ("gpt-oss-120b", 116.8),
+        ("Llama-2-7B", 6.74), ("Llama-3.1-8B", 8.03), ("Llama-3.1-70B", 70.6), ("Qwen3-32B", 32.8),
+        ("Yi-34B", 34.4), ("Phi-3-14B", 14.0), ("gpt-oss-120b", 116.8),
     ],
-)
+)  # fmt: skip
 def test_weights_are_those_that_the_models_state(name, billions):
     model = load_model_shape(name)
     shape = model.attention

@@ -43,16 +43,12 @@ def asked(question: Question) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "keys", "values", "queries", "others"),
     [
-        ("niah_single_1", 1, 1, 1, 0),
-        ("niah_single_2", 1, 1, 1, 0),
-        ("niah_single_3", 1, 1, 1, 0),
-        ("niah_multikey_1", 4, 1, 1, 0),
-        ("niah_multikey_2", 1, 1, 1, 60),
-        ("niah_multikey_3", 1, 1, 1, 60),
-        ("niah_multivalue", 1, 4, 1, 0),
+        ("niah_single_1", 1, 1, 1, 0), ("niah_single_2", 1, 1, 1, 0), ("niah_single_3", 1, 1, 1, 0),
+        ("niah_multikey_1", 4, 1, 1, 0), ("niah_multikey_2", 1, 1, 1, 60),
+        ("niah_multikey_3", 1, 1, 1, 60), ("niah_multivalue", 1, 4, 1, 0),
         ("niah_multiquery", 4, 1, 4, 0),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("seed", range(5))
 def test_needles_are_those_of_the_definition(
     name: str, keys: int, values: int, queries: int, others: int, seed: int

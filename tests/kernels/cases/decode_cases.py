@@ -293,11 +293,7 @@ def test_what_cannot_run_is_refused():
         prepared.run(query, buffer, cut, 1.0, sinks=torch.zeros(2, 2, device=DEVICE))
     with pytest.raises(UsageError, match="no pages"):
         prepared.run(query, buffer, cut, 1.0, table=whole([0])[None])
-    for more in (
-        {"page_tokens": 32, "rows": 1},
-        {"rows": 2},
-        {"page_tokens": 64},
-    ):
+    for more in ({"page_tokens": 32, "rows": 1}, {"rows": 2}, {"page_tokens": 64}):
         with pytest.raises(UsageError):
             decode_step(layout, DEVICE, **more)
     if DEVICE.type == "cpu":

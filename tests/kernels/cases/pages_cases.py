@@ -191,15 +191,10 @@ def test_decoding_from_quantised_pages_is_attention(
 @pytest.mark.parametrize(
     ("bits", "page", "int8"),
     [
-        (8, 32, False),
-        (8, 32, True),
-        ("fp8", 32, False),
-        (4, 64, False),
-        (4, 64, True),
-        (4, 192, True),
-        (None, 32, False),
+        (8, 32, False), (8, 32, True), ("fp8", 32, False), (4, 64, False), (4, 64, True),
+        (4, 192, True), (None, 32, False),
     ],
-)
+)  # fmt: skip
 def test_the_smallest_quantised_pages_and_odd_ones(bits, page, int8):
     pool = Pool([page, 3 * page - 5, 1], page, False, 1)
     layout = SegmentsLayout((paged_segment(pool, [(64, 48)], 4, (bits, bits), 32),), torch.float16)

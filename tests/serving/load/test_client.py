@@ -349,15 +349,10 @@ def test_addresses_as_people_write_them(url, address):
 @pytest.mark.parametrize(
     "url",
     [
-        "ftp://x",
-        "http://",
-        "http://x:port",
-        "http://me:pw@x",
-        "http://x?key=sk-1",
-        "http://x/\xe4",
-        "x:0",
+        "ftp://x", "http://", "http://x:port", "http://me:pw@x", "http://x?key=sk-1",
+        "http://x/\xe4", "x:0",
     ],
-)
+)  # fmt: skip
 def test_other_addresses_are_refused_without_their_secrets(url):
     with pytest.raises(UsageError) as refused:
         parse_address(url)

@@ -10,7 +10,7 @@ from kvprof.serving.load.lengths import load_lengths
 from kvprof.serving.load.replica import EngineSettings
 from kvprof.serving.load.requests import Request
 from kvprof.serving.load.simulator import SimulatedTarget, engine_settings, simulate
-from kvprof.serving.load.step_records import MethodSteps, ModelSteps, read_model_steps
+from kvprof.serving.load.step_records import MethodSteps, ModelSteps
 from kvprof.serving.load.step_times import StepSample
 from kvprof.serving.load.sweep import SweepOptions, run_sweep
 from tests.records.streams import stream
@@ -121,14 +121,3 @@ def test_a_sweep_is_the_one_of_a_server(tmp_path):
 def test_a_method_that_the_record_lacks_is_refused():
     with pytest.raises(UsageError, match=r"--methods kq: h200\.json has no steps of it"):
         SimulatedTarget("kq", steps(), EngineSettings(10))
-
-
-def test_what_is_said_of_the_step_times_is_told():
-    shipped = read_model_steps("Llama-3.1-8B")
-    target = SimulatedTarget("fp8", shipped, engine_settings(shipped, "fp8", None))
-    opened = target.open(lambda: False)
-    assert opened.warnings == [
-        "fp8: steps are full width's, less what one and eight requests of 32,768 and one of "
-        "100,000 tokens take less in FP8, by the token and by the pair"
-    ]
-    assert opened.settings["step times"] == "h200.json (NVIDIA H200), 114 steps"

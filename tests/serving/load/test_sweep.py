@@ -11,13 +11,7 @@ import pytest
 
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.methods.named import ENGINE_FORMATS
-from kvprof.records.events import (
-    LoadRateFinished,
-    LoadRateStarted,
-    LoadRequest,
-    RunStarted,
-    Warned,
-)
+from kvprof.records.events import LoadRateFinished, LoadRateStarted, LoadRequest, RunStarted, Warned
 from kvprof.records.fold import result_of
 from kvprof.records.journal import Journal
 from kvprof.serving.load import target as load_target
@@ -430,13 +424,10 @@ def test_an_address_that_loses_a_rates_last_request_is_asked_whether_it_is_there
     ("method", "own", "runner"),
     [
         ("turboquant_4bit_nc", None, "1"),
-        ("turboquant_4bit_nc", "0", "1"),
-        ("fp8", None, None),
-        ("fp8", "0", "0"),
-        ("fdc", None, "0"),
-        ("fdc", "1", "1"),
+        ("turboquant_4bit_nc", "0", "1"), ("fp8", None, None), ("fp8", "0", "0"),
+        ("fdc", None, "0"), ("fdc", "1", "1"),
     ],
-)
+)  # fmt: skip
 def test_a_server_gets_a_model_runner_that_can_serve_it(
     monkeypatch: pytest.MonkeyPatch, method: str, own: str | None, runner: str | None
 ) -> None:

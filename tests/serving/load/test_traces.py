@@ -5,13 +5,7 @@ import pytest
 import yaml
 
 from kvprof.errors import UsageError
-from kvprof.serving.load.traces import (
-    TokenRange,
-    Trace,
-    load_trace,
-    sample_requests,
-    trace_names,
-)
+from kvprof.serving.load.traces import TokenRange, Trace, load_trace, sample_requests, trace_names
 
 
 def test_every_row_of_both_tables_is_there():

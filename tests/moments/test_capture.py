@@ -9,9 +9,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.models import interface
-from kvprof.models.capture import Tap, capture, run_batch
 from kvprof.models.interface import text_decoder
 from kvprof.models.load import wrap_model
+from kvprof.moments.collect import Tap, capture, run_batch
 from tests.models.independent import vectors
 from tests.models.tiny import ARCHITECTURES, MLA, UNSUPPORTED, tiny, token_ids
 
@@ -143,10 +143,7 @@ def test_a_cache_that_holds_a_past_is_refused():
     loaded, ids = wrap_model(tiny("Llama")), token_ids()
     with torch.no_grad():
         past = loaded.model(ids).past_key_values
-        with (
-            pytest.raises(UsageError, match="use_cache=False"),
-            capture(loaded, lambda tap: None),
-        ):
+        with pytest.raises(UsageError, match="use_cache=False"), capture(loaded, lambda tap: None):
             loaded.model(ids[:, :1], past_key_values=past)
 
 
