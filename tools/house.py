@@ -28,7 +28,7 @@ CEILINGS: Measures = {
     "raises": 1092,
     "functions_with_12_parameters": 67,
     "modules_with_one_importer": 99,
-    "test_lines": 58_484,
+    "test_lines": 58_487,
     "test_functions": 2697,
     "tests_of_wording": 730,
     "document_words": 20_492,

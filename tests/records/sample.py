@@ -4,8 +4,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvprof.records.result import build_result
-from tests.views.synthetic import spectrum_result as spectra
-from tests.views.synthetic_stability import made as stability
 
 CREATED = datetime(2026, 7, 4, 12, 0, tzinfo=UTC)
 """So that two results of the same facts are equal in whatever second they are made."""
@@ -23,6 +21,8 @@ ENVIRONMENT: dict[str, Any] = {
 
 def spectrum_result(**changes: Any) -> dict[str, Any]:
     """Two layers that differ in heads and in width."""
+    from tests.views.synthetic import spectrum_result as spectra  # numpy, and below torch
+
     made = spectra(heads=[2, 1], widths=[3, 2], pairs=("qk", "vo"), removal=(0.05,))
     for row in made["data"]["removal"]:
         row["dim_rate_without_first"] = 0.2
@@ -32,6 +32,8 @@ def spectrum_result(**changes: Any) -> dict[str, Any]:
 
 def stability_result() -> dict[str, Any]:
     """A head's row of a curve, and an average."""
+    from tests.views.synthetic_stability import made as stability
+
     result = stability() | {"environment": ENVIRONMENT}
     curves = result["data"]["curves"]
     result["data"]["curves"] = [

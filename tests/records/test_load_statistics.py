@@ -98,7 +98,7 @@ def test_intervals_of_a_served_load_hold_the_truth_about_as_often_as_they_say(ki
     mean = float(long.mean()) if mean is None else mean
     limit = float(np.percentile(long, 90))
     held = {"mean": 0, "p50": 0, "p90": 0, "share": 0}
-    for seed in range(100, 200):
+    for seed in range(100, 150):
         arrivals, ends = queue(kind, load, 20_000, seed)
         begin, end, _ = window_of(arrivals, ends)
         own = [e - a for a, e in zip(arrivals, ends, strict=True) if begin <= a <= end]
@@ -108,7 +108,7 @@ def test_intervals_of_a_served_load_hold_the_truth_about_as_often_as_they_say(ki
             low, high = found[f"{name}_interval"] or (truth, truth)  # it may end beyond all
             held[name] += low <= truth <= high
         held["share"] += shares[0] <= 0.9 <= shares[1]
-    assert min(held.values()) >= 88, held
+    assert min(held.values()) >= 44, held
 
 
 def test_a_crowd_at_the_end_and_a_system_that_fills_are_no_queue_that_grows():

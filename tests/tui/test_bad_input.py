@@ -299,7 +299,7 @@ def test_silence_before_a_case_may_be_work(tmp_path):
 
 def test_forty_columns_are_answered_in_a_line(tmp_path):
     async def steps(app, pilot):
-        for number in "1234":
+        for number in "14":
             shown = await press(app, pilot, number)
             assert "needs 60 columns" in " ".join(shown.split())
             assert "has 40 and 20" in " ".join(shown.split())
