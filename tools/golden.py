@@ -35,7 +35,6 @@ EXACT = (
         "spectrum-text": "spectrum --tokens 1k --source prose --per-query-head --paired",
         "stability": "stability --tokens 512,1k --against prose --against-tokens 1k --seeds 2",
         "plan-compare": "plan --method kq --rate 0.3 --context 2k --calibrate text",
-        "plan-fit": "plan --fit 80GB",
         "eval": f"eval --method full,kq,fdc,palu,tale --rate 0.3 {_SMALL}",
         "eval-quantised": f"eval --method kq-4bit,fdc-8bit,per-token --rate 0.75 {_SMALL}",
         "eval-tasks": (

@@ -74,7 +74,7 @@ __all__ = [
 #: `kvprof.cli` reads it where nothing of that name exists.
 GONE = {
     "bench --against": "kvprof compare sets two results side by side",
-    "bench --capacity": "kvprof plan --fit says what fits in a memory",
+    "bench --capacity": "kvprof advise says what fits on a GPU",
     "bench --check": "run once with --real and once with --composed",
     "bench --sample-steps": "kvprof bench --jct measures steps",
     "bench --schedule": "leave it out; one way to cut the work is left",
@@ -83,8 +83,10 @@ GONE = {
     "eval --teacher-forced": "one pass is the default, and shows what decoding reads",
     "frontier --speeds": "kvprof bench measures speeds",
     "frontier --teacher-forced": "one pass is the default, and shows what decoding reads",
+    "plan --fit": "kvprof advise says what fits on a GPU",
     "plan --prefill": "kvprof bench --jct measures prefill",
     "plan --rates": "give --rate; kvprof frontier finds it",
+    "plan --reserve": "kvprof advise says what fits on a GPU",
     "plan --target": "give --rate; kvprof frontier finds it",
     "runs": "kvprof show lists the runs and shows one",
     "warm": "kernels are compiled where they are first used",

@@ -1,4 +1,4 @@
-"""``kvprof plan``: what a method would store, fold and run, what fits, and what moving takes."""
+"""``kvprof plan``: what a method would store, fold and run, and what moving takes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,6 @@ from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, method_entries
-from kvprof.sizes import parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from kvprof.methods.plan import Plan
@@ -38,14 +37,14 @@ if TYPE_CHECKING:
 
 
 def _one_plan(request: "PlanRequest") -> str | None:
-    if len(request.plan_files or ()) < 2 or request.several:
+    if len(request.plan_files or ()) < 2 or request.transfer:
         return None
-    return "--plan names several plans; --fit and --transfer take them all, --compare a second one"
+    return "--plan names several plans; --transfer takes them all, --compare a second one"
 
 
 def _loads_nothing(request: "PlanRequest") -> str | None:
     alone = "--shape" if request.shape else ""
-    if request.file is not None and request.model is None and not request.several:
+    if request.file is not None and request.model is None and not request.transfer:
         alone = "--plan alone"
     given = request.given("device", "revision", "gguf", "trust_remote_code")
     wrong = alone and given
@@ -56,13 +55,12 @@ _OF_ONE = ("removal", "describe", "compare", "save", "servable")
 
 
 class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
-    """Show what a method stores, folds and runs, what fits (--fit), or what moves (--transfer).
+    """Show what a method stores, folds and runs, or what moves (--transfer).
 
     Examples
     --------
     kvprof plan --method kq --rate 0.3 --describe
     kvprof plan --method fdc --rate 0.5 --save fdc.plan
-    kvprof plan meta-llama/Llama-3.1-8B --fit 80GB
     kvprof plan --transfer --shape Llama-3.1-8B --rate 50% --link pcie5x16 --link 100Gbit/s
     """
 
@@ -71,17 +69,6 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
     removal: RemovalOption = None
     option: MethodOptionsOption = None
     context: ContextOption = None
-    fit: Annotated[
-        str | None,
-        typer.Option("--fit", metavar="SIZE", help="80GB: which context and batch fit, by method."),
-        Mark.FREE,
-        Input(),
-    ] = None
-    reserve: Annotated[
-        str | None,
-        typer.Option("--reserve", help="Of --fit: for activations, 10% (the default) or a size."),
-        Mark.FREE,
-    ] = None
     transfer: Annotated[
         bool,
         typer.Option("--transfer", help="What moving a context's cache takes, by method."),
@@ -118,7 +105,7 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
         list[Path] | None,
         typer.Option(
             "--plan",
-            help="A saved plan, instead of --method; repeatable with --fit and --transfer.",
+            help="A saved plan, instead of --method; repeatable with --transfer.",
         ),
         Mark.READS,
     ] = None
@@ -146,19 +133,12 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *(needs(of_transfer, "transfer") for of_transfer in ("shape", "link", "seq")),
-        needs("reserve", "fit"),
-        excludes("fit", *_OF_ONE),
         excludes("transfer", *_OF_ONE),
         excludes("save", "plan_files"),
-        excludes("shape", "model", "plan_files", "fit"),
+        excludes("shape", "model", "plan_files"),
         _one_plan,
         _loads_nothing,
     )
-
-    @property
-    def several(self) -> bool:
-        """Whether several methods are planned."""
-        return self.fit is not None or self.transfer
 
     @property
     def file(self) -> Path | None:
@@ -177,34 +157,19 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
         }
         return MethodOptions(**given, plan_file=self.file).choice(one_method(self.method))
 
-    def sizes(self) -> tuple[int, int] | None:
-        """Return ``--fit`` and ``--reserve`` in bytes; None without."""
-        if self.fit is None:
-            return None
-        total, reserve = parse_bytes(self.fit, what="--fit"), self.reserve or "10%"
-        if total < 1:
-            raise UsageError(f"--fit {self.fit} holds nothing; give a memory such as 80GB")
-        if reserve.strip().endswith("%"):
-            kept = int(total * parse_share(reserve, what="--reserve"))
-        else:
-            kept = parse_bytes(reserve, what="--reserve")
-        if not 0 <= kept < total:
-            raise UsageError(f"--reserve {reserve} is not between 0 and --fit {self.fit}")
-        return total, kept
-
 
 @measuring(PlanRequest)
 def plan(request: PlanRequest) -> Outcome:
     """Plan what a request asks for."""
-    if not request.several:
+    if not request.transfer:
         return _one(request, request.choice())
     check_rate(request.rate)
     if (named := joined(request.method)) is not None:
         check_names(name for _, name, _ in method_entries(named))
-    sizes, links = request.sizes(), parse_links(request.link or ())
+    links = parse_links(request.link or ())
     with loading():
         from kvprof.commands.plan_several import several
-    return several(request, named, sizes, links)
+    return several(request, named, links)
 
 
 def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:
@@ -274,7 +239,7 @@ def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:
     saved = None if lost else request.save
     return Outcome(
         inputs={**described, **request.inputs(), **asked, "context": context, "saved": saved},
-        data={"plan": data, "comparison": compared, "fit": None, "transfer": None},
+        data={"plan": data, "comparison": compared, "transfer": None},
         warnings=made.made.get("notes", ()),
         lost=lost,
     )

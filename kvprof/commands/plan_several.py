@@ -1,4 +1,4 @@
-"""``kvprof plan --fit`` and ``--transfer``: several plans, what fits and what moves."""
+"""``kvprof plan --transfer``: several plans, and what moving their caches takes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,11 @@ from kvprof.commands.loading import load_for_command, model_inputs
 from kvprof.commands.output import Outcome
 from kvprof.commands.steps import calibration_options, check_plan_file, evaluation_context
 from kvprof.dtypes import read_dtype
-from kvprof.errors import FailedError, Interrupted, KvprofError, LackingError, UsageError
+from kvprof.errors import FailedError, Interrupted, KvprofError, UsageError
 from kvprof.evaluation.requests import MethodRequest, parse_methods
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.family import plan_at, plan_for_rate
-from kvprof.methods.fit import Memory, fit_plan
-from kvprof.methods.kvtc import AT_REST
 from kvprof.methods.links import Link
 from kvprof.methods.named import ALWAYS, COMPARED
 from kvprof.methods.plan import Plan
@@ -28,7 +26,7 @@ from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.uncalibrated import uncalibrated_family
-from kvprof.sizes import format_bytes, parse_count
+from kvprof.sizes import parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN
 
 if TYPE_CHECKING:
@@ -36,11 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["several"]
 
-_BATCHES = (1, 8, 32)
 _CONTEXTS = (4096, 16384, 65536)
-
-#: Why a method that codes a cache at rest has no row of what fits.
-_ONLY_MOVED = f"{AT_REST}: what fits is what fits full"
 
 
 @dataclass(frozen=True)
@@ -74,11 +68,6 @@ class _Chosen:
     plan: Plan
     context: int
 
-    @property
-    def rests(self) -> bool:
-        """Whether it codes a cache at rest, which nothing decodes from."""
-        return self.plan.across is not None and self.plan.across.at_rest
-
     def row(self) -> dict[str, Any]:
         """Return what a row says of the plan."""
         return {
@@ -89,13 +78,8 @@ class _Chosen:
         }
 
 
-def several(
-    request: "PlanRequest",
-    methods: str | None,
-    sizes: tuple[int, int] | None,
-    links: Sequence[Link],
-) -> Outcome:
-    """Plan several methods; return what fits into a memory, and what moving a cache takes."""
+def several(request: "PlanRequest", methods: str | None, links: Sequence[Link]) -> Outcome:
+    """Plan several methods; return what moving their caches takes."""
     options = request.options(request.option)
     usual = "full" if request.plan_files or request.rate is None else COMPARED
     requests = parse_methods(methods or usual, dict(options))
@@ -103,18 +87,17 @@ def several(
     calibration_options(request.calibrate, request.calibrate_tokens, seq_len=None)
     given = None if request.context is None else parse_count(request.context, what="--context")
     planned = _planned_for(request)
-    memory = None if sizes is None else _memory(planned, *sizes)
     context = given or evaluation_context(planned.context_length or DEFAULT_SEQ_LEN)
     with graceful_interrupt() as stop:
         rows, missing, complete = _choose(planned, request, requests, context, stop)
-        resting = [one for one in rows if one.rests]
-        notes = (note for one in resting for note in one.plan.made.get("notes", ()))
+        # Of a cache at rest: nothing decodes from it.
+        resting = (x.plan for x in rows if x.plan.across is not None and x.plan.across.at_rest)
+        notes = (note for plan in resting for note in plan.made.get("notes", ()))
         return Outcome(
             inputs={
                 **planned.inputs(),
                 **request.inputs(),
-                "reserve": None if request.fit is None else request.reserve or "10%",
-                "links": [one.name for one in links] if request.transfer else None,
+                "links": [one.name for one in links],
                 "context": context,
                 "rate": request.rate,
                 "calibrate": request.calibrate,
@@ -123,12 +106,7 @@ def several(
             data={
                 "plan": None,
                 "comparison": None,
-                "fit": None if memory is None else _fit(planned, memory, rows, missing),
-                "transfer": (
-                    _transfer(planned, rows, missing, links, request.seq)
-                    if request.transfer
-                    else None
-                ),
+                "transfer": _transfer(planned, rows, missing, links, request.seq),
             },
             warnings=list(dict.fromkeys(notes)),
             complete=complete,
@@ -166,21 +144,6 @@ def _planned_for(request: "PlanRequest") -> _Planned:
     return _Planned(loaded.spec, loaded.layout, loaded.fingerprint, loaded.dtype, own, loaded)
 
 
-def _memory(planned: _Planned, total: int, reserve: int) -> Memory:
-    """Return a memory with the model's weights in it."""
-    assert planned.loaded is not None  # --shape excludes --fit
-    model = planned.loaded.model
-    tensors = [*model.parameters(), *model.buffers()]
-    memory = Memory(total, reserve, sum(t.numel() * t.element_size() for t in tensors))
-    if memory.lacking:
-        raise LackingError(
-            f"{planned.spec}: {format_bytes(memory.weights)} of weights in {planned.dtype_name} "
-            f"and {format_bytes(reserve)} in reserve are {format_bytes(memory.lacking)} more than "
-            f"{format_bytes(total)}; give more memory, a smaller --reserve, or another --dtype"
-        )
-    return memory
-
-
 def _choose(
     planned: _Planned,
     request: "PlanRequest",
@@ -215,9 +178,6 @@ def _choose(
             if stop():
                 complete = False
                 break
-            if one.method == "kvtc" and not request.transfer:  # before minutes of calibration
-                missing.append({"label": one.label, "reason": _ONLY_MOVED})
-                continue
             try:
                 plan = _planned(planned, calibrator, one, request.rate, context)
                 rows.append(_Chosen(one.label, plan, context))
@@ -258,64 +218,6 @@ def _planned(
     return plan_for_rate(family, rate, context)
 
 
-def _usual_contexts(own: int | None) -> list[int]:
-    return sorted({*_CONTEXTS, *([own] if own is not None else [])})
-
-
-def _fit(
-    planned: _Planned,
-    memory: Memory,
-    chosen: Sequence[_Chosen],
-    missing: Sequence[dict[str, str]],
-) -> dict[str, Any]:
-    """Return what fits, method by method: ``fit`` of kind ``plan``."""
-    contexts = _usual_contexts(planned.context_length)
-    resting = [{"label": one.label, "reason": _ONLY_MOVED} for one in chosen if one.rests]
-    return {
-        "memory_bytes": memory.total,
-        "reserve_bytes": memory.reserve,
-        "weights_bytes": memory.weights,
-        "dtype": planned.dtype_name,
-        "model_context": planned.context_length,
-        "batches": list(_BATCHES),
-        "contexts": contexts,
-        "rows": [_fit_row(planned, one, memory, contexts) for one in chosen if not one.rests],
-        "missing": [*missing, *resting],
-    }
-
-
-def _fit_row(
-    planned: _Planned, chosen: _Chosen, memory: Memory, contexts: Sequence[int]
-) -> dict[str, Any]:
-    own = planned.context_length
-    fit = fit_plan(
-        chosen.plan,
-        memory,
-        planned.layout,
-        itemsize=planned.dtype.itemsize,
-        batches=_BATCHES,
-        contexts=contexts,
-    )
-
-    def over(tokens: int | None) -> bool:
-        return own is not None and (tokens is None or tokens > own)
-
-    return {
-        **chosen.row(),
-        "added_weights_bytes": fit.weights.added,
-        "kept_beside_bytes": fit.weights.beside,
-        "room_bytes": fit.room,
-        "longest_context": [
-            {"batch": batch, "tokens": tokens, "over_model_context": over(tokens)}
-            for batch, tokens in fit.contexts.items()
-        ],
-        "largest_batch": [
-            {"context": length, "batch": batch, "over_model_context": over(length)}
-            for length, batch in fit.batches.items()
-        ],
-    }
-
-
 def _transfer(
     planned: _Planned,
     chosen: Sequence[_Chosen],
@@ -326,7 +228,7 @@ def _transfer(
     """Return bytes and seconds by method, context and link: ``transfer`` of kind ``plan``."""
     own, itemsize = planned.context_length, planned.dtype.itemsize
     if contexts is None:
-        contexts = _usual_contexts(own)
+        contexts = sorted({*_CONTEXTS, *([own] if own is not None else [])})
 
     def moved(plan: Plan, tokens: int) -> dict[str, Any]:
         size = bytes_at(plan, tokens, itemsize=itemsize).total

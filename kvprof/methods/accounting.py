@@ -27,11 +27,12 @@ from kvprof.methods.tokens import (
     segments,
     stored_tokens,
 )
-from kvprof.models.layout import ModelLayout
+from kvprof.models.layout import LayerLayout, ModelLayout
 
 __all__ = [
     "SERVED_BYTES",
     "CacheBytes",
+    "RunningWeights",
     "WeightBytes",
     "bytes_at",
     "compression_ratio",
@@ -402,3 +403,59 @@ def _coded_weight(plan: Plan, across: Across, weigh: Callable[[int | None], floa
                 groups = getattr(layer, side).groups
                 total += weigh(None) * sum(group.width for group in groups)
     return total
+
+
+# --- What a plan adds to the weights in memory while it runs.
+#
+# `weight_bytes` counts a folded projection at its rank, which is what a
+# method costs in principle. Here it has the width that it is run with.
+
+
+@dataclass(frozen=True)
+class RunningWeights:
+    """What a plan adds to the model's weights while it runs, in bytes."""
+
+    # By a server that folds once: matrices that run online, W_O's growth (negative where it
+    # shrinks), a second W_O. W_K, W_V and W_Q keep their width when a basis is folded into them.
+    added: int
+    beside: int  # more than that by ``kvprof.compressed``, which keeps what it replaces
+
+
+def running_weights(plan: Plan, layout: ModelLayout, *, itemsize: int) -> RunningWeights:
+    """Return what a plan adds to the weights as the runtime lays them out."""
+    counted = weight_bytes(plan, layout, itemsize=itemsize)
+    hidden = layout.hidden_size
+    output = beside = 0
+    for layer, facts in zip(plan.layers, layout.layers, strict=True):
+        for side in (layer.keys, layer.values):
+            for group in side.groups:
+                if group.down is not None:
+                    beside += group.width * group.rank * (side.fold_down + side.fold_up)
+        if layer.values.fold_up:
+            output += hidden * sum(
+                group.heads * facts.group * (group.rank - group.head_dim)
+                for group in layer.values.groups
+                if group.down is not None
+            )
+            if not plan.lazy:
+                beside += hidden * facts.num_heads * facts.v_head_dim
+        beside += hidden * _replaced_columns(
+            facts,
+            query=layer.keys.fold_up,
+            key=layer.keys.fold_down,
+            value=layer.values.fold_down,
+        )
+    added = counted.online + counted.kept_twice + output * itemsize
+    return RunningWeights(added, beside * itemsize)
+
+
+def _replaced_columns(facts: LayerLayout, *, query: bool, key: bool, value: bool) -> int:
+    """Return how many columns the input projections have that a fold replaces."""
+    columns = {
+        "q": facts.num_heads * facts.qk_head_dim,
+        "k": facts.num_kv_heads * facts.qk_head_dim,
+        "v": facts.num_kv_heads * facts.v_head_dim,
+    }
+    if facts.fused_qkv:
+        return sum(columns.values()) if query or key or value else 0
+    return query * columns["q"] + key * columns["k"] + value * columns["v"]

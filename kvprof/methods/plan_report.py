@@ -13,10 +13,10 @@ from kvprof.methods.accounting import (
     full_bytes,
     paper_rate,
     rate,
+    running_weights,
     weight_bytes,
 )
 from kvprof.methods.across import Across, coded_layers
-from kvprof.methods.fit import running_weights
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.plan_files import structure
 from kvprof.methods.soundness import head_kinds

@@ -1,8 +1,8 @@
-"""The report of ``kvprof plan``: what a plan stores and runs, what fits, and what moving takes."""
+"""The report of ``kvprof plan``: what a plan stores and runs, and what moving takes."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvprof.report.blocks import (
@@ -16,8 +16,8 @@ from kvprof.report.blocks import (
     Table,
     framed,
 )
-from kvprof.results.plan import Comparison, Fit, Plan, PlanInputs, PlanResult, Row, Transfer
-from kvprof.sizes import format_bytes, format_count
+from kvprof.results.plan import Comparison, MovedRow, Plan, PlanInputs, PlanResult, Transfer
+from kvprof.sizes import format_bytes
 from kvprof.views.numbers import duration, number, percent, rate_in_bytes, span
 
 __all__ = ["report"]
@@ -34,7 +34,6 @@ _PLAN_NOTES = (
 )
 _RATE_NOTE = "rate: share of the bytes saved; --rate is counted at {} tokens."
 _OVER_NOTE = f"{_OVER} longer than the model's own context."
-_FIT_NOTE = "Not counted: up to {} that kvprof itself keeps to restore the model."
 _TIME_NOTE = "Time: bytes over one direction's speed, without latency or packing."
 
 
@@ -47,7 +46,6 @@ def report(result: PlanResult) -> Report:
     data, inputs = result.data, result.inputs
     reads: list[tuple[Any, Callable[..., Read]]] = [
         (data.plan, _plan),
-        (data.fit, _fit),
         (data.transfer, _transfer),
     ]
     parts = [read(part, inputs) for part, read in reads if part is not None]
@@ -230,83 +228,15 @@ def _comparison(plan: Plan, other: Comparison) -> list[Block]:
     return [heading, Paragraph(said), Table(columns, differences[:_SHOWN_DIFFERENCES])]
 
 
-# --- Several plans: what fits into a memory, and what moving a cache takes.
-
-
-def _columns(
-    entries: Callable[[Any], Sequence[Any]], titles: Sequence[str], show: Callable[[Any], str]
-) -> list[Column]:
-    """Return a column for each entry of a list that a row has."""
-
-    def at(index: int) -> Callable[[Any], Any]:
-        return lambda row: entries(row)[index]
-
-    return [Column(at(index), title, show) for index, title in enumerate(titles)]
+# --- Several plans: what moving a cache takes.
 
 
 _METHOD = [Column("label", "method", words=True)]
-_RATED = [*_METHOD, Column("rate", "rate", rate_in_bytes)]
-
-
-def _notes(rows: Sequence[Row], over: bool) -> list[str]:
-    at = " and ".join(f"{tokens:,}" for tokens in sorted({row.rate_context for row in rows}))
-    return [_RATE_NOTE.format(at)] * bool(rows) + [_OVER_NOTE] * over
 
 
 def _not_planned(missing: Sequence[Any]) -> list[Block]:
     columns = [*_METHOD, Column("reason", "reason", words=True)]
     return [Heading("Not planned"), Table(columns, missing)] if missing else []
-
-
-def _starred(count: int | None, over: bool) -> str:
-    text = "any" if count is None else f"{count:,}" if count else "none"
-    return f"{text}{_OVER}" if over and count != 0 else text
-
-
-def _limit(tokens: int | None) -> float:
-    return math.inf if tokens is None else tokens
-
-
-def _fit(fit: Fit, inputs: PlanInputs) -> Read:
-    memory, own = format_bytes(fit.memory_bytes), fit.model_context
-    left = fit.memory_bytes - fit.reserve_bytes - fit.weights_bytes
-    best = max(fit.rows, key=lambda row: _limit(row.longest_context[0].tokens), default=None)
-    verdict = f"No method was planned for {memory}."
-    if best is not None:
-        one = best.longest_context[0]
-        most = "any context" if one.tokens is None else f"{one.tokens:,} tokens"
-        verdict = f"{memory} hold {most} with {best.label}, the most at batch {one.batch}."
-    facts = {
-        "weights": f"{format_bytes(fit.weights_bytes)} in {fit.dtype}",
-        "reserve": f"{format_bytes(fit.reserve_bytes)} (--reserve {inputs.reserve})",
-        "left for a cache": f"{format_bytes(left)}, less what a plan adds to the weights",
-        "model's context": f"{own:,} tokens" if own is not None else "not stated",
-    }
-    longest = _columns(
-        lambda row: row.longest_context,
-        [f"batch {batch:,}" for batch in fit.batches],
-        lambda one: _starred(one.tokens, one.over_model_context),
-    )
-    largest = _columns(
-        lambda row: row.largest_batch,
-        [f"at {format_count(n)}{' (own)' if n == own else ''}" for n in fit.contexts],
-        lambda one: _starred(one.batch, one.over_model_context),
-    )
-    blocks: list[Block] = [
-        Heading(f"What fits into {memory}"),
-        Facts(facts),
-        Heading("Longest context, in tokens per sequence"),
-        Table([*_RATED, *longest], fit.rows),
-        Heading("Largest batch, in sequences"),
-        Table([*_RATED, *largest], fit.rows),
-        *_not_planned(fit.missing),
-    ]
-    over = [one.over_model_context for row in fit.rows for one in row.longest_context]
-    over += [one.over_model_context for row in fit.rows for one in row.largest_batch]
-    notes = _notes(fit.rows, any(over))
-    if kept := max((row.kept_beside_bytes for row in fit.rows), default=0):
-        notes.append(_FIT_NOTE.format(format_bytes(kept)))
-    return verdict, blocks, notes
 
 
 def _transfer(moved: Transfer, _: PlanInputs) -> Read:
@@ -328,17 +258,23 @@ def _transfer(moved: Transfer, _: PlanInputs) -> Read:
             f"{duration(least.at[0].seconds[0])} with {least.label}, the fewest bytes."
         )
     longer = any(one.over_model_context for one in moved.contexts)
-    return verdict, blocks, [*_notes(moved.rows, longer), _TIME_NOTE]
+    tokens = " and ".join(f"{n:,}" for n in sorted({row.rate_context for row in moved.rows}))
+    notes = [_RATE_NOTE.format(tokens)] * bool(moved.rows) + [_OVER_NOTE] * longer
+    return verdict, blocks, [*notes, _TIME_NOTE]
 
 
 def _moving(moved: Transfer, index: int) -> Table:
+    def seconds(link: int, row: MovedRow) -> float:
+        return row.at[index].seconds[link]
+
     columns = [
         *_METHOD,
         Column(lambda row: row.at[index].rate, "rate", rate_in_bytes),
         Column(lambda row: row.at[index].bytes, "bytes", format_bytes),
     ]
-    names = [one.link for one in moved.links]
-    columns += _columns(lambda row: row.at[index].seconds, names, duration)
+    columns += [
+        Column(partial(seconds, link), one.link, duration) for link, one in enumerate(moved.links)
+    ]
     return Table(columns, moved.rows)
 
 

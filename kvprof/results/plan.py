@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from kvprof.results.base import Compared, Figure, Key, Keyed, Part, Result
 
-__all__ = ["Comparison", "Fit", "Plan", "PlanInputs", "PlanResult", "Row", "Transfer"]
+__all__ = ["Comparison", "MovedRow", "Plan", "PlanInputs", "PlanResult", "Transfer"]
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -166,70 +166,11 @@ class Comparison(Part):
     differences: list[Difference]
 
 
-class Longest(Part):
-    """The longest context that fits a batch."""
-
-    batch: Annotated[Positive, Keyed()]
-    tokens: Annotated[
-        int | None, Compared("higher", headline=True, exact=True, name="longest_context")
-    ] = Field(ge=0, description="Per sequence; 0 where none fits, null where there is no limit.")
-    over_model_context: bool
-
-
-class Largest(Part):
-    """The largest batch that fits a context."""
-
-    context: Positive
-    batch: Count
-    over_model_context: bool
-
-
-class Row(Part):
-    """A method's plan among several."""
-
-    label: Annotated[str, Keyed()]
-    method: str
-    rate: float = Field(description="In bytes, at `rate_context`, in `dtype`.")
-    rate_context: int
-
-
-class FitRow(Row):
-    """What fits with a method's plan."""
-
-    added_weights_bytes: int = Field(
-        description="Beside the model's own weights, for a server that folds once."
-    )
-    kept_beside_bytes: int = Field(
-        description="More than that in kvprof's own runs, which keep what they replace."
-    )
-    room_bytes: Annotated[int, Compared("higher")] = Field(
-        description="Left for the cache; negative when the weights alone are too large."
-    )
-    longest_context: list[Longest] = Field(description="One entry per batch.")
-    largest_batch: list[Largest] = Field(description="One entry per context.")
-
-
 class Missing(Part):
     """A method of which nothing can be said, and why."""
 
     label: str
     reason: str
-
-
-class Fit(Part):
-    """What fits into a memory (--fit)."""
-
-    memory_bytes: Positive
-    reserve_bytes: Count = Field(description="For activations and the allocator.")
-    weights_bytes: int = Field(description="The model's own, in `dtype`.")
-    dtype: str
-    model_context: int | None = Field(
-        description="Longest sequence the model accepts; null where it states none."
-    )
-    batches: list[int]
-    contexts: list[int]
-    rows: list[FitRow]
-    missing: list[Missing]
 
 
 class Speed(Part):
@@ -261,9 +202,13 @@ class Moved(Part):
     )
 
 
-class MovedRow(Row):
+class MovedRow(Part):
     """What moving a method's caches takes."""
 
+    label: Annotated[str, Keyed()]
+    method: str
+    rate: float = Field(description="In bytes, at `rate_context`, in `dtype`.")
+    rate_context: int
     at: list[Moved] = Field(description="One entry per context.")
 
 
@@ -281,10 +226,15 @@ class Transfer(Part):
 class PlanData(Part):
     """Data of `kvprof plan`."""
 
-    plan: Plan | None = Field(description="One plan; null for --fit and --transfer.")
+    plan: Plan | None = Field(description="One plan; null for --transfer.")
     comparison: Comparison | None
-    fit: Fit | None
     transfer: Transfer | None = None
+
+    @model_validator(mode="after")
+    def _is_not_of_fit(self) -> "PlanData":
+        if self.plan is None and self.transfer is None:
+            raise ValueError("it tells what fits, which kvprof advise does now")
+        return self
 
 
 class PlanInputs(Part):
@@ -300,11 +250,10 @@ class PlanInputs(Part):
     plan_file: str | None = None
     saved: str | None = None
     describe: bool = False
-    reserve: str | None = None
 
 
 class PlanResult(Result):
-    """What a plan stores and runs, what fits into a memory, and what moving a cache takes."""
+    """What a plan stores and runs, and what moving a cache takes."""
 
     inputs: PlanInputs
     data: PlanData

@@ -26,7 +26,7 @@ def test_commands_that_need_it_refuse_before_they_calibrate(odd: Path) -> None:
         ("eval", odd, *planned),
         ("frontier", odd, "--no-cache"),
         ("generate", odd, "--prompt", "a prompt", "--max-new-tokens", "4", *planned),
-        ("plan", odd, "--fit", "1GB"),
+        ("plan", odd, "--transfer"),
     ):
         done = kvprof(*command)
         assert done.code == 2, command

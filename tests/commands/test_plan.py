@@ -11,7 +11,6 @@ from kvprof.errors import FailedError
 from kvprof.methods.accounting import bytes_at, full_bytes
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
-from kvprof.models.load import load_model
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof, result_of
 from tests.models.folder import save_tiny
@@ -182,74 +181,6 @@ def test_text_and_json_lines_calibrate(tiny_folder: Path, tmp_path: Path) -> Non
         assert told["data"]["plan"]["made"]["calibration"]["source"] == source.name
 
 
-def fit_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
-    return plan_json(tmp_path, *arguments, code=code)["data"]["fit"]
-
-
-def test_fit_counts_weights_reserve_and_cache(tiny_folder: Path, tmp_path: Path) -> None:
-    fit = fit_json(tmp_path, tiny_folder, "--fit", "2MB", "--rate", 0.3, *FINE)
-    weights = sum(p.numel() * 4 for p in load_model(str(tiny_folder)).model.parameters())
-    assert fit["memory_bytes"] == 2 * 1024**2
-    assert fit["reserve_bytes"] == fit["memory_bytes"] // 10
-    assert fit["weights_bytes"] >= weights
-    rows = {row["label"]: row for row in fit["rows"]}
-    assert list(rows) == ["full", "fp8", "fdc", "zack", "palu", "tale", "kq"]
-    assert fit["missing"] == []
-    full = rows["full"]
-    assert full["room_bytes"] == 2 * 1024**2 - fit["reserve_bytes"] - fit["weights_bytes"]
-    for entry in full["longest_context"]:
-        # 3 layers, K and V of 2 heads of 16, 4 bytes.
-        assert entry["tokens"] == full["room_bytes"] // entry["batch"] // 768
-        assert entry["over_model_context"] == (entry["tokens"] > 128)
-    lengths = [entry["context"] for entry in full["largest_batch"]]
-    assert lengths == [128, 4096, 16384, 65536]
-    assert full["largest_batch"][0]["batch"] == full["room_bytes"] // (128 * 768)
-    assert rows["fp8"]["room_bytes"] == full["room_bytes"]
-    assert all(row["rate"] >= 0.3 for row in fit["rows"][2:])
-
-
-def test_fit_calibrates_nothing(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvprof.moments.calibrator import Calibrator
-
-    def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("nothing has to be calibrated for a table of memory")
-
-    monkeypatch.setattr(Calibrator, "inputs", never)
-    fit = ("plan", tiny_folder, "--fit", "2MB", "--rate", 0.3)
-    done = kvprof(*fit, "--methods", "kq:allocation=budget,palu:allocation=fisher,fdc+h2o", *FINE)
-    assert done.code == 0, done.stderr
-
-
-def test_without_a_rate_methods_of_one_setting_are_told(tiny_folder: Path, tmp_path: Path) -> None:
-    fit = fit_json(tmp_path, tiny_folder, "--fit", "2MB", "--methods", "hadamard-int4,kq")
-    assert [row["label"] for row in fit["rows"]] == ["full", "fp8", "hadamard-int4"]
-    assert [entry["label"] for entry in fit["missing"]] == ["kq"]
-    assert "--rate" in fit["missing"][0]["reason"]
-    alone = fit_json(tmp_path, tiny_folder, "--fit", "2MB", "--force")
-    assert ([row["label"] for row in alone["rows"]], alone["missing"]) == (["full", "fp8"], [])
-
-
-def test_fit_takes_saved_plans(tiny_folder: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "own.safetensors"
-    plan_json(tmp_path, tiny_folder, "--method", "kq", "--rate", 0.4, *FINE, "--save", saved)
-    fit = fit_json(tmp_path, tiny_folder, "--fit", "1MB", "--plan", saved, "--reserve", "64KB")
-    assert [row["label"] for row in fit["rows"]] == ["full", "fp8", "own.safetensors"]
-    assert fit["reserve_bytes"] == 64 * 1024
-    own = fit["rows"][-1]
-    stored = load_plan(saved)
-    tokens = own["longest_context"][0]["tokens"]
-    assert bytes_at(stored, tokens, itemsize=4).total <= own["room_bytes"]
-    assert bytes_at(stored, tokens + 1, itemsize=4).total > own["room_bytes"]
-
-
-def test_methods_that_do_not_reach_the_rate_are_told(tiny_folder: Path, tmp_path: Path) -> None:
-    fit = fit_json(
-        tmp_path, tiny_folder, "--fit", "2MB", "--methods", "tale,fdc", "--rate", 0.8, *FINE
-    )
-    assert [entry["label"] for entry in fit["missing"]] == ["tale"]
-    assert "reaches rates" in fit["missing"][0]["reason"]
-
-
 def test_what_exists_is_not_overwritten(tiny_folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "kept.safetensors"
     saved.write_text("mine")
@@ -257,12 +188,6 @@ def test_what_exists_is_not_overwritten(tiny_folder: Path, tmp_path: Path) -> No
     assert (done.code, saved.read_text()) == (2, "mine")
     assert kvprof("plan", tiny_folder, "--method", "fp8", "--save", saved, "--force").code == 0
     assert load_plan(saved).method == "fp8"
-
-
-def test_the_memory_is_of_binary_gigabytes(tiny_folder: Path, tmp_path: Path) -> None:
-    for text in ("80GB", "80 GiB", "80gb"):
-        fit = fit_json(tmp_path, tiny_folder, "--fit", text, "--methods", "full")
-        assert fit["memory_bytes"] == 80 * 1024**3
 
 
 def test_ctrl_c_keeps_the_rows_that_were_made(
@@ -280,21 +205,21 @@ def test_ctrl_c_keeps_the_rows_that_were_made(
 
     monkeypatch.setattr(plan_several, "_planned", pressed_after_two)
     path = tmp_path / "cut.json"
-    done = kvprof("plan", tiny_folder, "--fit", "1MB", "--rate", 0.2, "--json", path)
+    done = kvprof("plan", tiny_folder, "--transfer", "--rate", 0.2, "--json", path)
     assert done.code == 130
     assert "INCOMPLETE" in done.stdout
     result = json.loads(path.read_text())
     assert not result["complete"]
-    rows = result["data"]["fit"]["rows"]
+    rows = result["data"]["transfer"]["rows"]
     assert {row["label"] for row in rows} <= {"full", "fp8"}
     assert "fp8" in {row["label"] for row in rows}
-    missing = {one["label"]: one["reason"] for one in result["data"]["fit"]["missing"]}
+    missing = {one["label"]: one["reason"] for one in result["data"]["transfer"]["missing"]}
     assert missing["kq"] == "interrupted before it was planned"
 
 
 def test_a_model_that_no_plan_fits_is_told_so(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "mla", arch="DeepseekV3")
-    for arguments in (("--fit", "1GB", "--rate", 0.2), ("--method", "fp8")):
+    for arguments in (("--transfer", "--rate", 0.2), ("--method", "fp8")):
         done = kvprof("plan", folder, *arguments)
         assert (done.code, "multi-head latent attention" in done.error) == (2, True)
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.plan_files import load_plan
+from kvprof.moments.calibrator import Calibrator
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
 
@@ -64,6 +65,32 @@ def test_a_method_of_one_setting_moves_as_it_is_beside_a_rate(
     assert not found["missing"]
 
 
+def test_nothing_is_calibrated_where_bytes_follow_from_the_rate(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing has to be calibrated for bytes")
+
+    monkeypatch.setattr(Calibrator, "inputs", never)
+    methods = "kq:allocation=budget,palu:allocation=fisher,fdc+h2o,tale"
+    found = moved(tmp_path, tiny_folder, "--methods", methods, "--rate", 0.8, *FINE)
+    assert [one["label"] for one in found["missing"]] == ["tale"]
+    assert "reaches rates" in found["missing"][0]["reason"]
+    for arguments, says in (
+        (("--methods", "kq", "--rate", 0.3, "--calibrate", "random:128"), "calibrates nothing"),
+        (("--methods", "full", "--rate", 0.3), "nothing has a rate to turn"),
+    ):
+        done = kvprof("plan", tiny_folder, "--transfer", *arguments)
+        assert (done.code, says in done.error) == (2, True)
+
+
+def test_without_a_rate_methods_of_one_setting_are_told(tiny_folder: Path, tmp_path: Path) -> None:
+    found = moved(tmp_path, tiny_folder, "--methods", "hadamard-int4,kq")
+    assert [row["label"] for row in found["rows"]] == ["full", "fp8", "hadamard-int4"]
+    assert [entry["label"] for entry in found["missing"]] == ["kq"]
+    assert "--rate" in found["missing"][0]["reason"]
+
+
 def test_a_shape_is_enough(tmp_path: Path) -> None:
     found = moved(tmp_path, "--shape", LLAMA, "--methods", "full", "--seq", "100k")
     assert found["dtype"] == "bfloat16"
@@ -71,34 +98,16 @@ def test_a_shape_is_enough(tmp_path: Path) -> None:
     assert found["rows"][0]["at"][0]["bytes"] == 102_400 * 32 * 2 * 8 * 128 * 2
 
 
-def test_what_fits_and_what_moves_can_be_asked_at_once(tiny_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "both.json"
-    both = ("--fit", "2MB", "--transfer", "--methods", "fdc", "--rate", 0.3, *FINE)
-    done = kvprof("plan", tiny_folder, *both, "--json", path)
-    assert done.code == 0, done.stderr
-    data = json.loads(path.read_text())["data"]
-    rows = [[row["rate"] for row in data[part]["rows"]] for part in ("fit", "transfer")]
-    assert rows[0] == rows[1]
-
-
-def test_what_is_not_decoded_from_says_so_and_fits_nothing(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_not_decoded_from_says_so(tiny_folder: Path, tmp_path: Path) -> None:
     """Bytes after DEFLATE are calibrated for; nothing else that decodes takes such a plan."""
     path, own = tmp_path / "both.json", ("--calibrate", "random:1k", "--option", "window=8")
     asked = ("--methods", "kvtc", "--rate", 0.9, "--context", "4k", "--seq", "4k", *own)
-    both = ("--fit", "2MB", "--transfer", "--link", "slow=1MB/s")
-    done = kvprof("plan", tiny_folder, *both, *asked, "--json", path)
+    link = ("--transfer", "--link", "slow=1MB/s")
+    done = kvprof("plan", tiny_folder, *link, *asked, "--json", path)
     assert done.code == 0, done.stderr
     result = json.loads(path.read_text())
     validate_result(result)
     assert "not for decoding from it" in result["warnings"][0]
-    moving, fitting = result["data"]["transfer"], result["data"]["fit"]
-    ((row,),) = ([one for one in moving["rows"] if one["label"] == "kvtc"],)
+    (row,) = [x for x in result["data"]["transfer"]["rows"] if x["label"] == "kvtc"]
     assert 0.9 <= row["at"][0]["rate"] < 1
     assert row["at"][0]["seconds"] == [pytest.approx(row["at"][0]["bytes"] / 1e6)]
-    assert [one["label"] for one in fitting["missing"]] == ["kvtc"]
-    assert "kvtc" not in [one["label"] for one in fitting["rows"]]
-    done = kvprof("plan", tiny_folder, "--fit", "2MB", *asked[:4], *own)
-    assert "not for decoding from it" in " ".join(done.stdout.split())
-    assert "calibrating" not in done.stderr

@@ -3,6 +3,7 @@
 import pytest
 
 from kvprof.records.figures import figures_of
+from kvprof.report import report_of
 from kvprof.report.blocks import HeatMap, Table
 from tests.report.approved import blocks, rows, said
 from tests.views.synthetic_plan import STORED, plan_data, plan_result, results
@@ -26,15 +27,11 @@ def test_a_rate_beyond_the_one_asked_for_is_named() -> None:
         assert (f"{asked:g}" in said(result)[0]) == named
 
 
-@pytest.mark.parametrize(("name", "maps"), [("plan", 2), ("plan, levels", 0), ("plan, both", 0)])
+@pytest.mark.parametrize(
+    ("name", "maps"), [("plan", 2), ("plan, levels", 0), ("plan, what moves", 0)]
+)
 def test_maps_are_of_a_described_plan(name: str, maps: int) -> None:
     assert len(blocks(HeatMap, RESULTS[name])) == maps
-
-
-def test_the_verdict_of_a_fit_is_the_method_that_holds_most() -> None:
-    assert "16,384 tokens with kq" in said(RESULTS["plan, both"])[0]
-    longest, *_ = map(rows, blocks(Table, RESULTS["plan, what fits"]))
-    assert [row["batch 1"] for row in longest] == ["8,192*", "16,384*"]
 
 
 def test_what_is_compared_has_its_key() -> None:
@@ -43,10 +40,13 @@ def test_what_is_compared_has_its_key() -> None:
     assert found[key, "rate"].headline
     assert not found[key, "dim_rate"].headline
     assert found[(*key, ("bytes", "keys")), "bytes"].value == STORED["keys"]
-    several = {(one.key, one.name): one.value for one in figures_of(RESULTS["plan, both"])}
-    assert several[(("label", "kq"), ("batch", 8)), "longest_context"] == 2048
+    several = {(one.key, one.name): one.value for one in figures_of(RESULTS["plan, what moves"])}
     assert several[(("label", "kq"), ("context", 4096)), "bytes"] == 4096 * 6144
-    assert several[(("label", "kq"),), "room_bytes"] == 71 * 2**30
+
+
+def test_a_result_of_what_fits_is_refused() -> None:
+    with pytest.raises(ValueError, match="kvprof advise"):
+        report_of(plan_result({"fit": {}}))
 
 
 def test_results_of_earlier_versions_are_read() -> None:

@@ -1,4 +1,4 @@
-"""Results of ``kvprof plan`` without a model: one plan, what fits, and what moves."""
+"""Results of ``kvprof plan`` without a model: one plan, and what moves."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ _CONTEXT = 1536
 _BYTES = {"keys": 3 * 2**20, "values": 2 * 2**20, "scales": 486 * 2**10, "zeros": 0, "outliers": 0}
 _BYTES |= {"window": 2**20, "sinks": 0, "eviction": 0, "bases": 0}
 STORED = {**_BYTES, "total": sum(_BYTES.values()), "full": 18 * 2**20}
-NOTHING = {"plan": None, "comparison": None, "fit": None, "transfer": None}
+NOTHING = {"plan": None, "comparison": None, "transfer": None}
 
 
 def ranks(keys: int, values: int) -> dict[str, list[list[int]]]:
@@ -54,30 +54,6 @@ def comparison(differences: int = 30) -> dict[str, Any]:
     }
 
 
-def fit_data(**changes: Any) -> dict[str, Any]:
-    """Two methods in 80 GiB, and one that reaches no such rate."""
-    rows = [
-        {
-            **{"label": label, "method": label, "rate": rate, "rate_context": _CONTEXT},
-            **{"added_weights_bytes": 0, "kept_beside_bytes": kept, "room_bytes": 71 * 2**30},
-            "longest_context": [
-                {"batch": batch, "tokens": tokens // batch, "over_model_context": batch == 1}
-                for batch in (1, 8)
-            ],
-            "largest_batch": [
-                {"context": 2048, "batch": tokens // 2048, "over_model_context": False}
-            ],
-        }
-        for label, rate, tokens, kept in (("full", 0.0, 8192, 0), ("kq", 0.5, 16384, 2**20))
-    ]
-    return {
-        **{"memory_bytes": 80 * 2**30, "reserve_bytes": 8 * 2**30, "weights_bytes": 2**30},
-        **{"dtype": "float32", "model_context": 2048, "batches": [1, 8], "contexts": [2048]},
-        **{"rows": rows, "missing": [{"label": "tale", "reason": "tale reaches no such rate"}]},
-        **changes,
-    }
-
-
 def transfer_data() -> dict[str, Any]:
     """Two methods over two links."""
     links = [("pcie5x16", 6.3e10, True), ("rdma", 4.62e10, False)]
@@ -112,7 +88,7 @@ def plan_result(
         **{"warnings": [], "created": "2026-01-01T00:00:00Z", "kvprof_version": "0.1.0"},
         "inputs": {
             **{"model": "reference", "fingerprint": "ab12cd34ef56", "dtype": "float32"},
-            **{"device": "cpu", "reserve": "10%", **inputs},
+            **{"device": "cpu", **inputs},
         },
         "data": NOTHING | (data if data is not None else {"plan": plan_data()}),
     }
@@ -125,7 +101,6 @@ def results() -> dict[str, dict[str, Any]]:
     trials = {"kept": {"0": 0.995, "16": 1.0}, "tokens": 2048, "text": "calibration"}
     centred = {**plan_data()["made"], "centre": 16, "centre_trials": trials}
     alone = {"weights": None, "kernel": None, "rounding": None, "folded": {}, "online": {}}
-    both = {"fit": fit_data(), "transfer": transfer_data()}
     return {
         "plan": plan_result(
             {"plan": plan_data(), "comparison": comparison()}, describe=True, saved="kq.plan"
@@ -136,8 +111,6 @@ def results() -> dict[str, dict[str, Any]]:
         "plan, alone": plan_result(
             {"plan": plan_data(**alone), "comparison": comparison(0)}, device=None
         ),
-        "plan, what fits": plan_result({"fit": fit_data()}, complete=False),
-        "plan, nothing fits": plan_result({"fit": fit_data(rows=[])}),
-        "plan, both": plan_result(both),
+        "plan, what moves": plan_result({"transfer": transfer_data()}, complete=False),
         "plan, a shape": plan_result({"transfer": transfer_data()}, fingerprint=None, device=None),
     }
