@@ -146,7 +146,9 @@ class Evaluation(Accuracy):
     rate: Annotated[float, Compared("higher")] = Field(
         description="1 - bytes(plan) / bytes(full width), everything counted, at `context` tokens."
     )
-    bytes_per_token: float = Field(description="Of the account, over all layers, one sequence.")
+    bytes_per_token: Annotated[float, Compared("lower", headline=True, exact=True)] = Field(
+        description="Of the account, over all layers, one sequence."
+    )
     context: int = Field(description="In tokens.")
     relative_accuracy_interval: Interval = Field(
         description="Paired 95 % bootstrap over each source's sequences; null with fewer than 32."

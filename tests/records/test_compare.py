@@ -263,6 +263,20 @@ def test_accuracy_is_better_when_higher() -> None:
     assert {row["changes"][0]["verdict"] for row in rows_of(data, "relative_accuracy")} == {"worse"}
 
 
+def test_a_gate_judges_accuracy_by_its_interval_and_bytes_as_they_are() -> None:
+    base = evaluation_result()
+    row = base["data"]["evaluations"][-1]
+    row |= {"relative_accuracy": 0.99, "relative_accuracy_interval": [0.985, 0.995]}
+    for change, failed in (
+        ({"relative_accuracy": 0.93, "relative_accuracy_interval": [0.92, 0.94]}, 1),
+        ({"relative_accuracy": 0.93, "relative_accuracy_interval": [0.8, 1.0]}, 0),
+        ({"bytes_per_token": 1.1 * row["bytes_per_token"]}, 1),
+    ):
+        other = copy.deepcopy(base)
+        other["data"]["evaluations"][-1] |= change
+        assert compare([base, other], ["a", "b"], fail_over=0.02)["failed"] == failed
+
+
 @pytest.mark.parametrize(
     "result",
     [
