@@ -27,6 +27,8 @@ _STEP_SECONDS = 2.0
 _DEAF_SECONDS = 4.0
 
 _IMPORT = ("importlib._bootstrap", "_frozen_importlib")
+# What writes a result; the module's other functions run the measurement.
+_WRITING = ("end", "end_recorded", "finish")
 # What is not broken off: half of a module or of a line would be left.
 _HALF = (*_IMPORT, "kvprof.records.journal")
 
@@ -81,7 +83,7 @@ def graceful_interrupt() -> Iterator[Stop]:
         if _is_within(frame, _HALF):
             return  # this comes again
         stop.heard()
-        if not _is_within(frame, ("kvprof.commands.output",)):
+        if not _is_within(frame, ("kvprof.commands.output",), _WRITING):
             raise Interrupted("interrupted")
 
     with _handled({**dict.fromkeys(_SIGNALS, request), signal.SIGALRM: overdue}), _watched(stop):
@@ -127,9 +129,12 @@ def raising() -> Iterator[None]:
         yield
 
 
-def _is_within(frame: FrameType | None, modules: tuple[str, ...]) -> bool:
+def _is_within(
+    frame: FrameType | None, modules: tuple[str, ...], functions: tuple[str, ...] = ()
+) -> bool:
     while frame is not None:
-        if frame.f_globals.get("__name__") in modules:
+        inside = frame.f_globals.get("__name__") in modules
+        if inside and (not functions or frame.f_code.co_name in functions):
             return True
         frame = frame.f_back
     return False

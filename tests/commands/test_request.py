@@ -1,11 +1,15 @@
 """A request's class: options, parsing, rules, inputs and marks follow from its fields."""
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import pytest
 import typer
 
+from kvprof import interrupt
 from kvprof.commands.output import Outcome, OutputOptions, measuring
 from kvprof.commands.request import (
     Input,
@@ -19,7 +23,7 @@ from kvprof.commands.request import (
     one_of,
     written,
 )
-from kvprof.errors import UsageError
+from kvprof.errors import Interrupted, UsageError
 from kvprof.sizes import parse_count
 
 
@@ -106,3 +110,16 @@ def test_files_are_checked_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     with pytest.raises(UsageError, match="there exists"):
         measuring(Kept)(measured)(save=tmp_path / "there")
+
+
+def test_ctrl_c_breaks_off_a_step_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "_STEP_SECONDS", 0.1)
+
+    def measured(_: OutputOptions) -> Outcome:
+        with interrupt.graceful_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+        raise AssertionError("it was not broken off")
+
+    with pytest.raises(Interrupted):
+        measuring(OutputOptions)(measured)()
