@@ -2,20 +2,25 @@
 
 import hashlib
 import json
+import time
 from collections import Counter
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import typer
 
-from kvprof.commands.options import ModelArgument, RevisionOption
+from kvprof.commands.options import LoadOptions
 from kvprof.commands.output import FigureOptions, Outcome, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, written
-from kvprof.errors import UsageError
+from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
+from kvprof.errors import KvprofError, UsageError
 from kvprof.gpus import read_gpus
+from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.advice import GPUS, AdvisedGpu, Question, advised
 from kvprof.methods.engine_cache import cache_layers, text_config
 from kvprof.models.config_files import named_parameters, read_config_file, weight_bytes
-from kvprof.results.advise import AdvisedPlan
+from kvprof.results.advise import AdvisedPlan, best_of
 from kvprof.sizes import format_count, parse_bytes, parse_count, parse_share
 
 _DEFAULT_GPU = "h100-80gb"
@@ -33,21 +38,26 @@ def _read_gpu(text: str, *, what: str) -> AdvisedGpu:
     return GPUS[_DEFAULT_GPU]
 
 
+#: Options that say how weights are read, or what is done with what they show.
+_OF_WEIGHTS = ("device", "dtype", "trust_remote_code", "save")
+
+
 def _keeps_a_share(request: "AdviseRequest") -> str | None:
     return None if 0 < request.keep <= 1 else f"--keep {request.keep:g} is not above 0, up to 1"
 
 
-class AdviseRequest(FigureOptions):
+class AdviseRequest(LoadOptions, FigureOptions):
     """Say which cache to use for a model, a GPU and a context: how many users fit, at what cost.
+
+    MODEL may also name a shape (Llama-3.1-8B). Without --minutes no weights are read.
 
     Examples
     --------
     kvprof advise Llama-3.1-8B
     kvprof advise meta-llama/Llama-3.1-8B --gpu a100-80gb --context 64k --users 8
-    kvprof advise ./model --keep 0.995 --json advice.json
+    kvprof advise ./model --minutes 5 --keep 0.995 --json advice.json
     """
 
-    model: ModelArgument = None
     gpu: Annotated[
         AdvisedGpu,
         typer.Option("--gpu", help=f"here, or one of {', '.join(GPUS)}."),
@@ -80,22 +90,39 @@ class AdviseRequest(FigureOptions):
         Parsed(parse_bytes),
         Mark.FREE,
     ] = None
-    revision: RevisionOption = None
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--minutes",
+            min=0.1,
+            help="Load the model and measure what plans keep, as long; again goes on from there.",
+        ),
+        Mark.FREE,
+        Input(),
+    ] = None
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", help="Keep the best plan of kvprof's own in this file."),
+        Mark.WRITES,
+    ] = None
 
-    rules: ClassVar[tuple[Rule, ...]] = (_keeps_a_share,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        _keeps_a_share,
+        *(needs(name, "minutes") for name in _OF_WEIGHTS),
+    )
 
 
 @measuring(AdviseRequest)
 def advise(request: AdviseRequest) -> Outcome:
-    """Count what a request asks for; neither torch nor a model's weights are loaded."""
-    model, gpu = request.model or "reference", request.gpu
-    config = read_config_file(model, request.revision)
+    """Count what a request asks for; with minutes, measure what plans keep on the model."""
+    began, gpu, model = time.monotonic(), request.gpu, request.model or "reference"
+    config = read_config_file(model, request.revision, request.gguf)
     own = text_config(config)
     layers = cache_layers(config)
     told = (
         (request.weights, "--weights")
         if request.weights is not None
-        else weight_bytes(model, config, request.revision)
+        else weight_bytes(model, config, request.revision, request.gguf)
     )
     if told is None:
         raise UsageError(f"{model}: neither files nor its name tell the weights; give --weights")
@@ -112,33 +139,72 @@ def advise(request: AdviseRequest) -> Outcome:
         users=request.users,
         biased=own["model_type"].startswith("qwen2") or bool(own.get("attention_bias")),
     )
-    plans = [AdvisedPlan(**row) for row in advised(question)]
-    # Users are compared within one engine: another counts, and serves, in its own way.
-    here = [one for one in plans if one.engine == plans[0].engine]
-    enough = [one for one in here if one.users and (one.keeps_at_least or 0) >= request.keep]
-    best = max(enough, key=lambda one: one.users or 0, default=None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    plans = [AdvisedPlan(**row) for row in advised(question)]
+    found = _Found(plans, {"fingerprint": digest[:32]})
+    if request.minutes is not None:
+        found = _measure(request, plans, began + 60 * request.minutes)
+    best = best_of(found.plans, request.keep)
     return Outcome(
         inputs={
             **request.inputs(),
             "model": model,
             "model_type": own["model_type"],
-            "fingerprint": digest[:32],
             "weights_from": source,
             "gpu": gpu.name,
             "gpu_memory_bytes": gpu.memory,
             "gpu_bytes_per_second": gpu.bandwidth,
+            **found.inputs,
         },
         data={
-            "plans": [one.model_dump() for one in plans],
+            "plans": [one.model_dump() for one in found.plans],
             "best": None if best is None else best.plan,
+            "saved": found.saved,
             "weights_bytes": weights,
             "available_bytes": question.available,
             "cached_layers": len(layers),
             "layer_kinds": dict(Counter(one.kind for one in layers)),
         },
-        warnings=_warnings(request, own.get("max_position_embeddings"), question),
+        warnings=[
+            *_warnings(request, own.get("max_position_embeddings"), question),
+            *found.warnings,
+        ],
+        complete=found.complete,
+        lost=found.lost,
     )
+
+
+@dataclass
+class _Found:
+    """Plans as the config has them, or as they were measured."""
+
+    plans: list[AdvisedPlan]
+    inputs: dict[str, Any]
+    saved: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    complete: bool = True
+    lost: list[str] = field(default_factory=list)
+
+
+def _measure(request: AdviseRequest, plans: list[AdvisedPlan], until: float) -> _Found:
+    """Measure plans on the model, and save the best of kvprof's own where that is asked for."""
+    with loading():
+        from kvprof.commands.advise_weights import Measuring, load
+        from kvprof.methods.plan_files import save_plan
+    sample = load(request)
+    with graceful_interrupt() as stop:
+        run = Measuring(request, sample, plans, until, stop)
+        run.run()
+    warnings = [*sample.warnings, *run.warnings]
+    found = _Found(run.rows, run.inputs(), None, warnings, complete=not stop.requested)
+    if request.save is not None:
+        try:
+            found.saved, plan = run.best_own()
+            save_plan(plan, request.save, force=request.force)
+            found.inputs["saved"] = str(request.save)
+        except KvprofError as problem:
+            found.lost.append(f"--save {request.save}: {problem}")
+    return found
 
 
 def _warnings(request: AdviseRequest, longest: object, question: Question) -> list[str]:

@@ -135,6 +135,7 @@ class Half:
     evaluator: Evaluates
     cache: EvaluationCache
     ran_baseline: bool = False  # the uncompressed model, here; not only were its figures found
+    measured: int = 0  # evaluations that were run, not found
 
     def baseline(
         self, advance: Callable[[int], None], should_stop: Callable[[], bool]
@@ -145,6 +146,38 @@ class Half:
             raise Interrupted
         self.ran_baseline = True
         self.cache.put(BASELINE, found)
+        return found
+
+    def evaluation(
+        self,
+        plan: Plan,
+        digest: str,
+        advance: Callable[[int], None],
+        should_stop: Callable[[], bool],
+    ) -> dict[str, Any]:
+        """Return a plan's figures: found, or measured and kept."""
+        if should_stop():
+            raise Interrupted
+        steps = self.evaluator.steps(plan)
+        found = self.cache.get(digest)
+        if found is not None:
+            advance(steps)
+            return found
+        if not self.ran_baseline:
+            self.baseline(advance, should_stop)  # what plans are compared with by token
+        counted = 0
+
+        def count(amount: int) -> None:
+            nonlocal counted
+            counted += amount
+            advance(amount)
+
+        found = self.evaluator.evaluate(plan, count, should_stop)
+        if not found["complete"]:
+            raise Interrupted
+        advance(max(0, steps - counted))
+        self.cache.put(digest, found)
+        self.measured += 1
         return found
 
 
@@ -205,8 +238,11 @@ class Frontier:
         self._stop = should_stop
         self.complete = True
         self.warnings: list[str] = []
-        #: Evaluations that were run, not found.
-        self.measured = 0
+
+    @property
+    def measured(self) -> int:
+        """Evaluations that were run, not found."""
+        return self._search.measured + self._report.measured
 
     def run(self, requests: Sequence[MethodRequest]) -> dict[str, Any]:
         """Search every method, each label once, and return ``data`` of a result.
@@ -257,8 +293,10 @@ class Frontier:
 
         def evaluate(plan: Plan, digest: str) -> dict[str, Any]:
             self._describe(f"{lead}: evaluation {len(points) + 1} of {planned} at most")
-            tried = self._evaluation(self._search, plan, digest)
-            evaluation = self._evaluation(self._report, plan, digest)
+            tried, evaluation = (
+                half.evaluation(plan, digest, self._advance, self._stop)
+                for half in (self._search, self._report)
+            )
             self.warnings += [text for text in evaluation["warnings"] if text not in self.warnings]
             searched = {one.metric: kept_of(tried, one.metric) for one in targets}
             return {**evaluation, **self._facts_of(plan), "searched": searched}
@@ -291,28 +329,3 @@ class Frontier:
         each = sum(half.evaluator.steps() for half in (self._search, self._report))
         self._advance(max(0, planned - len(points)) * each)
         return frontier_row(request, points, reason, targets)
-
-    def _evaluation(self, half: Half, plan: Plan, digest: str) -> dict[str, Any]:
-        if self._stop():
-            raise Interrupted
-        steps = half.evaluator.steps(plan)
-        found = half.cache.get(digest)
-        if found is not None:
-            self._advance(steps)
-            return found
-        if not half.ran_baseline:
-            half.baseline(self._advance, self._stop)  # what plans are compared with by token
-        counted = 0
-
-        def advance(amount: int) -> None:
-            nonlocal counted
-            counted += amount
-            self._advance(amount)
-
-        found = half.evaluator.evaluate(plan, advance, self._stop)
-        if not found["complete"]:
-            raise Interrupted
-        self._advance(max(0, steps - counted))
-        half.cache.put(digest, found)
-        self.measured += 1
-        return found

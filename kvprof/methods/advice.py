@@ -12,7 +12,7 @@ from kvprof.errors import UsageError
 from kvprof.methods.engine_cache import CacheLayer, Pool, plan_pool, token_bytes
 from kvprof.methods.named import ENGINE_FORMATS
 
-__all__ = ["GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised"]
+__all__ = ["EXACT", "GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised"]
 
 _GIB = 1 << 30
 
@@ -58,26 +58,21 @@ _SHARE, _BESIDE = 0.92, int(1.25 * _GIB)
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to store the cache.
-
-    Attributes
-    ----------
-    name : str
-    engine : str
-        Who serves it; ``torch only`` for what nothing serves yet.
-    flag : str
-        What asks for it; empty where nothing has to.
-    bits : float
-        Of a value with its scales, where vLLM does not plan the pages.
-    exact : int
-        Tokens of a sequence that stay at 16 bits.
-    """
+    """A way to store the cache."""
 
     name: str
-    engine: str
-    flag: str
-    bits: float = 16.0
-    exact: int = 0
+    engine: str  # who serves it; torch only for what nothing serves yet
+    flag: str  # what asks an engine for it; empty where nothing has to
+    bits: float = 16.0  # of a value with its scales, where vLLM does not plan the pages
+    exact: int = 0  # tokens of a sequence that stay at 16 bits
+    own: str = ""  # the method that stores so; empty where it has the plan's name
+    options: tuple[str, ...] = ()  # the method's, as --option takes them
+    rate: float | None = None  # the method's; None where it has one rate
+
+    @property
+    def method(self) -> str:
+        """The name of the method that stores so."""
+        return self.own or self.name
 
     @property
     def served(self) -> bool:
@@ -92,8 +87,9 @@ class Plan:
 
 _UBATCH = 512  # tokens of a step in llama.cpp, for which windows keep room
 _TORCH = "torch only"
-_EXACT = 36  # tokens: 4 sinks and a window of 32
-_OPEN = "--option sink=4 --option window=32"
+#: Uncompressed tokens of kvprof's own plans: 4 sinks and a window of 32.
+EXACT = 36
+_OPEN = ("sink=4", "window=32")
 _VLLM = (
     *("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
     *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
@@ -102,45 +98,29 @@ PLANS = (
     Plan("16 bits", "vLLM", ""),
     *(Plan(name, *ENGINE_FORMATS[name]) for name in _VLLM),
     Plan("q8_0", *ENGINE_FORMATS["q8_0"], bits=8.5),
-    Plan("hadamard 4/4", _TORCH, f"hadamard-int4 {_OPEN}", 4.25, _EXACT),
-    Plan("hadamard 3/2", _TORCH, f"hadamard-int3 --option bits=k3v2 {_OPEN}", 2.75, _EXACT),
+    Plan("hadamard 4/4", _TORCH, "", 4.25, EXACT, "hadamard-int4", _OPEN),
+    Plan("hadamard 3/2", _TORCH, "", 2.75, EXACT, "hadamard-int3", ("bits=k3v2", *_OPEN)),
     Plan(
-        "kq-wf 7x",
-        _TORCH,
-        f"kq-wf --rate 0.857 --option allocation=output --option centre=true {_OPEN}",
-        16 / 7,
-        _EXACT,
+        *("kq-wf 7x", _TORCH, "", 16 / 7, EXACT, "kq-wf"),
+        ("allocation=output", "centre=true", *_OPEN),
+        rate=1 - 1 / 7,
     ),
 )
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: a model's layers and weights, on a GPU, at a context.
-
-    Attributes
-    ----------
-    model, model_type : str
-    layers : sequence of CacheLayer
-    weights : int
-        Bytes of all weights.
-    read_weights : int
-        Bytes of those that a step reads.
-    gpu : AdvisedGpu
-    context, users : int
-    biased : bool
-        Whether keys have a bias, which decides what casts lose.
-    """
+    """What is asked: a model's layers and weights, on a GPU, at a context."""
 
     model: str
     model_type: str
     layers: Sequence[CacheLayer]
-    weights: int
-    read_weights: int
+    weights: int  # bytes of all
+    read_weights: int  # bytes of those that a step reads
     gpu: AdvisedGpu
     context: int
     users: int
-    biased: bool = False
+    biased: bool = False  # whether keys have a bias, which decides what casts lose
 
     @property
     def available(self) -> int:
@@ -222,17 +202,7 @@ def _refused(plan: Plan, layers: Sequence[CacheLayer]) -> str | None:
 
 
 def advised(question: Question) -> list[dict[str, Any]]:
-    """Return a row of each plan: how to get it, its bytes, what it keeps, and how many users fit.
-
-    Parameters
-    ----------
-    question : Question
-
-    Returns
-    -------
-    list of dict
-        Rows of `kvprof.results.advise.AdvisedPlan`; one that is refused says why.
-    """
+    """Return a row of each plan, as `kvprof.results.advise.AdvisedPlan`; one refused says why."""
     return [_row(plan, question) for plan in PLANS]
 
 
@@ -304,5 +274,10 @@ def _command(plan: Plan, question: Question) -> str:
     if plan.engine == "vLLM":
         return f"vllm serve {model} --max-model-len {context} {plan.flag}".rstrip()
     if plan.engine == "llama.cpp":
-        return f"llama-server -m MODEL.gguf -c {context} -fa on {plan.flag}"
-    return f"kvprof plan {model} --method {plan.flag} --context {context} --save FILE"
+        file = model if model.endswith(".gguf") else "MODEL.gguf"
+        return f"llama-server -m {file} -c {context} -fa on {plan.flag}"
+    rate = "" if plan.rate is None else f" --rate {plan.rate:.3f}"
+    options = "".join(f" --option {one}" for one in plan.options)
+    return (
+        f"kvprof plan {model} --method {plan.method}{rate}{options} --context {context} --save FILE"
+    )

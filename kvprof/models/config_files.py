@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from kvprof.errors import LackingError, UsageError
+from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf, smollm2_file
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
 from kvprof.records.files import parse_json
 
@@ -74,23 +75,50 @@ def _hub_file(model: str, name: str, revision: str | None) -> Path:
     return Path(path)
 
 
-def _path(model: str) -> Path:
+#: What a config calls the keys of a GGUF file.
+_GGUF_KEYS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "context_length": "max_position_embeddings",
+}
+
+
+def _of_gguf(model: str, path: Path) -> dict[str, Any]:
+    """Return what a GGUF file says of its cache as a config."""
+    found = read_gguf(model, path)
+    named = {_GGUF_KEYS[key]: value for key, value in found.settings.items() if key in _GGUF_KEYS}
+    return {"model_type": ARCHITECTURES[found.architecture], **named}
+
+
+def _path(model: str, revision: str | None, gguf: str | None) -> Path:
+    if model == "smollm2":
+        return smollm2_file()
     shipped = Path(str(files("kvprof"))) / "assets" / "reference"
-    return shipped if model == "reference" else Path(model).expanduser()
+    path = shipped if model == "reference" else Path(model).expanduser()
+    if gguf is not None and not path.exists():
+        return _hub_file(model, gguf, revision)
+    return (path.is_dir() and choose_gguf(model, path, gguf)) or path
 
 
-def read_config_file(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the config of a shape that ships, a folder, a ``config.json`` or a hub id."""
+def read_config_file(
+    model: str, revision: str | None = None, gguf: str | None = None
+) -> dict[str, Any]:
+    """Return the config of a shape that ships, a folder, a GGUF file, or a hub id."""
     if (entry := _shapes().get(model.lower())) is not None:
         return _of_shape(entry)
-    path = _path(model)
-    if path.suffix == ".gguf" or model == "smollm2":
-        raise UsageError(f"{model}: advise reads a config.json; name the folder or hub id with it")
+    path = _path(model, revision, gguf)
+    if path.suffix == ".gguf" and path.is_file():
+        return _of_gguf(model, path)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        if path.exists() or path.name == "config.json" or not HUB_ID.fullmatch(model):
-            raise UsageError(f"{model} is no shape, folder with a config.json, or hub id")
+        local = path.exists() or path.name == "config.json" or path.suffix == ".gguf"
+        if local or not HUB_ID.fullmatch(model):
+            raise UsageError(f"{model} is no shape, folder, .gguf file or hub id")
         path = _hub_file(model, "config.json", revision)
     try:
         found = parse_json(path.read_bytes())
@@ -113,10 +141,12 @@ def named_parameters(model: str) -> tuple[float, float] | None:
 
 
 def weight_bytes(
-    model: str, config: Mapping[str, Any], revision: str | None = None
+    model: str, config: Mapping[str, Any], revision: str | None = None, gguf: str | None = None
 ) -> tuple[int, str] | None:
     """Return the bytes of a model's weights and where they are told; None where nothing does."""
-    path = _path(model)
+    path = _path(model, revision, gguf)
+    if path.suffix == ".gguf":
+        return sum(one.stat().st_size for one in gguf_parts(path)), "its file"
     folder = path if path.is_dir() else path.parent if path.is_file() else None
     if folder is not None and (stored := [*folder.glob("*.safetensors")]):
         return sum(one.stat().st_size for one in stored), "its files"

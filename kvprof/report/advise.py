@@ -14,15 +14,15 @@ from kvprof.report.blocks import (
     Table,
     framed,
 )
-from kvprof.results.advise import AdvisedPlan, AdviseResult
+from kvprof.results.advise import CONFIG, WEIGHTS, AdvisedPlan, AdviseInputs, AdviseResult
 from kvprof.sizes import format_bytes, format_count
 from kvprof.views.numbers import MISSING, duration, number
 
 __all__ = ["report"]
 
 _NOTES = (
-    "Bits: of a value, scales counted. Bytes: per token at the context, as the engine allocates.",
-    "Keeps: share of uncompressed accuracy [95 % interval] of the nearest model that was measured.",
+    "Bits: of a value, scales counted. KiB: of a token at the context, as the engine allocates.",
+    "Keeps: share of uncompressed accuracy [95 % interval], on the model under measured on.",
     "Needles: found of asked, RULER's niah_single_1; --csv names the records.",
     "Attention, step: limits by bytes over the GPU's bandwidth, not measured times.",
     "Users: sequences that fit at the context at a time; vLLM's own count of its blocks.",
@@ -37,8 +37,8 @@ def report(result: AdviseResult) -> Report:
     inputs, best = result.inputs, _best(result)
     shown = [one for one in result.data.plans if one.refused is None]
     body: list[Block] = [
-        Heading(f"Plans at {_context(result)} tokens, by config.json alone"),
-        _table(shown, inputs.users),
+        Heading(f"Plans at {_context(result)} tokens"),
+        _table(shown, inputs),
         *(Paragraph(one.refused, "aside") for one in result.data.plans if one.refused),
         Heading("Users by context"),
         _curves([one for one in shown if one.plan in _DRAWN or one is best]),
@@ -48,10 +48,20 @@ def report(result: AdviseResult) -> Report:
         body,
         verdict=_verdict(result, best),
         subject=f"{inputs.model}, {inputs.gpu}, {_context(result)} tokens",
-        cautions=[f"Run: {(best or result.data.plans[0]).command}"],
+        cautions=_commands(result, best or result.data.plans[0]),
         notes=_NOTES,
         measured_with=_facts(result),
     )
+
+
+def _commands(result: AdviseResult, best: AdvisedPlan) -> list[str]:
+    found = [f"Run: {best.command}"]
+    if result.inputs.saved is not None:
+        found.append(
+            f"Saved {result.data.saved}: kvprof generate {result.inputs.model} --plan "
+            f"{result.inputs.saved}"
+        )
+    return found
 
 
 def _context(result: AdviseResult) -> str:
@@ -76,10 +86,12 @@ def _verdict(result: AdviseResult, best: AdvisedPlan | None) -> str:
             f"Stay uncompressed: no served plan that is known to keep {inputs.keep:g} fits more; "
             f"{fits}."
         )
-    where = "" if best.measured_here else ", not measured on this model"
+    on = f"on {best.measured_on}, not measured on this model"
+    if best.measured_here:
+        on = "on this model" + (f" and finds {_needles(best)} needles" if best.needles else "")
     return (
         f"{best.plan} in {best.engine}: {_whole(best.users)} users of {_context(result)} tokens, "
-        f"{_whole(first.users)} uncompressed; it keeps {_keeps(best)} on {best.measured_on}{where}."
+        f"{_whole(first.users)} uncompressed; it keeps {_keeps(best)} {on}."
     )
 
 
@@ -98,21 +110,32 @@ def _known(write: Callable[[float], str]) -> Callable[[float | None], str]:
     return lambda value: MISSING if value is None else write(value)
 
 
-def _table(plans: list[AdvisedPlan], users: int) -> Table:
-    many = "1 user" if users == 1 else f"{users:,} users"
+def _table(plans: list[AdvisedPlan], inputs: AdviseInputs) -> Table:
+    many = "1 user" if inputs.users == 1 else f"{inputs.users:,} users"
+    kib = _known(lambda size: f"{size / 1024:.1f}")
     columns = [
         Column("plan", "plan", words=True),
         Column("engine", "get it", words=True),
-        Column("bits", "bits", _known("{:.2f}".format), goes=1),
-        Column("bytes_per_token", "per token", _known(format_bytes), goes=2),
+        Column("bits", "bits", _known("{:.2f}".format), goes=2),
+        Column("bytes_per_token", "KiB a token", kib, goes=3),
         Column(_keeps, "keeps"),
-        Column(lambda one: one.measured_on or MISSING, "measured on"),
-        Column(_needles, "needles", goes=4),
-        Column("attention_speedup", "attention", _known("≤ {:.1f}×".format), goes=5),
-        Column("step_seconds", f"step, {many}", _known(lambda s: f"≥ {duration(s)}"), goes=3),
+        Column(_source, "measured on"),
+        Column(_needles, "needles", goes=5),
+        Column("attention_speedup", "attention", _known("≤ {:.1f}×".format), goes=6),
+        Column("step_seconds", f"step, {many}", _known(lambda s: f"≥ {duration(s)}"), goes=4),
         Column("users", "users", _whole),
     ]
+    if inputs.minutes is not None:
+        columns.insert(
+            2, Column("depth", "depth", lambda depth: depth.removesuffix(" only"), goes=1)
+        )
     return Table(columns, plans)
+
+
+def _source(plan: AdvisedPlan) -> str:
+    if plan.depth == WEIGHTS:
+        return "this model"
+    return plan.measured_on or MISSING
 
 
 def _curves(plans: list[AdvisedPlan]) -> Curves:
@@ -144,5 +167,15 @@ def _facts(result: AdviseResult) -> dict[str, Any]:
         "gpu": f"{inputs.gpu}, {format_bytes(inputs.gpu_memory_bytes)}, {speed}",
         "bytes of weights": f"{format_bytes(data.weights_bytes)}, by {inputs.weights_from}",
         "for the cache": format_bytes(max(data.available_bytes, 0)),
-        "depth": "config only",
+        "depth": next((x.depth for x in data.plans if x.depth == WEIGHTS), CONFIG),
+        **_text(inputs),
     }
+
+
+def _text(inputs: AdviseInputs) -> dict[str, str]:
+    if inputs.text is None:
+        return {}
+    said = (
+        f"{inputs.sequences} sequences of {inputs.seq_len:,} tokens of {' and '.join(inputs.text)}"
+    )
+    return {"text": f"{said}, in {inputs.dtype} on {inputs.device}"}

@@ -1,13 +1,16 @@
 """The result of ``kvprof advise``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Keyed, Part, Result, ends
+from kvprof.results.base import Compared, Interval, Keyed, Part, Result, ends
 
-__all__ = ["AdviseResult", "AdvisedPlan"]
+__all__ = ["CONFIG", "WEIGHTS", "AdviseResult", "AdvisedPlan", "best_of"]
+
+#: Depths.
+CONFIG, WEIGHTS = "config only", "weights"
 
 
 class AdvisedPlan(Part):
@@ -17,14 +20,16 @@ class AdvisedPlan(Part):
     engine: str = Field(description="vLLM, llama.cpp, or torch only: nothing serves it yet.")
     served: bool
     command: str
-    depth: str = Field(description="config only: no weights were read.")
+    depth: str = Field(description="config only, or weights: what it keeps was measured here.")
     refused: str | None = Field(description="Why the engine does not store this model's cache so.")
     bits: float | None = Field(None, description="Of a value, with its scales.")
     bytes_per_token: Annotated[float | None, Compared("lower", headline=True, exact=True)] = Field(
         None, description="As allocated at the context, pages and states counted."
     )
-    keeps: float | None = Field(None, description="Share of the uncompressed accuracy.")
-    keeps_interval: list[float] | None = None
+    keeps: Annotated[float | None, Compared("higher", headline=True, interval="keeps_interval")] = (
+        Field(None, description="Share of the uncompressed accuracy.")
+    )
+    keeps_interval: Interval = None
     keeps_tokens: int | None = None
     keeps_at_least: float | None = Field(
         None, description="Lower end of the interval: of this model, or the lowest of all measured."
@@ -45,6 +50,19 @@ class AdvisedPlan(Part):
     users_at: list[list[float]] = Field([], description="The same, of contexts: tokens and users.")
 
 
+def best_of(plans: Sequence[AdvisedPlan], keep: float) -> AdvisedPlan | None:
+    """Return the plan that keeps enough and fits most users; of the first one's engine alone.
+
+    Another engine counts, and serves, in its own way.
+    """
+    enough = [
+        one
+        for one in plans
+        if one.engine == plans[0].engine and one.users and (one.keeps_at_least or 0) >= keep
+    ]
+    return max(enough, key=lambda one: one.users or 0, default=None)
+
+
 class AdviseData(Part):
     """Data of `kvprof advise`."""
 
@@ -52,6 +70,7 @@ class AdviseData(Part):
     best: str | None = Field(
         description="Of vLLM's plans that keep enough, the one that fits most users."
     )
+    saved: str | None = Field(None, description="The plan that --save kept, of kvprof's own.")
     weights_bytes: int
     available_bytes: int = Field(description="For the cache; below 0 where weights do not fit.")
     cached_layers: int
@@ -65,7 +84,14 @@ class AdviseInputs(Part):
 
     model: str
     model_type: str
-    fingerprint: str = Field(description="Digest of the config.")
+    fingerprint: str = Field(description="Of the weights, where they were read; of the config.")
+    minutes: float | None = None
+    text: list[str] | None = None
+    sequences: int | None = None
+    seq_len: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    saved: str | None = Field(None, description="File of the plan that was saved.")
     weights_from: str
     gpu: str
     gpu_memory_bytes: int

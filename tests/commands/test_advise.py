@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvprof.errors import Interrupted
+from kvprof.methods.plan_files import load_plan
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
+from tests.conftest import calibrate_on_few
 
 
 def advice(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
@@ -81,3 +84,116 @@ def test_the_table_of_what_plans_keep_is_the_records(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     advise_kept = import_module("advise_kept")
     assert json.loads(advise_kept.TABLE.read_text("utf-8")) == advise_kept.table()
+
+
+#: What plans keep in these tests, by their method: the middle, and half of the interval.
+_KEEPS = {"turboquant_4bit_nc": 0.97, "int4_per_token_head": 0.2, "hadamard-int4": 0.998}
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny model whose heads and layers every format takes."""
+    from tests.models.folder import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("wide"), num_hidden_layers=6, head_dim=64)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Let evaluations say what `_KEEPS` has, else 0.999; return the methods that were measured."""
+    from kvprof.evaluation.frontier import Half
+
+    monkeypatch.setenv("KVPROF_CACHE", str(tmp_path / "cache"))
+    calibrate_on_few(monkeypatch)
+    found: list[str] = []
+
+    def evaluation(_: Half, plan: Any, *__: Any) -> dict[str, Any]:
+        found.append(plan.method)
+        keeps = _KEEPS.get(plan.method, 0.999)
+        ends = keeps - 0.001, keeps + 0.001
+        return {
+            **{"relative_accuracy": keeps, "relative_accuracy_interval": ends},
+            **{"decoded_tokens": 2048},
+        }
+
+    monkeypatch.setattr(Half, "evaluation", evaluation)
+    return found
+
+
+_H100 = ("--gpu", "h100-80gb", "--context", "64", "--minutes", 5)
+
+
+def test_what_would_change_the_answer_is_measured_first(
+    tmp_path: Path, wide_folder: Path, measured: list[str]
+) -> None:
+    result = advice(tmp_path, wide_folder, *_H100)
+    plans = {one["plan"]: one for one in result["data"]["plans"]}
+    best = plans[result["data"]["best"]]
+    served = [one for one in plans.values() if one["engine"] == "vLLM"]
+    enough = [one for one in served if one["keeps_at_least"] >= 0.99]
+    assert best == max(enough, key=lambda one: one["users"])
+    assert best["depth"] == "weights"
+    assert (best["keeps"], best["keeps_interval"]) == (0.999, [0.998, 1.0])
+    assert best["measured_on"] == str(wide_folder)
+    # The plan that the config alone would name, then those that fit more users, most first.
+    assert measured[:3] == ["int8_per_token_head", "int4_per_token_head", "fp8_e4m3"]
+    assert best["plan"] == "fp8_e4m3"
+    assert plans["int4_per_token_head"]["keeps"] == 0.2
+
+
+def test_what_was_not_reached_keeps_the_nearest_models_figure(
+    tmp_path: Path, wide_folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.evaluation.frontier import Half
+
+    before = Half.evaluation
+
+    def broken_off(half: Half, *arguments: Any) -> dict[str, Any]:
+        if measured:
+            raise Interrupted
+        return before(half, *arguments)
+
+    monkeypatch.setattr(Half, "evaluation", broken_off)
+    result = advice(tmp_path, wide_folder, *_H100)
+    depths = {one["plan"]: one["depth"] for one in result["data"]["plans"]}
+    assert [name for name in depths if depths[name] == "weights"] == ["16 bits", measured[0]]
+    other = next(one for one in result["data"]["plans"] if one["plan"] == "q8_0")
+    assert (other["measured_on"], other["measured_here"]) == ("Qwen2.5-Coder-1.5B", False)
+    assert "q8_0" in next(one for one in result["warnings"] if "not finished" in one)
+
+
+def test_a_plan_that_this_model_cannot_have_gets_no_other_models_figure(
+    tmp_path: Path, tiny_folder: Path, measured: list[str]
+) -> None:
+    plans = advice(tmp_path, tiny_folder, *_H100)["data"]["plans"]
+    row = next(one for one in plans if one["plan"] == "q8_0")
+    assert (row["keeps"], row["measured_on"]) == (None, None)
+    assert "multiples of 32" in row["refused"]
+
+
+def test_the_best_plan_of_kvprofs_own_is_saved(
+    tmp_path: Path, wide_folder: Path, measured: list[str]
+) -> None:
+    path = tmp_path / "own.plan"
+    result = advice(tmp_path, wide_folder, *_H100, "--save", path)
+    saved = load_plan(path)
+    own = [one for one in result["data"]["plans"] if not one["served"] and one["keeps"]]
+    best = max((one for one in own if one["keeps_at_least"] >= 0.99), key=lambda one: one["users"])
+    assert result["data"]["saved"] == best["plan"]
+    assert saved.fingerprint == result["inputs"]["fingerprint"]
+
+
+def test_a_second_call_goes_on_where_the_first_one_was(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.evaluation.evaluator import Evaluator
+
+    monkeypatch.setenv("KVPROF_CACHE", str(tmp_path / "cache"))
+    calibrate_on_few(monkeypatch)
+    first = advice(tmp_path, tiny_folder, *_H100)["data"]
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(Evaluator, "found", never)
+    assert advice(tmp_path, tiny_folder, *_H100)["data"] == first

@@ -25,7 +25,8 @@ FEW = "--prompt x --max-new-tokens 4"
 REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
     "advise": [
         ("nosuch/folder/here", "nosuch/folder/here"),
-        ("smollm2", "smollm2"),
+        ("none.gguf", "none.gguf"),
+        ("Llama-3.1-8B --save x.plan", "--minutes"),
         ("Llama-3.1-8B --gpu abacus", "--gpu"),
         ("Llama-3.1-8B --keep 2", "--keep"),
         ("Llama-3.1-8B --context none", "--context"),
