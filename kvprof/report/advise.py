@@ -22,7 +22,7 @@ __all__ = ["report"]
 
 _NOTES = (
     "Bits: of a value, scales counted. KiB: of a token at the context, as the engine allocates.",
-    "Keeps: share of uncompressed accuracy [95 % interval], on the model under measured on.",
+    "Keeps: share of accuracy [95 % interval] on the model named. At least: lowest end of all measured.",
     "Needles: found of asked, RULER's niah_single_1; --csv names the records.",
     "Attention, step: limits by bytes over the GPU's bandwidth, not measured times.",
     "Users: sequences that fit at the context at a time; vLLM's own count of its blocks.",
@@ -86,12 +86,13 @@ def _verdict(result: AdviseResult, best: AdvisedPlan | None) -> str:
             f"Stay uncompressed: no served plan that is known to keep {inputs.keep:g} fits more; "
             f"{fits}."
         )
-    on = f"on {best.measured_on}, not measured on this model"
+    keeps = f"at least {best.keeps_at_least:.3f} on every model measured, this one not among them"
     if best.measured_here:
-        on = "on this model" + (f" and finds {_needles(best)} needles" if best.needles else "")
+        needles = f" and finds {_needles(best)} needles" if best.needles else ""
+        keeps = f"{_keeps(best)} on this model{needles}"
     return (
         f"{best.plan} in {best.engine}: {_whole(best.users)} users of {_context(result)} tokens, "
-        f"{_whole(first.users)} uncompressed; it keeps {_keeps(best)} {on}."
+        f"{_whole(first.users)} uncompressed; it keeps {keeps}."
     )
 
 
@@ -119,6 +120,7 @@ def _table(plans: list[AdvisedPlan], inputs: AdviseInputs) -> Table:
         Column("bits", "bits", _known("{:.2f}".format), goes=2),
         Column("bytes_per_token", "KiB a token", kib, goes=3),
         Column(_keeps, "keeps"),
+        Column("keeps_at_least", "at least", _known("{:.3f}".format), goes=1),
         Column(_source, "measured on"),
         Column(_needles, "needles", goes=5),
         Column("attention_speedup", "attention", _known("≤ {:.1f}×".format), goes=6),
