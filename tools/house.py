@@ -31,8 +31,8 @@ CEILINGS: Measures = {
     "test_lines": 58_421,
     "test_functions": 2693,
     "tests_of_wording": 729,
-    "document_words": 20_493,
-    "readme_lines": 112,
+    "document_words": 20_594,
+    "readme_lines": 110,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
     "files_executed_spectrum": 138,
