@@ -35,22 +35,24 @@ class CommandEntry:
 
 #: Every command there is, in the order of ``kvprof --help``.
 COMMANDS = (
-    CommandEntry("advise", "Which cache for this model, GPU and context, and how many users fit?"),
-    CommandEntry("spectrum", "How compact are Q, K and V? Singular values and ranks, by head."),
-    CommandEntry("stability", "Is the rotation the model's own, and what does a wrong one cost?"),
+    CommandEntry(
+        "advise", "Which cache format fits this model, GPU and context, and how many users?"
+    ),
+    CommandEntry("spectrum", "How compact are Q, K and V? Singular values and ranks per head."),
+    CommandEntry("stability", "Does a rotation calibrated offline suit real data?"),
     CommandEntry("sensitivity", "Which layers and heads tolerate lower precision?"),
-    CommandEntry("plan", "What would a method store, fold and run? What fits in this memory?"),
+    CommandEntry("plan", "What does a method store and run? What fits in this memory?"),
     CommandEntry("eval", "What does a compressed cache cost in accuracy?"),
     CommandEntry("frontier", "How far does each method go before accuracy falls below a target?"),
-    CommandEntry("generate", "Write text with a compressed cache; see where it departs."),
-    CommandEntry("serve", "Serve a plan through vLLM: an OpenAI-compatible server."),
-    CommandEntry("bench", "How much faster is attention on a smaller cache, really?"),
-    CommandEntry("show", "Show a result again, or list the runs that kvprof tui kept."),
-    CommandEntry("compare", "What got better or worse between two results, and is that sure?"),
-    CommandEntry("export", "A result as CSV, Markdown, HTML, SVG or a trace for Perfetto."),
-    CommandEntry("tui", "Watch a measurement live, follow one, or replay a recorded one."),
-    CommandEntry("recipe", "Run a paper's table or figure, and see whether its claim holds here."),
-    CommandEntry("doctor", "What does this machine have, and what can each command do here?"),
+    CommandEntry("generate", "Generate text with a compressed cache, and show where it differs."),
+    CommandEntry("serve", "Serve a plan with vLLM's OpenAI-compatible API."),
+    CommandEntry("bench", "Is attention over a compressed cache faster on this machine?"),
+    CommandEntry("show", "Show a recorded result, or list the runs that kvprof tui recorded."),
+    CommandEntry("compare", "What got better or worse between results, and is it significant?"),
+    CommandEntry("export", "Export a result as CSV, Markdown, HTML, SVG or a Perfetto trace."),
+    CommandEntry("tui", "Watch a measurement live, or replay a recorded one."),
+    CommandEntry("recipe", "Does a paper's table or figure hold here?"),
+    CommandEntry("doctor", "What does this machine have, and which commands can it run?"),
 )
 
 # The base of everything that a wrong command line raises. Older versions of Typer take it from
@@ -110,7 +112,7 @@ def _checked(command: Any) -> Any:
 
 
 _EXAMPLES = (
-    "kvprof spectrum                 # of the model that ships; nothing is fetched",
+    "kvprof spectrum                 # of the model that ships; downloads nothing",
     "kvprof plan --method kq --rate 30%",
     "kvprof eval --method kq --rate 0.2",
     "kvprof tui --demo               # a request's time on an H200, part by part",
@@ -159,8 +161,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the machine lacks something, "
-    "4 a claim or a limit was not met, 130 interrupted (Ctrl-C or SIGTERM or SIGHUP).",
+    epilog="Exit codes: 0 success, 1 failure, 2 wrong usage, 3 missing package or device, 4 "
+    "claim or limit not met, 130 interrupted (Ctrl-C, SIGTERM or SIGHUP).",
 )
 
 
@@ -209,7 +211,7 @@ def _errors_in_a_line(*, debug: bool) -> Iterator[None]:
 def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
     """Say on stderr in one line what went wrong, and return the exit code it stands for."""
     if _is_interrupt(problem):
-        console.error("interrupted; what was not written yet is lost")
+        console.error("interrupted; unwritten results are lost")
         return ExitCode.INTERRUPTED
     if isinstance(problem, BrokenPipeError):  # whoever read our output has left
         return ExitCode.FAILED
@@ -217,8 +219,8 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
         console.note("".join(traceback.format_exception(problem)))
     if no_memory(problem):
         console.error(
-            f"out of memory: {str(problem) or 'an allocation failed'} "
-            "(fewer or shorter sequences per batch, or another --device, need less)"
+            f"out of memory: {str(problem) or 'an allocation failed'} (try smaller batches, "
+            "shorter sequences or another --device)"
         )
         return ExitCode.LACKING
     if isinstance(problem, KvprofError):
@@ -250,14 +252,14 @@ def _usage_line(problem: Any) -> str:
     name = getattr(problem, "option_name", None)
     if name is not None and (instead := _instead(f"{path.removeprefix('kvprof ')} {name}")):
         return instead
-    return f"{usage_message(problem)} ({path} --help shows what there is)"
+    return f"{usage_message(problem)} (see {path} --help)"
 
 
 def _instead(name: str) -> str | None:
     """Return what to use instead of a command or an option that went."""
     from kvprof.commands.options import GONE
 
-    return f"{name} went: {GONE[name]}" if name in GONE else None
+    return f"{name} was removed: {GONE[name]}" if name in GONE else None
 
 
 def _is_interrupt(problem: BaseException) -> bool:

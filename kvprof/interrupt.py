@@ -76,7 +76,7 @@ def graceful_interrupt() -> Iterator[Stop]:
                 _leave()
             return
         stop.requested, asked_at = True, time.monotonic()
-        _say("interrupted: ending, keeping what was measured (Ctrl-C again drops it)")
+        _say("Interrupted; finishing the current step (Ctrl-C again to abort)")
         signal.setitimer(signal.ITIMER_REAL, _STEP_SECONDS, 0.1)
 
     def overdue(_number: int, frame: FrameType | None) -> None:

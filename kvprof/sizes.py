@@ -41,9 +41,9 @@ def parse_count(text: str, *, what: str = "count", minimum: int = 1) -> int:
         raise UsageError(f"{what}: {text[:40]!r} is not a count; write 8192, 8k or 1M (k is 1,024)")
     value = float(match[1].replace(",", "")) * _FACTORS[match[2].lower()]
     if value > MOST:
-        raise UsageError(f"{what}: {text[:20]} is too large a number; at most {MOST:,} makes sense")
+        raise UsageError(f"{what}: {text[:20]} is above {MOST:,}")
     if value != int(value):
-        raise UsageError(f"{what}: {text!r} is {value:g}, not a whole number")
+        raise UsageError(f"{what}: {text!r} is not a whole number")
     if value < minimum:
         raise UsageError(f"{what}: {text!r} is below {minimum}")
     return int(value)
@@ -53,12 +53,12 @@ def parse_counts(text: str, *, what: str = "counts", minimum: int = 1) -> list[i
     """Read a comma-separated list of counts (``1k,2k,4k``), ascending and without repeats."""
     entries = [entry for entry in text.split(",") if entry.strip()]
     if not entries:
-        raise UsageError(f"{what}: {text!r} names no count; write for example 1k,2k,4k")
+        raise UsageError(f"{what}: {text!r} has no count; write for example 1k,2k,4k")
     for entry in entries:
         if _CUT_OFF.fullmatch(entry.strip()):
             raise UsageError(
-                f"{what}: {text!r} is a list, in which a comma separates counts and cannot mark "
-                f"thousands (before {entry.strip()!r}); write for example 1024,2048"
+                f"{what}: {text!r}: commas separate counts, not thousands (before "
+                f"{entry.strip()!r}); write for example 1024,2048"
             )
     return sorted({parse_count(entry, what=what, minimum=minimum) for entry in entries})
 
@@ -87,7 +87,7 @@ def parse_share(text: str | float, *, what: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         shown = (written if len(written) <= 40 else f"{written[:40]}…") or repr(written)
-        raise UsageError(f"{what} {shown} is no share; write for example 30% or 0.3")
+        raise UsageError(f"{what} {shown} is not a share; write for example 30% or 0.3")
     return value
 
 
@@ -95,10 +95,10 @@ def parse_bytes(text: str, *, what: str) -> int:
     """Read a size such as ``80GB``, ``512MiB`` or ``4096B``."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{what}: {text!r} is no size; write for example 80GB or 512MiB")
+        raise UsageError(f"{what}: {text!r} is not a size; write for example 80GB or 512MiB")
     value = float(match[1]) * {**_FACTORS, "t": 1024**4}[match[2].lower()]
     if value > _LARGEST_SIZE:
-        raise UsageError(f"{what}: {text[:20]} is more than any machine has")
+        raise UsageError(f"{what}: {text[:20]} is too large")
     return int(value)
 
 

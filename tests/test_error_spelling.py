@@ -22,10 +22,10 @@ def _python(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: parse_dtype("float7", torch.device("cpu")), "dtype: 'float7' is none of"),
+        (lambda: parse_dtype("float7", torch.device("cpu")), "dtype 'float7'"),
         (lambda: main_device("tpu"), "device: 'tpu' is none of"),
         (lambda: plan_family("kqq", None), "method 'kqq' is unknown"),
-        (lambda: text_samples(loaded("Llama"), [], seq_len=1, sequences=1), "seq_len 1: half"),
+        (lambda: text_samples(loaded("Llama"), [], seq_len=1, sequences=1), "seq_len 1 is"),
     ],
 )
 def test_python_users_read_their_own_names(call, words):

@@ -141,7 +141,7 @@ def _centred(layer: LayerMoments, tokens: int, centre: Centre) -> LayerMoments:
 def _crossed(layer: LayerMoments) -> tuple[Tensor, Tensor, RotaryPairs]:
     if layer.cross is None or layer.table is None or layer.pairs is None:
         raise UsageError(
-            "centre: the moments hold nothing of keys against positions; calibrate anew (kvprof "
-            "spectrum --save writes such a file), or give the option centre=false"
+            "centre: the saved moments have no key means by position; save them again (kvprof "
+            "spectrum --save), or give the option centre=false"
         )
     return layer.cross, layer.table, layer.pairs

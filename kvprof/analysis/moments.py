@@ -157,9 +157,8 @@ class LayerMoments:
         """
         if self.c_o is None:
             raise UsageError(
-                "vo: what this model's heads put out does not go straight into an output "
-                "projection (it is gated or normalised), so W_O has no slice per head; take the "
-                "pair v, the method svd-kv, or the option values=svd-v of kq, fdc and zack"
+                "vo: this model gates or normalises head outputs, so W_O has no slice per head; "
+                "use the pair v, the method svd-kv, or the option values=svd-v"
             )
         return self.c_o
 
@@ -311,9 +310,7 @@ def group_size(heads: int, num_kv_heads: int) -> int:
     """
     size = min(heads, num_kv_heads)
     if size < 1 or num_kv_heads % size:
-        raise UsageError(
-            f"groups of {heads} heads do not divide the model's {num_kv_heads} KV heads"
-        )
+        raise UsageError(f"groups of {heads} heads do not divide {num_kv_heads} KV heads")
     return size
 
 
@@ -369,8 +366,7 @@ def joint_gram(moments: LayerMoments, vector: str, heads: int) -> Tensor:
             blocks = [gram[:, at : at + size, at : at + size] for at in corners]
             return torch.stack(blocks, dim=1).flatten(0, 1)
     raise UsageError(
-        f"the moments hold no {vector} of groups of {heads} heads; calibrate anew with that group "
-        "size"
+        f"the moments have no {vector} for groups of {heads} heads; calibrate with that group size"
     )
 
 

@@ -61,13 +61,10 @@ def stability_data(
     for run in (*sources, *targets):
         warnings += run.warnings
     if len(tested) < len(data_comparisons):
-        warnings.append(
-            f"{itself} is source and dataset: the same tokens on both sides show how far fewer of "
-            "them go, and no claim is judged on them"
-        )
+        warnings.append(f"{itself} is both source and dataset; no claim is tested on it")
     warnings += _unexplained_lengths(sources[0], targets, short_targets)
     if not floor:
-        warnings.append("no noise floor: it takes random tokens with two seeds and the model")
+        warnings.append("no noise floor: it requires the model and two seeds of random tokens")
     data = {
         "curves": curves,
         "claims": judge(tested, random_source=random_source),
@@ -153,8 +150,8 @@ def _unexplained_lengths(
     """Warn of saved moments whose length is far off, for which no second pass could be run."""
     rerun = {run.name for run in short_targets}
     return [
-        f"{target.name}: sequences of {target.seq_len:,} against {source.seq_len:,} of the source; "
-        "how much of the cost is due to that cannot be told from saved moments"
+        f"{target.name}: sequence length {target.seq_len:,}, the source's {source.seq_len:,}; "
+        "saved moments cannot separate its effect"
         for target in targets
         if target.name not in rerun
         and max(target.seq_len, source.seq_len) > 2 * min(target.seq_len, source.seq_len)
@@ -190,8 +187,8 @@ def _lengths(
             grown = row["cost"] - row["cost_same_length"]
             if grown > max(NEGLIGIBLE_COST, 0.1 * abs(row["cost_same_length"])):
                 warnings.append(
-                    f"{pair} against {name}: the basis saw sequences of {row['seq_len_source']:,} "
-                    f"and is used at {row['seq_len_target']:,}; the extra lost energy is "
-                    f"{row['cost']:.1%} there, {row['cost_same_length']:.1%} at its own length"
+                    f"{pair} on {name}: extra lost energy {row['cost']:.1%} at sequence length "
+                    f"{row['seq_len_target']:,}, {row['cost_same_length']:.1%} at the source's "
+                    f"{row['seq_len_source']:,}"
                 )
     return rows, warnings

@@ -374,7 +374,7 @@ def _judge_one(
             "interval": None,
             "cost": None,
             "holds": None,
-            "verdict": f"cannot be judged: needs {claim.minimum_tokens:,} tokens or more",
+            "verdict": f"not testable: needs {claim.minimum_tokens:,} tokens or more",
         }
     # "From 8K on" must hold at every count from there, so the worst of them decides; a claim
     # without a count is given its best chance, the largest.

@@ -54,8 +54,8 @@ class SampleWarnings:
         found = []
         if self.wide:
             found.append(
-                f"{where}: samples spread by up to {max(self.wide.values()):.0%} "
-                f"({', '.join(self.wide)}); something else may be running"
+                f"{where}: samples vary by up to {max(self.wide.values()):.0%} "
+                f"({', '.join(self.wide)}); another program may be running"
             )
         if self.short:
             found.append(
@@ -65,8 +65,8 @@ class SampleWarnings:
         if self.drift:
             most = max(self.drift.values(), key=abs)
             found.append(
-                f"{where}: the time of {baseline} changed by up to {most:+.0%} during the run "
-                f"({', '.join(self.drift)}); speed-ups are against samples taken in turn"
+                f"{where}: {baseline} drifted by up to {most:+.0%} during the run "
+                f"({', '.join(self.drift)}); speed-ups use paired samples"
             )
         return found
 
@@ -124,18 +124,15 @@ def add_row(
     )
     what = f"{timed.name}, {workload.name}"
     if not right:
-        found.warn(
-            f"{what}: the result is wrong (error {timed.error:.2g} against float64), so its time "
-            "means nothing and it has no speed-up"
-        )
+        found.warn(f"{what}: wrong result (error {timed.error:.2g} vs float64), so no speed-up")
     if (wide := spread(seconds)) > _SPREAD[workload.device.type]:
         unsteady.wide[timed.name] = wide
     if len(seconds) < repeats:
         unsteady.short[timed.name] = len(seconds)
     if limit and moved > _OVER * limit and workload.phase == "decode":
         found.warn(
-            f"{what}: {moved:.3g} TB/s is more than was measured of memory ({limit:.3g}): either "
-            "that is low, or inputs come out of a cache"
+            f"{what}: {moved:.3g} TB/s exceeds the measured memory bandwidth ({limit:.3g}); "
+            "inputs may come from a cache"
         )
 
 

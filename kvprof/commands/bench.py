@@ -1,4 +1,4 @@
-"""``kvprof bench``: how fast attention over a compressed cache is, against the best full width."""
+"""``kvprof bench``: time attention over compressed caches, a request, or a server."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,8 +81,8 @@ def bench(
         typer.Option(
             "--model",
             metavar="SHAPE|PATH",
-            help="A model's shape by name, or a folder with a config.json or a GGUF file; no "
-            "weights are needed. Default Llama-3.1-8B; with --jct the reference model.",
+            help="Name of a model's shape, or folder with a config.json or GGUF file; needs no "
+            "weights.  [default: Llama-3.1-8B; reference with --jct]",
             show_default=False,
         ),
     ] = None,
@@ -91,7 +91,7 @@ def bench(
         typer.Option(
             "--seq",
             metavar="LIST",
-            help="Contexts in tokens: 4k,32k,100k. Default 100k.",
+            help="Context lengths in tokens, such as 4k,32k.  [default: 100k]",
             show_default=False,
         ),
     ] = None,
@@ -100,33 +100,38 @@ def bench(
         typer.Option(
             "--batch",
             metavar="LIST",
-            help="Sequences at once. Default 1,8 on a GPU and 1 on a CPU.",
+            help="Batch sizes.  [default: 1,8 on a GPU; 1 on a CPU]",
             show_default=False,
         ),
     ] = None,
     rate: Annotated[
-        float | None, share_option("--rate", "Share of the cache's bytes to save. Default 0.5.")
+        float | None,
+        share_option(
+            "--rate", "Compression rate: share of the cache's bytes saved.  [default: 0.5]"
+        ),
     ] = None,
     ranks: Annotated[
         Path | None,
         typer.Option(
             "--ranks",
             metavar="FILE|PLAN",
-            help="Widths of the KV heads: JSON [[K, V], …], or a saved plan. Default: the "
-            "reference model's, resampled to the shape.",
+            help="Ranks per KV head: JSON [[K, V], …], or a saved plan.  [default: the reference "
+            "model's, resampled]",
             show_default=False,
         ),
     ] = None,
     phase: Annotated[
         str | None,
-        typer.Option("--phase", metavar="LIST", help="decode, prefill. Default: both."),
+        typer.Option(
+            "--phase", metavar="LIST", help="decode, prefill or both.  [default: decode,prefill]"
+        ),
     ] = None,
     methods: Annotated[
         list[str] | None,
         method_option(
-            "Those of plan, palu:heads=1 too; also uniform, palu-folded and "
-            "tale:bits=none. Default full,fp8,fdc,kq,palu,tale; with --jct "
-            "full,palu,fdc; with --load full,fp8,fdc.",
+            "Methods, comma-separated, palu:heads=1 sets options; also uniform and palu-folded.  "
+            "[default: full,fp8,fdc,kq,palu,tale; full,palu,fdc with --jct; full,fp8,fdc with "
+            "--load]",
         ),
     ] = None,
     plan: Annotated[
@@ -134,8 +139,7 @@ def bench(
         typer.Option(
             "--plan",
             metavar="FILE",
-            help="A saved plan, also timed, or beside full width where no --methods are named; "
-            "repeatable.",
+            help="Saved plan to time; without --methods, compared with uncompressed; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -144,14 +148,14 @@ def bench(
         typer.Option(
             "--dtype",
             rich_help_panel=MODEL,
-            help="auto (bf16 on a GPU, float32 on a CPU), bfloat16, float16, float32.",
+            help="bfloat16, float16, float32, or auto: BF16 on a GPU, float32 on a CPU.",
         ),
     ] = "auto",
     repeats: Annotated[
         int | None,
         typer.Option(
             "--repeats",
-            help="Samples per row, 3 or more. Default 30 on a GPU, 7 on a CPU.",
+            help="Samples per row, 3 or more.  [default: 30 on a GPU; 7 on a CPU]",
             show_default=False,
         ),
     ] = None,
@@ -165,7 +169,7 @@ def bench(
             "--seed",
             rich_help_panel=MODEL,
             min=0,
-            help="Seed of the random inputs. Default 0.",
+            help="Seed of the random inputs.  [default: 0]",
             show_default=False,
         ),
     ] = None,
@@ -203,10 +207,10 @@ def bench(
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Time attention over compressed caches against the best full-width kernel on this machine.
+    """Time attention over compressed caches against the fastest uncompressed kernel.
 
-    With --jct: where does the time of a whole request go? With --load: what rate of requests does
-    a server of each method serve?
+    With --jct, break down the latency of a whole request. With --load, find the request rate that
+    a server of each method sustains.
 
     Examples
     --------
@@ -346,9 +350,7 @@ def _file_of(model: str | None, gguf: str | None) -> str | None:
     if gguf is None:
         return model
     if model is None:
-        raise UsageError(
-            f"--gguf {gguf} is a file of what --model names; name its folder or hub id"
-        )
+        raise UsageError(f"--gguf {gguf} requires --model with its folder or hub id")
     from kvprof.models.locate import gguf_file
 
     return str(gguf_file(model, gguf))
@@ -358,7 +360,7 @@ def _listed(text: str, option: str) -> tuple[str, ...]:
     """Return the names that an option joins by commas, each once."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise UsageError(f"{option} {text!r} names nothing; kvprof bench --help shows what to name")
+        raise UsageError(f"{option} {text!r} is empty (see kvprof bench --help)")
     return names
 
 
@@ -375,7 +377,7 @@ def _asked(methods: str | None, plans: list[Path] | None, *, load: bool) -> tupl
     named = [label for label, _, _ in entries]
     files = [file.name for file in plans or []]
     if twice := [name for name in files if name in named or files.count(name) > 1]:
-        raise UsageError(f"--plan: two methods are called {twice[0]}; rename the file")
+        raise UsageError(f"--plan: two methods are named {twice[0]}; rename the file")
     alone = ["full"] if files and methods is None else []
     return tuple(dict.fromkeys([*alone, *named, *files]))
 

@@ -37,45 +37,48 @@ __all__ = [
 ]
 
 
-_GROUP = "A request's time (--jct)"
+_GROUP = "Request latency (--jct)"
 _SHARED = ("--baseline", "--requests", "--tp", "--layers")  # with --load
 
 _option = partial(grouped_option, _GROUP)
 
 JctOption = Annotated[
-    bool, _option("--jct", text="Where the time of a request goes: prefill and every decode step.")
+    bool, _option("--jct", text="Break down a request's latency: prefill and every decode step.")
 ]
 InputLenOption = Annotated[
-    str | None, _option("--input-len", metavar="LIST", text="Prompts in tokens. Default 1k.")
+    str | None,
+    _option("--input-len", metavar="LIST", text="Prompt lengths in tokens.  [default: 1k]"),
 ]
 OutputLenOption = Annotated[
     str | None,
     _option(
         "--output-len",
         metavar="LIST",
-        text="Tokens to write. Default 64 of a real run, 256 of a composed one.",
+        text="Output lengths in tokens.  [default: 64 with --real; 256 with --composed]",
     ),
 ]
 RealOption = Annotated[
     bool | None,
     _option(
         "--real/--composed",
-        text="Let a model answer (of a shape: with random weights), or time one layer's parts and "
-        "put them together. Default: real where there are weights.",
+        text="Run a whole model (random weights for a shape), or time one layer's parts and add "
+        "them up.  [default: real with weights]",
     ),
 ]
 BaselineOption = Annotated[
-    str | None, _option("--baseline", text="Differences are against this method. Default full.")
+    str | None, _option("--baseline", text="Compare with this method.  [default: full]")
 ]
 TraceOption = Annotated[
     str | None,
-    _option("--trace", text="Requests as long as a paper's: fdc/arxiv, zack/cocktail, …"),
+    _option(
+        "--trace", text="Sample request lengths from a paper's trace: fdc/arxiv, zack/cocktail …"
+    ),
 ]
 RequestsOption = Annotated[
     int | None,
     _option(
         "--requests",
-        text="How many to sample from --trace, or (--load) arrive at each rate. Default 200.",
+        text="Requests to sample from --trace; with --load, requests per rate.  [default: 200]",
     ),
 ]
 TpOption = Annotated[
@@ -83,16 +86,17 @@ TpOption = Annotated[
     _option(
         "--tp",
         metavar="N",
-        text="GPUs of tensor parallelism; the figures are one GPU's part. With --load a list, "
-        "2,4: one after the other.",
+        text="Tensor-parallel GPUs; reports one GPU's share. With --load, a list such as 2,4.",
     ),
 ]
 LayersOption = Annotated[
-    int | None, _option("--layers", text="Take only so many of a shape's layers.")
+    int | None, _option("--layers", text="Use only the first N layers of a shape.")
 ]
 KernelsOption = Annotated[
     str | None,
-    _option("--kernels", text="Of a real run: auto, on (CUDA graphs on a GPU) or off."),
+    _option(
+        "--kernels", text="kvprof's kernels with --real: auto, on (CUDA graphs on a GPU) or off."
+    ),
 ]
 
 
@@ -113,14 +117,14 @@ class JctOptions:
     def refuse_without_jct(self) -> None:
         """Refuse them all where ``--jct`` is missing."""
         if said := self._given():
-            raise UsageError(f"{' and '.join(said)} means nothing without --jct")
+            raise UsageError(f"{' and '.join(said)} requires --jct")
 
     def refuse_beside_load(self, given: Mapping[str, bool]) -> None:
         """Refuse those that a load does not have, and others that mean nothing beside it."""
         said = [option for option in self._given() if option not in _SHARED]
         said += [option for option, there in given.items() if there]
         if said:
-            raise UsageError(f"{' and '.join(said)} means nothing with --load")
+            raise UsageError(f"{' and '.join(said)} cannot be combined with --load")
 
     def _given(self) -> list[str]:
         given = {
@@ -141,8 +145,7 @@ def refuse_kernel_options(given: Mapping[str, str | None]) -> None:
     """Refuse options of the plain benchmark, which times one attention call."""
     if said := [option for option, value in given.items() if value is not None]:
         raise UsageError(
-            f"{' and '.join(said)} means nothing with --jct, which runs both phases at the lengths "
-            "of --input-len and --output-len"
+            f"{' and '.join(said)} cannot be combined with --jct; use --input-len and --output-len"
         )
 
 
@@ -174,9 +177,9 @@ def _request(
     device = resolve_device(device)
     lengths = {"--input-len": asked.input_len, "--output-len": asked.output_len}
     if asked.trace is not None and (said := [o for o, v in lengths.items() if v is not None]):
-        raise UsageError(f"--trace {asked.trace} has lengths of its own; leave out {said[0]}")
+        raise UsageError(f"{said[0]} cannot be combined with --trace")
     if asked.trace is None and asked.requests is not None:
-        raise UsageError("--requests are sampled from a --trace; name one, such as fdc/arxiv")
+        raise UsageError("--requests requires --trace, such as fdc/arxiv")
 
     # Everything from here on needs torch.
     with loading():
@@ -189,10 +192,10 @@ def _request(
         asked.real is None and (not has_weights(name) or _only_composed(asked, chosen))
     )
     if composed and asked.kernels is not None:
-        raise UsageError("--kernels is for a real run; a composed one times the kernels themselves")
+        raise UsageError("--kernels requires --real")
     baseline = asked.baseline or ("full" if "full" in chosen else chosen[0])
     if baseline not in chosen:
-        raise UsageError(f"--baseline {baseline} is not measured; --methods has {','.join(chosen)}")
+        raise UsageError(f"--baseline {baseline} is not among --methods {','.join(chosen)}")
     return JctRequest(
         model=name,
         mode="composed" if composed else "real",
@@ -228,7 +231,7 @@ def _one_tp(text: str | None) -> int:
     if text is None:
         return 1
     if len(found := read_counts(text, what="--tp")) > 1:
-        raise UsageError(f"--tp {text[:40]}: --jct takes one number of GPUs; --load takes several")
+        raise UsageError(f"--tp {text[:40]}: --jct takes one number of GPUs")
     return found[0]
 
 

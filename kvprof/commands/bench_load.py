@@ -83,7 +83,7 @@ def bench_load(
 ) -> None:
     """Measure, show and keep."""
     if layers is not None and (asked.url is not None or asked.simulate):
-        raise UsageError("--layers is for a shape without weights whose servers are started here")
+        raise UsageError("--layers requires a shape without weights and servers that kvprof starts")
     if asked.url is not None:
         _refuse_beside_url(asked, methods, plans, rate, tp)
     else:
@@ -160,7 +160,7 @@ def baseline_first(labels: Sequence[str], baseline: str | None) -> tuple[str, ..
     """Return methods with the baseline first: ``full`` unless another is named."""
     base = baseline or ("full" if "full" in labels else labels[0])
     if base not in labels:
-        raise UsageError(f"--baseline {base} is not measured; --methods has {','.join(labels)}")
+        raise UsageError(f"--baseline {base} is not among --methods {','.join(labels)}")
     return (base, *(label for label in labels if label != base))
 
 
@@ -178,8 +178,8 @@ def _refuse_beside_simulate(
     }
     if said := [option for option, there in given.items() if there]:
         raise UsageError(
-            f"{' and '.join(said)} means nothing with --simulate: methods and rates are those "
-            "whose steps were measured"
+            f"{' and '.join(said)} cannot be combined with --simulate, which has recorded step "
+            "times only"
         )
 
 
@@ -201,18 +201,18 @@ def _refuse_beside_url(
     }
     if said := [option for option, there in given.items() if there]:
         raise UsageError(
-            f"{' and '.join(said)} means nothing with --url: that server has its method already"
+            f"{' and '.join(said)} cannot be combined with --url, which uses a running server"
         )
     if asked.router is not None and "," not in (asked.url or ""):
-        raise UsageError("--router means nothing with one --url; name several: --url A,B")
+        raise UsageError("--router requires several servers: --url A,B")
 
 
 def _refuse_without_url(asked: LoadOptions) -> None:
     given = {"--served-model": asked.served_model, "--key-env": asked.key_env}
     if said := [option for option, value in given.items() if value is not None]:
-        raise UsageError(f"{' and '.join(said)} means nothing without --url")
+        raise UsageError(f"{' and '.join(said)} requires --url")
     if asked.router is not None and _engines(asked) < 2:
-        raise UsageError("--router means nothing for one engine; --replicas 2 starts several")
+        raise UsageError("--router requires several servers: --replicas 2")
 
 
 def _check_methods(labels: Sequence[str], plans: Sequence[Path]) -> None:
@@ -220,7 +220,7 @@ def _check_methods(labels: Sequence[str], plans: Sequence[Path]) -> None:
     files = {path.name: path for path in plans}
     for name, path in files.items():
         if not path.exists():
-            raise UsageError(f"--plan {name}: there is no such file")
+            raise UsageError(f"--plan {name}: no such file")
     own = [label for label in labels if label not in files and served_by_engine(label) is None]
     check_names([served_method(label)[0] for label in own])
 
@@ -232,7 +232,7 @@ def _lengths(asked: LoadOptions, model: str | None) -> "Lengths":
     counter = None if named is None else _Counter(named)
     found = load_lengths(asked.lengths or _LENGTHS, counter)
     if asked.tokenizer is not None and (counter is None or not counter.asked):
-        raise UsageError(f"--tokenizer means nothing here: --lengths {found.name} has no texts")
+        raise UsageError(f"--tokenizer requires --lengths with texts; {found.name} has none")
     return replace(found, default=asked.lengths is None)
 
 
@@ -272,7 +272,7 @@ def _sweep_options(
     )
     if arrivals.kind == "trace" and not lengths.timed:
         raise UsageError(
-            f"--arrivals trace: {lengths.name} has no times; take poisson, or a file with times"
+            f"--arrivals trace: {lengths.name} has no times; use poisson or another file"
         )
     return SweepOptions(
         lengths=lengths,
@@ -298,18 +298,16 @@ def check_offered(
 ) -> tuple[tuple[float, ...], "Arrivals", dict[str, float]]:
     """Return rates, arrivals and the objective of a load as they are written."""
     if requests is not None and seconds is not None:
-        raise UsageError("--requests and --seconds both say how many arrive; leave one out")
+        raise UsageError("--requests and --seconds cannot be combined; give one")
     if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(f"--seconds {seconds:g} is no time to send requests for")
+        raise UsageError(f"--seconds {seconds:g} is not above 0")
     found = _rates(rates)
     if seconds is not None and seconds * max(found, default=1.0) > _MOST_REQUESTS:
-        raise UsageError(
-            f"--seconds {seconds:g}: more than {_MOST_REQUESTS:,} requests would arrive"
-        )
+        raise UsageError(f"--seconds {seconds:g} would send more than {_MOST_REQUESTS:,} requests")
     if requests is not None and not 1 <= requests <= _MOST_REQUESTS:
-        raise UsageError(f"--requests {requests:,} is no number of requests at a rate")
+        raise UsageError(f"--requests {requests:,} is out of range")
     if refine is not None and not 0 <= refine <= 20:
-        raise UsageError(f"--refine {refine}: between 0 and 20 further rates make sense")
+        raise UsageError(f"--refine {refine} is not between 0 and 20")
     return found, parse_arrivals(arrivals or _ARRIVALS), _objective(slo)
 
 
@@ -324,17 +322,14 @@ def _rates(text: str | None) -> tuple[float, ...]:
             value = math.nan
         if not 1e-4 <= value <= 1e6:
             raise UsageError(
-                f"--rates: {piece.strip()[:20]!r} is no rate from 0.0001 to 1000000; write "
-                "requests a second, 0.5,1,2"
+                f"--rates: {piece.strip()[:20]!r} is not between 0.0001 and 1000000 req/s; write "
+                "0.5,1,2"
             )
         found.append(value)
     rates = sorted(set(found))
     for low, high in pairwise(rates):
         if load_case("", low) == load_case("", high):
-            raise UsageError(
-                f"--rates: {low!r} and {high!r} are too near each other to be told apart; leave "
-                "one out"
-            )
+            raise UsageError(f"--rates: {low!r} and {high!r} are too close; leave one out")
     return tuple(rates)
 
 
@@ -345,21 +340,21 @@ def _objective(text: str | None) -> dict[str, float]:
     for piece in text.split(","):
         name, _, value = piece.strip().partition("=")
         if _LIMITS.get(name, name) in found:
-            raise UsageError(f"--slo names {name} twice; keep one")
+            raise UsageError(f"--slo gives {name} twice")
         if name == "share":
             found["share"] = parse_share(value, what="--slo share")
             if not 0 < found["share"] <= 1:
-                raise UsageError(f"--slo share={value}: a share lies above 0, and at most at 1")
+                raise UsageError(f"--slo share={value} is not in (0, 1]")
             continue
         match = _TIME.fullmatch(value.strip())
         if name not in _LIMITS or match is None or not 0 < float(match[1]) < _MOST_SECONDS:
             raise UsageError(
-                f"--slo: {piece.strip()[:40]!r} is no limit; write ttft=2s,tbt=50ms,latency=100ms, "
-                "and share=0.9 for how many must keep it"
+                f"--slo: cannot read {piece.strip()[:40]!r}; write limits such as "
+                "ttft=2s,tbt=50ms,latency=10s,share=0.9"
             )
         found[_LIMITS[name]] = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
     if not found.keys() & set(_LIMITS.values()):
-        raise UsageError("--slo names no limit; write for example ttft=2s,tbt=50ms")
+        raise UsageError("--slo has no limit; write for example ttft=2s,tbt=50ms")
     return {"share": 0.9, **found}
 
 
@@ -374,7 +369,7 @@ def _inputs(
     """Return every resolved input; no address, no key and no path among them."""
     timeout = _TIMEOUT if asked.timeout is None else asked.timeout
     if not 0 < timeout < math.inf:
-        raise UsageError(f"--timeout {timeout:g} is no time for a request")
+        raise UsageError(f"--timeout {timeout:g} is not above 0")
     return {
         "model": None if model is None else Path(model).name,
         "methods": [one.label for one in methods],
@@ -404,7 +399,7 @@ def _engines(asked: LoadOptions) -> int:
         return max(1, len(urls(asked.url)))  # that there is none is said where they are asked
     engines = _positive("--replicas", 1 if asked.replicas is None else asked.replicas)
     if engines > _MOST_ENGINES:
-        raise UsageError(f"--replicas {engines}: no load has more than {_MOST_ENGINES:,} engines")
+        raise UsageError(f"--replicas {engines} is not between 1 and {_MOST_ENGINES:,}")
     return engines
 
 
@@ -419,7 +414,7 @@ def _positive(option: str, value: int) -> int:
 def _router(text: str | None) -> str:
 
     if text is not None and text not in ROUTERS:
-        raise UsageError(f"--router {text[:40]}: there are {' and '.join(ROUTERS)}")
+        raise UsageError(f"--router {text[:40]}: give {' or '.join(ROUTERS)}")
     return text or ROUTERS[0]
 
 
@@ -443,11 +438,11 @@ def measure_and_show(
             _others(outputs, earlier).check()
         except UsageError as wrong:
             raise UsageError(
-                f"{wrong}, and measures anew what the interrupted run in {outputs.out} has; to "
-                "go on name another file"
+                f"{wrong} and discards the interrupted run in {outputs.out}; name another file to "
+                "resume it"
             ) from None
         outputs = replace(outputs, force=True)
-        console.note(f"{outputs.out}: an interrupted run of the same load goes on")
+        console.note(f"{outputs.out}: resuming an interrupted run")
     else:
         outputs.check({"--out": path})
     with graceful_interrupt() as stop:
@@ -527,8 +522,8 @@ def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
     names = dict.fromkeys((*own, *theirs))
     if other := [name for name in names if own.get(name) != theirs.get(name)]:
         raise UsageError(
-            f"{outputs.out} holds an interrupted load with other options ({', '.join(other)}); "
-            "--force measures anew"
+            f"{outputs.out} has an interrupted load with other options ({', '.join(other)}); "
+            "--force discards it"
         )
     return events
 

@@ -33,15 +33,15 @@ _GROUP = "Requests under load (--load)"
 _option = partial(grouped_option, _GROUP)
 
 LoadOption = Annotated[
-    bool, _option("--load", text="Send requests at growing rates to a server of each method.")
+    bool, _option("--load", text="Send requests at increasing rates to a server of each method.")
 ]
 LengthsOption = Annotated[
     str | None,
     _option(
         "--lengths",
         metavar="TRACE|in=8k,out=256|FILE",
-        text="How long requests are: a paper's trace (arxiv, zack/cocktail), all alike, or a file: "
-        "ShareGPT-like, Mooncake's, Azure's. Default arxiv.",
+        text="Request lengths: a paper's trace (arxiv, zack/cocktail), fixed, or a ShareGPT, "
+        "Mooncake or Azure file.  [default: arxiv]",
     ),
 ]
 TokenizerOption = Annotated[
@@ -49,68 +49,76 @@ TokenizerOption = Annotated[
     _option(
         "--tokenizer",
         metavar="MODEL",
-        text="Whose tokenizer tells the lengths of a file's texts. Default --model's.",
+        text="Tokenizer that counts the tokens of a file's texts.  [default: --model]",
     ),
 ]
 ArrivalsOption = Annotated[
     str | None,
-    _option("--arrivals", text="poisson, gamma:cv=2, or trace (a file's times). Default poisson."),
+    _option(
+        "--arrivals", text="poisson, gamma:cv=2, or trace (a file's times).  [default: poisson]"
+    ),
 ]
 RatesOption = Annotated[
     str | None,
     _option(
         "--rates",
         metavar="LIST",
-        text="Requests a second: 0.5,1,2. Default auto: doubled until the queue grows.",
+        text="Request rates in req/s, such as 0.5,1,2.  [default: auto, doubled until the queue "
+        "grows]",
     ),
 ]
 SecondsOption = Annotated[
     float | None,
-    _option("--seconds", text="Send requests for so long at each rate, in place of --requests."),
+    _option("--seconds", text="Seconds to send requests at each rate, instead of --requests."),
 ]
 SloOption = Annotated[
     str | None,
     _option(
         "--slo",
         metavar="LIST",
-        text="Objective of a request: ttft=2s,tbt=50ms,latency=100ms; share=0.9 must keep it.",
+        text="SLO of a request, such as ttft=2s,tbt=50ms,latency=10s; share=0.9: for 90 % of "
+        "requests.",
     ),
 ]
 UrlOption = Annotated[
     str | None,
-    _option("--url", metavar="LIST", text="OpenAI-compatible servers that run already."),
+    _option("--url", metavar="LIST", text="URLs of running OpenAI-compatible servers."),
 ]
 ServedModelOption = Annotated[
-    str | None, _option("--served-model", text="What such a server calls its model. Default: asks.")
+    str | None, _option("--served-model", text="Model name at --url.  [default: asks the server]")
 ]
 KeyOption = Annotated[
     str | None,
-    _option("--key-env", metavar="NAME", text="Environment variable that holds its key."),
+    _option("--key-env", metavar="NAME", text="Environment variable with the API key of --url."),
 ]
 MemoryOption = Annotated[
     str | None,
-    _option("--memory", metavar="SIZE", text="Bytes of the cache: the same for every method."),
+    _option("--memory", metavar="SIZE", text="Cache size in bytes, the same for every method."),
 ]
 ReplicasOption = Annotated[
-    int | None, _option("--replicas", text="Engines that share the requests. Default 1.")
+    int | None, _option("--replicas", text="Servers that share the requests.  [default: 1]")
 ]
 RouterOption = Annotated[
     str | None,
-    _option("--router", text="shortest-queue or round-robin. Default shortest-queue."),
+    _option("--router", text="shortest-queue or round-robin.  [default: shortest-queue]"),
 ]
 RefineOption = Annotated[
     int | None,
-    _option("--refine", text="Further rates, halving what lies between within and beyond."),
+    _option(
+        "--refine",
+        text="Rates to add by bisection between the highest sustained and the "
+        "lowest not sustained.",
+    ),
 ]
 TimeoutOption = Annotated[
-    float | None, _option("--timeout", text="Seconds that a request may take. Default 600.")
+    float | None, _option("--timeout", text="Request timeout in seconds.  [default: 600]")
 ]
 SimulateOption = Annotated[
     bool,
     _option(
         "--simulate",
-        text="Serve nothing: steps take an H200's times, of Llama-3.1-8B, or with --tp 4 of "
-        "Llama-3.1-70B. No GPU needed.",
+        text="Simulate an H200 that serves Llama-3.1-8B, or with --tp 4 Llama-3.1-70B; needs no "
+        "GPU.",
     ),
 ]
 EngineOption = Annotated[
@@ -118,7 +126,7 @@ EngineOption = Annotated[
     _option(
         "--engine",
         metavar="TEXT",
-        text="Options for vLLM: '--load-format dummy'; with --simulate, its scheduler's.",
+        text="vLLM options such as '--load-format dummy'; with --simulate, scheduler options only.",
     ),
 ]
 
@@ -148,4 +156,4 @@ class LoadOptions:
         """Refuse them all where ``--load`` is missing."""
         said = [f"--{name.replace('_', '-')}" for name, v in vars(self).items() if v is not None]
         if said:
-            raise UsageError(f"{' and '.join(said)} means nothing without --load")
+            raise UsageError(f"{' and '.join(said)} requires --load")

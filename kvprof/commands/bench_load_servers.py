@@ -75,12 +75,9 @@ def running_servers(
 
     addresses = [parse_address(url) for url in urls(text)]
     if not addresses:
-        raise UsageError("--url names no address; write http://127.0.0.1:8000")
+        raise UsageError("--url has no address; write http://127.0.0.1:8000")
     if twice := next((one for one in addresses if addresses.count(one) > 1), None):
-        raise UsageError(
-            f"--url names {twice.host}:{twice.port} twice, whose figures would count twice; name "
-            "it once"
-        )
+        raise UsageError(f"--url has {twice.host}:{twice.port} twice")
     return [
         ServedTarget(
             Served(SERVED, addresses),
@@ -126,7 +123,7 @@ def engine_model(model: str, layers: int | None, words: Sequence[str]) -> Iterat
 
     if has_weights(model):
         if layers is not None:
-            raise UsageError("--layers is for a shape without weights; a model has those it has")
+            raise UsageError("--layers requires a shape without weights")
         if is_gguf(model):
             _check_vllm()
             with unpacked(model, _dtype(), words) as written:
@@ -171,8 +168,8 @@ def started_servers(
 def _check_vllm() -> None:
     if find_spec("vllm") is None:
         raise LackingError(
-            f"bench --load needs vLLM to start servers; install it with: {extra_command('serve')}; "
-            "or name servers that run already (--url), or --simulate"
+            f"bench --load requires vLLM ({extra_command('serve')}), --url with running servers, "
+            "or --simulate"
         )
 
 
@@ -267,9 +264,7 @@ def served_method(label: str) -> tuple[str, list[str], float | None]:
     """Return a method, its options, and the rate that it is given for itself; None without one."""
     ((_, method, written),) = method_entries(label)
     if written and served_by_engine(method) is not None:
-        raise UsageError(
-            f"--methods {label}: {method} is what vLLM itself has, and takes no options here"
-        )
+        raise UsageError(f"--methods {label}: {method} is vLLM's own and takes no options")
     own = options_in(written)
     text = own.pop("rate", None)
     if text is None:
@@ -296,15 +291,12 @@ def engine_words(text: str | None) -> list[str]:
             continue
         if name.startswith("--ssl") or any(secret.startswith(name) for secret in _SECRETS):
             raise UsageError(
-                f"--engine {name} holds a key, which would enter records; give it to the server's "
-                "environment"
+                f"--engine {name} would be recorded with its key; set it in the environment"
             )
         if own := next((said for option, said in _SET.items() if option.startswith(name)), None):
-            raise UsageError(f"--engine {name}: every method's server is given that by {own}")
+            raise UsageError(f"--engine {name}: use {own}")
         if any(option.startswith(name) for option in _ADDRESSES):
-            raise UsageError(
-                f"--engine {name}: servers of a load listen on loopback, each where it is found"
-            )
+            raise UsageError(f"--engine {name}: bench --load sets the servers' addresses")
     return words
 
 
@@ -312,7 +304,7 @@ def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
     if not (key := os.environ.get(variable, "").strip()):
-        raise UsageError(f"--key-env {variable}: there is no such variable, or it is empty")
+        raise UsageError(f"--key-env {variable}: the variable is unset or empty")
     if not (key.isascii() and key.isprintable()):
-        raise UsageError(f"--key-env {variable}: what it holds fits no header of HTTP")
+        raise UsageError(f"--key-env {variable}: its value is not valid in an HTTP header")
     return key

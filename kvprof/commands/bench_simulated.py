@@ -54,7 +54,6 @@ def scheduler_settings(words: Sequence[str]) -> dict[str, Any]:
             found[_ENGINE[name]] = parse_count(value, what=f"--engine {name}")
         else:
             raise UsageError(
-                f"--engine: the simulator knows nothing of {name[:40]}; it knows "
-                f"{', '.join((*_ENGINE, *_SWITCHES))}"
+                f"--engine {name[:40]}: --simulate takes {', '.join((*_ENGINE, *_SWITCHES))}"
             )
     return found

@@ -21,8 +21,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN",
-            help="Two or more of one kind (folders, results, events.jsonl); the first is A, "
-            "against which the others are held.",
+            help="Two or more runs of one kind (folders, results, events.jsonl); the first is "
+            "the baseline, A.",
         ),
     ],
     fail_over: Annotated[
@@ -30,18 +30,16 @@ def compare(
         typer.Option(
             "--fail-over",
             metavar="SHARE",
-            help="Exit 4 when a method's figure got worse by more: 5% or 0.05. The whole interval "
-            "of the change must lie beyond, with the machine's noise between the runs.",
+            help="Exit 4 when a figure got worse by more than this (5% or 0.05) over its whole "
+            "interval, noise included.",
             show_default=False,
         ),
     ] = None,
-    whole: Annotated[
-        bool, typer.Option("--all", help="List the figures that are the same, too.")
-    ] = False,
+    whole: Annotated[bool, typer.Option("--all", help="Also list unchanged figures.")] = False,
     json: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Compare results of one kind, figure by figure, with intervals where they are known.
+    """Compare results of one kind, figure by figure, with intervals where known.
 
     Examples
     --------
@@ -52,7 +50,7 @@ def compare(
     outputs.check(read=runs)
     limit = _share(fail_over)
     if len(runs) < 2:
-        raise UsageError(f"compare needs two runs or more, not only {runs[0]}")
+        raise UsageError(f"compare requires two runs or more; only {runs[0]} was given")
     results = [load_run(run) for run in runs]
     names = _names(runs)
     read = " or ".join(names)

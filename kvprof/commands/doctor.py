@@ -33,15 +33,15 @@ _BANDWIDTH_CLASSES = (
 
 def doctor(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the GPUs' read bandwidth too (needs torch).")
+        bool, typer.Option("--measure", help="Also measure the GPUs' read bandwidth (needs torch).")
     ] = False,
     json: JsonOption = None,
     out: OutOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Say what this machine has, and what each command can do here and what it lacks.
+    """Show what this machine has, which commands it can run, and what is missing.
 
-    Exits 3 when something that kvprof requires is missing or out of range.
+    Exits 3 when a required package is missing or out of range.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def doctor(
     outputs = Outputs(json=json, out=out, force=force)
     outputs.check()
     warnings: list[str] = []
-    with console.status("looking around"):
+    with console.status("examining this machine"):
         data = _examine(measure, warnings)
     for warning in warnings:
         console.warn(warning)
@@ -116,14 +116,14 @@ def _measured(gpus: Gpus, warnings: list[str]) -> dict[int, float]:
     if not gpus.devices:
         return {}
     if package_version("torch") is None:
-        warnings.append("--measure: torch is missing, so no GPU was measured")
+        warnings.append("--measure: torch is missing; no GPU was measured")
         return {}
     import torch
 
     if torch.cuda.device_count() != len(gpus.devices):
         warnings.append(
-            f"--measure: torch sees {torch.cuda.device_count()} of {len(gpus.devices)} GPUs "
-            "(a CPU build, or CUDA_VISIBLE_DEVICES), so none was measured"
+            f"--measure: torch sees {torch.cuda.device_count()} of {len(gpus.devices)} GPUs (CPU "
+            "build, or CUDA_VISIBLE_DEVICES); none was measured"
         )
         return {}
     rates = {}
@@ -131,7 +131,7 @@ def _measured(gpus: Gpus, warnings: list[str]) -> dict[int, float]:
         try:
             rates[index] = gpu_read_bandwidth(index)
         except torch.OutOfMemoryError:
-            warnings.append(f"--measure: GPU {index} has no 2 GiB left, so it was not measured")
+            warnings.append(f"--measure: GPU {index} has less than 2 GiB free; it was not measured")
     return rates
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # What a plan keeps to know its calibration data again; of no use to a reader, and long.
 _PRIVATE = ("files", "digest", "sketch")
 _OTHER_FP8 = (
-    "the row fp8 is of scale={0} and not the one that is always there; kvprof frontier "
-    "--methods fp8:scale={0} has both"
+    "the fp8 row uses scale={0} and replaces the default one; kvprof frontier --methods "
+    "fp8:scale={0} has both"
 )
 
 
@@ -42,11 +42,11 @@ def _harness_tasks(text: str, *, what: str) -> tuple[str, ...]:
 
 def _names_each_once(request: "EvalRequest") -> str | None:
     twice = [name for name in request.methods if request.methods.count(name) > 1]
-    return f"--method: {twice[0]} is named twice" if twice else None
+    return f"--method names {twice[0]} twice" if twice else None
 
 
 class EvalRequest(ModelOptions, MethodOptions, SampleOptions, TableOptions):
-    """Evaluate compressed caches: accuracy, perplexity, divergence and tasks.
+    """Evaluate compressed caches: accuracy, perplexity, KL divergence and tasks.
 
     Examples
     --------
@@ -61,21 +61,21 @@ class EvalRequest(ModelOptions, MethodOptions, SampleOptions, TableOptions):
         typer.Option(
             "--harness",
             rich_help_panel=DATA,
-            help="Tasks of lm-evaluation-harness (needs the extra harness).",
+            help="lm-evaluation-harness tasks, comma-separated (needs the extra harness).",
         ),
         Parsed(_harness_tasks),
     ] = None
     harness_limit: Annotated[
         int | None,
         typer.Option(
-            "--harness-limit", rich_help_panel=DATA, min=1, help="Questions of each of its tasks."
+            "--harness-limit", rich_help_panel=DATA, min=1, help="Questions per harness task."
         ),
         Mark.FREE,
     ] = None
     harness_include: Annotated[
         Path | None,
         typer.Option(
-            "--harness-include", rich_help_panel=DATA, help="Folder with task files of your own."
+            "--harness-include", rich_help_panel=DATA, help="Folder with your own harness tasks."
         ),
     ] = None
 
@@ -145,7 +145,7 @@ def eval(request: EvalRequest) -> Outcome:
     with graceful_interrupt() as stop:
         plans = _plans(run, sample, stop)
         if stop():
-            end_without_result("interrupted before anything was evaluated; there is no result")
+            end_without_result("interrupted before anything was evaluated; no result")
         run.warnings += dict.fromkeys(note for one in plans for note in one.made.get("notes", ()))
         _evaluate(run, sample, plans, stop)
         if harness is not None and run.complete:
@@ -172,10 +172,10 @@ def _check(run: _Run) -> None:
     turned = [method for method in needed if not has_one_setting(method)]
     asked = request.given("rate", "removal")
     if turned and not asked:
-        raise UsageError(f"--method {','.join(turned)} needs --rate or --removal")
+        raise UsageError(f"--method {','.join(turned)} requires --rate or --removal")
     if asked and len(rated) != 1 and all(map(has_one_setting, rated)):
         named = ", ".join(run.methods)
-        raise UsageError(f"{named}: nothing to turn, each has one rate; leave out {asked}")
+        raise UsageError(f"--method {named}: the rate is fixed; leave out {asked}")
     takers = [method for method in run.methods if run.options_of(method)]
     if run.options and not takers:
         raise UsageError(f"{' and '.join(run.methods)} have no options")
@@ -340,8 +340,8 @@ def _run_harness(
         blind = list(dict.fromkeys(row["task"] for row in rows if row["single_pass"]))
         if hidden and blind:
             text = (
-                f"{name} is not measured on {', '.join(blind)}: lm-eval scores choices in a single "
-                f"pass, which does not show the cost of {hidden}"
+                f"{name} is not measured on {', '.join(blind)}: lm-eval scores choices in one "
+                f"pass, which hides the cost of {hidden}"
             )
             console.warn(text)
             run.warnings.append(text)

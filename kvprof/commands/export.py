@@ -34,7 +34,7 @@ def export(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help=f"A run's folder, a result .json, an events.jsonl, or {DEMO}; with --schema a "
+            help=f"A run's folder, a result .json, an events.jsonl, or {DEMO}; with --schema, a "
             "kind of result.",
             show_default=False,
         ),
@@ -44,7 +44,7 @@ def export(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="csv, md, html (one page, plots inside), svg (the figure), perfetto (a trace for "
+            help="csv, md, html (one page with plots), svg, or perfetto (a trace for "
             "ui.perfetto.dev).",
             show_default=False,
         ),
@@ -55,18 +55,18 @@ def export(
             "--output",
             "-o",
             metavar="FILE",
-            help="Where to; - for stdout, which csv and md take by default.",
+            help="Output file; - for stdout, the default of csv and md.",
             show_default=False,
         ),
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON Schema of results, or of one kind.")
+        bool, typer.Option("--schema", help="Print the JSON Schema of all results, or of one kind.")
     ] = False,
     force: ForceOption = False,
 ) -> None:
     """Write a run as CSV, Markdown, one HTML page, SVG or a trace for Perfetto.
 
-    html and svg need the extra plot; perfetto needs a run that recorded its events.
+    html and svg need the extra plot; perfetto needs a run with recorded events.
 
     Examples
     --------
@@ -76,16 +76,16 @@ def export(
     """
     if schema:
         if to is not None:
-            raise UsageError(f"--schema prints a schema and --to {to} writes a run: name one")
+            raise UsageError(f"--schema and --to {to} cannot be combined")
         _put(json.dumps(_schema(run), indent=1, ensure_ascii=False) + "\n", output, force)
         return
     if to is None or to not in FORMATS:
-        said = "name a format" if to is None else f"--to {to}: there is no such format"
-        raise UsageError(f"{said}: --to {', '.join(FORMATS)}")
+        said = "--to is missing" if to is None else f"--to {to}: no such format"
+        raise UsageError(f"{said}; give one of {', '.join(FORMATS)}")
     if run is None:
-        raise UsageError("name a run: a folder, a result .json, an events.jsonl, or demo")
+        raise UsageError("give a run: a folder, a result .json, an events.jsonl, or demo")
     if output is None and to not in _READABLE:
-        raise UsageError(f"--to {to} goes to a file: name one with --output")
+        raise UsageError(f"--to {to} requires --output FILE")
     if output is not None and output != _STDOUT:
         refuse_sources([("--output", output)], [run])
         ensure_writable(output, force)
@@ -110,7 +110,7 @@ def _schema(kind: str | None) -> dict[str, Any]:
     if kind is None:
         return whole
     if kind not in kinds():
-        raise UsageError(f"--schema {kind}: no such kind; there are {', '.join(kinds())}")
+        raise UsageError(f"--schema {kind}: no such kind; give one of {', '.join(kinds())}")
     index = kinds().index(kind)
     defined = {
         name: part for name, part in whole["$defs"].items() if name == kind or name not in kinds()
@@ -124,10 +124,7 @@ def _csv(run: str) -> str:
     result = load_run(run)
     make = csv_of(result)
     if make is None:
-        raise UsageError(
-            f"--to csv: a result of kind {result['kind']} has no table of figures; --to md and "
-            "html show it"
-        )
+        raise UsageError(f"--to csv: {result['kind']} results have no CSV; use --to md or html")
     return make()
 
 
@@ -148,16 +145,16 @@ def _svg(run: str) -> bytes:
     result = load_run(run)
     make = figure_of(result)
     if make is None:
-        raise UsageError(
-            f"--to svg: a result of kind {result['kind']} has no figure; --to html shows it"
-        )
+        raise UsageError(f"--to svg: {result['kind']} results have no figure; use --to html")
     return figure_bytes(make(), "svg")
 
 
 def _perfetto(run: str) -> str:
     events = events_of(run)
     if isinstance(events[0], RunStarted) and events[0].kind == "load":
-        raise UsageError(f"--to perfetto: {run} is a load, which has no steps; --to html shows it")
+        raise UsageError(
+            f"--to perfetto: load results have no step times, {run} is one; use --to html"
+        )
     return json.dumps(trace_of(events), allow_nan=False) + "\n"
 
 

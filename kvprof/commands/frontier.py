@@ -42,7 +42,7 @@ _LONG_CONTEXT = 102_400
 
 
 class FrontierRequest(ModelOptions, CalibrationOptions, SampleOptions, FigureOptions):
-    """Find the largest compression of each method that keeps a share of the model's quality.
+    """Find the largest compression of each method that reaches a share of the model's accuracy.
 
     Examples
     --------
@@ -54,8 +54,8 @@ class FrontierRequest(ModelOptions, CalibrationOptions, SampleOptions, FigureOpt
     method: Annotated[
         list[str] | None,
         method_option(
-            "Joined by commas; kq:allocation=budget,grid=32 gives one options of its own. "
-            f"full and fp8 are always there. Default {COMPARED}."
+            "Methods, comma-separated; kq:allocation=budget,grid=32 sets options. full and fp8 are "
+            f"always included.  [default: {COMPARED}]"
         ),
         Mark.FREE,
     ] = None
@@ -64,8 +64,8 @@ class FrontierRequest(ModelOptions, CalibrationOptions, SampleOptions, FigureOpt
         typer.Option(
             "--target",
             metavar="[METRIC=]SHARE",
-            help="Share of the baseline's metric to keep; repeatable: 0.99 and needle=0.95 have "
-            "to hold together. Default 0.99.",
+            help="Share of the uncompressed model's metric to reach; repeatable, then all must "
+            "hold: 0.99, needle=0.95.  [default: 0.99]",
         ),
         Mark.FREE,
     ] = None
@@ -73,25 +73,23 @@ class FrontierRequest(ModelOptions, CalibrationOptions, SampleOptions, FigureOpt
         str | None,
         typer.Option(
             "--metric",
-            help="Of a --target that names none: accuracy (the default), perplexity, tasks (mean), "
-            "or a task's name.",
+            help="Metric of a --target without one: accuracy, perplexity, tasks (mean), or a "
+            "task's name.  [default: accuracy]",
         ),
         Mark.FREE,
     ] = None
     points: Annotated[
         int,
-        typer.Option("--points", min=1, max=1000, help="Evaluations per method, at most."),
+        typer.Option("--points", min=1, max=1000, help="Maximum evaluations per method."),
         Mark.FREE,
     ] = 6
     cache: Annotated[
         Path | None,
-        typer.Option(
-            "--cache", help="Directory for cached evaluations. Default KVPROF_CACHE, or yours."
-        ),
+        typer.Option("--cache", help="Directory for cached evaluations.  [env var: KVPROF_CACHE]"),
     ] = None
     no_cache: Annotated[
         bool,
-        typer.Option("--no-cache", help="Ignore cached evaluations, and keep none."),
+        typer.Option("--no-cache", help="Neither read nor write cached evaluations."),
         Mark.FREE,
     ] = False
 
@@ -121,7 +119,7 @@ def frontier(request: FrontierRequest) -> Outcome:
     needs = [calibration_needs(one.method, **one.options) for one in requests]
     if (own_seq_len or any(given.values())) and not any(needs):
         raise UsageError(
-            "nothing is calibrated; leave out --calibrate, --calibrate-tokens and "
+            "these methods need no calibration; leave out --calibrate, --calibrate-tokens and "
             "--calibrate-seq-len"
         )
     calibration_options(**given, seq_len=None, own_seq_len=own_seq_len)
@@ -149,10 +147,7 @@ def frontier(request: FrontierRequest) -> Outcome:
     ]
     halves[1].cache.check()
     if folder is not None and (known := len(halves[1].cache)):
-        console.note(
-            f"{known} evaluations of this model on this data are in {folder}; those that come up "
-            "again are not repeated"
-        )
+        console.note(f"{folder} has {known} cached evaluations of this model on this data")
     with graceful_interrupt() as stop:
         data, searching, calibrated = _search(
             sample, requests, calibration, options, halves, warn, stop
@@ -198,8 +193,8 @@ def _check(
 
     if short := [one.name for one in samples if len(one.ids) < 2]:
         raise UsageError(
-            f"--text {short[0]} gives one sequence; a frontier searches on one half of them and "
-            "reports on the other: take --sequences 2 or more, 64 for intervals"
+            f"--text {short[0]} gives one sequence; frontier requires --sequences 2 or more, 64 "
+            "for intervals"
         )
     tasks = list(dict.fromkeys(item.task for item in selection.items))
     for target in options.targets:
@@ -273,7 +268,7 @@ def _search(
         try:
             return searching.run(requests), searching, calibrated
         except Interrupted:
-            end_without_result("interrupted before anything could be compared; there is no result")
+            end_without_result("interrupted before anything could be compared; no result")
         except _NotSeparateError as clash:
             raise UsageError(str(clash)) from None
 

@@ -38,14 +38,17 @@ _AGREEMENT = 0.01
 def _names_a_prompt(request: "GenerateRequest") -> str | None:
     if request.has("prompt") != request.has("prompt_file"):
         return None
-    return "give the text to continue: --prompt TEXT (- for stdin), or --prompt-file FILE"
+    return "give either --prompt TEXT (- for stdin) or --prompt-file FILE"
 
 
 def _draws(request: "GenerateRequest") -> str | None:
     if not (request.temperature > 0 and isfinite(request.temperature)):
-        return f"--temperature {request.temperature:g} is not above 0; greedy is the default"
+        return (
+            f"--temperature {request.temperature:g} is not above 0; leave out --sample for "
+            "greedy decoding"
+        )
     if not 0 < request.top_p <= 1:
-        return f"--top-p {request.top_p:g} is no share; give more than 0 and at most 1"
+        return f"--top-p {request.top_p:g} is not in (0, 1]"
     return None
 
 
@@ -69,20 +72,20 @@ class GenerateRequest(MethodOptions, LoadOptions, OutputOptions):
     ] = None
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Put the prompt into the model's chat template."),
+        typer.Option("--chat", help="Apply the model's chat template to the prompt."),
         Mark.FREE,
         Input(),
     ] = False
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", help="Tokens to generate at most."),
+        typer.Option("--max-new-tokens", help="Maximum tokens to generate."),
         Parsed(parse_count),
         Mark.FREE,
         Input(),
     ] = written("128")
     sample: Annotated[
         bool,
-        typer.Option("--sample", help="Sample tokens; greedy without it."),
+        typer.Option("--sample", help="Sample tokens instead of greedy decoding."),
         Mark.FREE,
         Input(),
     ] = False
@@ -95,7 +98,7 @@ class GenerateRequest(MethodOptions, LoadOptions, OutputOptions):
     ] = 0
     diff: Annotated[
         bool,
-        typer.Option("--diff", help="Show where the uncompressed model would differ."),
+        typer.Option("--diff", help="Show where the uncompressed model differs."),
         Mark.FREE,
         Input(),
     ] = False
@@ -113,7 +116,7 @@ class GenerateRequest(MethodOptions, LoadOptions, OutputOptions):
         """Return the text to continue."""
         if self.prompt is not None and self.prompt != "-":
             if any("\ud800" <= letter <= "\udfff" for letter in self.prompt):
-                raise UsageError(f"--prompt {self.prompt[:40]!r} holds bytes that are not UTF-8")
+                raise UsageError(f"--prompt {self.prompt[:40]!r} is not valid UTF-8")
             return self.prompt
         name = self.prompt_file or "stdin"
         try:
@@ -125,9 +128,9 @@ class GenerateRequest(MethodOptions, LoadOptions, OutputOptions):
             # An editor, or echo, ends the text with a newline that is no part of it.
             text = content.decode("utf-8").removesuffix("\n")
         except UnicodeDecodeError as problem:
-            raise FailedError(f"{name} is no text (byte {problem.start} is not UTF-8)") from None
+            raise FailedError(f"{name} is not UTF-8 text (byte {problem.start})") from None
         if not text:
-            raise UsageError(f"{name} is empty; give a text to continue")
+            raise UsageError(f"{name} is empty")
         return text
 
 
@@ -198,12 +201,12 @@ def _check_length(loaded: "OpenedModel", prompt: int, new: int) -> None:
     longest = loaded.context_length
     if prompt + new <= longest:
         return
-    fits = "shorten it"
+    fits = "shorten the prompt"
     if prompt < longest:
-        fits = f"at most --max-new-tokens {longest - prompt:,} fits after it"
+        fits = f"lower --max-new-tokens to {longest - prompt:,}"
     raise UsageError(
-        f"the prompt has {prompt:,} tokens and --max-new-tokens asks for {new:,} more, over the "
-        f"context of {loaded.spec}, {longest:,}; {fits}"
+        f"{prompt:,} prompt tokens and --max-new-tokens {new:,} exceed the context of "
+        f"{loaded.spec}, {longest:,}; {fits}"
     )
 
 
@@ -280,8 +283,8 @@ def _doubts(data: dict[str, Any], plan: "Plan") -> list[str]:
     found = []
     if len(data["tokens"]) < 2 and (hidden := hidden_in_one_pass(plan)):
         found.append(
-            "the first new token comes from the prompt's own pass, which does not show the cost "
-            f"of {hidden}; --max-new-tokens 2 or more does"
+            f"the only new token comes from prefill, which hides the cost of {hidden}; use "
+            "--max-new-tokens 2 or more"
         )
     if (cache := data["cache"]) is None:
         return found
@@ -289,6 +292,6 @@ def _doubts(data: dict[str, Any], plan: "Plan") -> list[str]:
     if abs(measured - account) > _AGREEMENT * account:
         why = "; ".join(cache["notes"]) or "one of the two is wrong"
         found.append(
-            f"the cache holds {measured:,} bytes, but the plan accounts for {account:,}: {why}"
+            f"the cache takes {measured:,} bytes, but the plan accounts for {account:,}: {why}"
         )
     return found

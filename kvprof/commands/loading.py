@@ -80,7 +80,7 @@ def spectra_only(loaded: LoadedModel) -> list[str]:
     """Return a warning for a model whose layout shows that it cannot run compressed."""
     if loaded.layout.layers[0].mla or (reason := loaded.layout.unstorable) is None:
         return []
-    return [f"this model cannot run with a compressed cache, so no plan is for it: {reason}"]
+    return [f"this model cannot run with a compressed cache: {reason}"]
 
 
 def _use_what_is_there() -> None:
@@ -103,8 +103,8 @@ def defined_pairs(
     if not lacking:
         return left
     reason = (
-        f"{' and '.join(lacking)} cannot be had from {loaded.layout.architecture}: its W_O or W_V "
-        "is no plain projection per head"
+        f"{' and '.join(lacking)} is not available for {loaded.layout.architecture}: its W_O or "
+        "W_V is not one projection per head"
     )
     if asked or not left:
         raise UsageError(f"--pairs: {reason}; leave {'it' if len(lacking) == 1 else 'them'} out")

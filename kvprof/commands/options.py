@@ -73,23 +73,23 @@ __all__ = [
 #: Commands, and options after their command's name, that went: what to use instead.
 #: `kvprof.cli` reads it where nothing of that name exists.
 GONE = {
-    "bench --against": "kvprof compare sets two results side by side",
-    "bench --capacity": "kvprof advise says what fits on a GPU",
-    "bench --check": "run once with --real and once with --composed",
-    "bench --sample-steps": "kvprof bench --jct measures steps",
-    "bench --schedule": "leave it out; one way to cut the work is left",
-    "bench --step-times": "--simulate uses the step times that ship",
-    "bench --vllm": "python benchmarks/vllm_alone.py times vLLM's own parts",
-    "eval --teacher-forced": "one pass is the default, and shows what decoding reads",
-    "frontier --speeds": "kvprof bench measures speeds",
-    "frontier --teacher-forced": "one pass is the default, and shows what decoding reads",
-    "plan --fit": "kvprof advise says what fits on a GPU",
-    "plan --prefill": "kvprof bench --jct measures prefill",
-    "plan --rates": "give --rate; kvprof frontier finds it",
-    "plan --reserve": "kvprof advise says what fits on a GPU",
-    "plan --target": "give --rate; kvprof frontier finds it",
-    "runs": "kvprof show lists the runs and shows one",
-    "warm": "kernels are compiled where they are first used",
+    "bench --against": "use kvprof compare",
+    "bench --capacity": "use kvprof advise",
+    "bench --check": "run --real, then --composed",
+    "bench --sample-steps": "use kvprof bench --jct",
+    "bench --schedule": "leave it out; only one schedule remains",
+    "bench --step-times": "--simulate uses the step times that ship with kvprof",
+    "bench --vllm": "use python benchmarks/vllm_alone.py",
+    "eval --teacher-forced": "leave it out; one masked pass is the default",
+    "frontier --speeds": "use kvprof bench",
+    "frontier --teacher-forced": "leave it out; one masked pass is the default",
+    "plan --fit": "use kvprof advise",
+    "plan --prefill": "use kvprof bench --jct",
+    "plan --rates": "give --rate (kvprof frontier finds one)",
+    "plan --reserve": "use kvprof advise",
+    "plan --target": "give --rate (kvprof frontier finds one)",
+    "runs": "use kvprof show",
+    "warm": "kernels are compiled at first use",
 }
 
 
@@ -192,7 +192,8 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A hub id, a folder, a .gguf file, smollm2, or reference (embedded; the default).",
+        help="Hub id, folder, .gguf file, smollm2, or reference (ships with kvprof).  [default: "
+        "reference]",
         show_default=False,
     ),
     Mark.READS,
@@ -203,15 +204,19 @@ BatchSizeOption = Annotated[
         "--batch-size",
         min=1,
         rich_help_panel=MODEL,
-        help="Sequences per forward pass. Default by device.",
+        help="Sequences per forward pass.  [default: by device]",
     ),
     Mark.FREE,
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of random tokens."), Mark.FREE]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, help="Seed of the random tokens."), Mark.FREE
+]
 DeviceOption = Annotated[
     str,
     typer.Option(
-        "--device", rich_help_panel=MODEL, help="auto, cpu, cuda, cuda:1, balanced or offload."
+        "--device",
+        rich_help_panel=MODEL,
+        help="auto, cpu, cuda, cuda:1, balanced (over GPUs) or offload (to CPU memory).",
     ),
     Mark.FREE,
 ]
@@ -220,7 +225,7 @@ DtypeOption = Annotated[
     typer.Option(
         "--dtype",
         rich_help_panel=MODEL,
-        help="auto (bf16 on a GPU, float32 on a CPU), float32, bfloat16 …",
+        help="float32, bfloat16 … or auto: BF16 on a GPU, float32 on a CPU.",
     ),
     Mark.FREE,
 ]
@@ -235,7 +240,7 @@ GgufOption = Annotated[
         "--gguf",
         metavar="FILE",
         rich_help_panel=MODEL,
-        help="Name of a GGUF file in the model's folder or repository, to read its weights from.",
+        help="Load weights from this GGUF file of the model's folder or repository.",
     ),
     Mark.FREE,
 ]
@@ -244,7 +249,7 @@ TrustOption = Annotated[
     typer.Option(
         "--trust-remote-code",
         rich_help_panel=MODEL,
-        help="Run code from the model's repository. Off.",
+        help="Run code from the model's repository.",
     ),
 ]
 
@@ -279,7 +284,7 @@ def resolve_device(name: str) -> str:
     """Return where a benchmark runs, ``cpu`` or ``cuda:N``; say what to do without such a GPU."""
     match = _DEVICE.fullmatch(name)
     if match is None and name != "auto":
-        raise UsageError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:1")
+        raise UsageError(f"--device {name!r}: give auto, cpu, cuda or cuda:1")
     if name == "cpu":
         return name
     with loading():
@@ -291,10 +296,10 @@ def resolve_device(name: str) -> str:
         return f"cuda:{index}"
     if match is None:
         return "cpu"
-    instead = f"the last one is cuda:{gpus - 1}" if gpus else "--device cpu measures the CPU"
+    instead = f"the last GPU is cuda:{gpus - 1}" if gpus else "use --device cpu"
     raise LackingError(
-        f"--device {name}: torch sees {gpus or 'no'} CUDA GPU{'' if gpus == 1 else 's'} here; "
-        f"{instead}, and kvprof doctor shows what this machine has"
+        f"--device {name}: torch sees {gpus or 'no'} CUDA GPU{'' if gpus == 1 else 's'}; "
+        f"{instead} (kvprof doctor describes this machine)"
     )
 
 
@@ -323,7 +328,8 @@ def parse_removals(text: str, *, what: str) -> list[float]:
 
 
 def method_option(
-    text: str = "fdc, zack, palu, tale, kq, fp8 …, or kq-4bit, fdc+keyformer.",
+    text: str = "Method: fdc, zack, palu, tale, kq, fp8 …; kq-4bit also quantises, fdc+keyformer "
+    "also evicts.",
 ) -> Any:
     """Return the option that names methods: joined by commas, or repeated."""
     return typer.Option(
@@ -340,21 +346,23 @@ MethodOption = Annotated[list[str] | None, method_option(), Mark.FREE]
 RateOption = Annotated[
     float | None,
     share_option(
-        "--rate", "Share of the cache's bytes saved, everything counted; 0 is full.", METHOD
+        "--rate",
+        "Compression rate: share of the cache's bytes saved, scales counted; 0 is uncompressed.",
+        METHOD,
     ),
     Mark.FREE,
 ]
 RemovalOption = Annotated[
     float | None,
     share_option(
-        "--removal", "Instead of --rate: the removal rate of FDC eq. 1.", METHOD, parse_removal
+        "--removal", "Removal rate (FDC eq. 1), instead of --rate.", METHOD, parse_removal
     ),
     Mark.FREE,
 ]
 PlanFileOption = Annotated[
     Path | None,
     typer.Option(
-        "--plan", metavar="FILE", rich_help_panel=METHOD, help="A saved plan, instead of --method."
+        "--plan", metavar="FILE", rich_help_panel=METHOD, help="Saved plan, instead of --method."
     ),
     Mark.READS,
 ]
@@ -363,8 +371,8 @@ CalibrateOption = Annotated[
     typer.Option(
         "--calibrate",
         rich_help_panel=METHOD,
-        help="calibration (embedded text, the default), prose, code, tasks, random:8k, a file, or "
-        "saved moments.",
+        help="Calibration data: calibration (embedded text), prose, code, tasks, random:8k, a "
+        "file, or saved moments.  [default: calibration]",
     ),
     Mark.READS,
 ]
@@ -373,7 +381,7 @@ CalibrateTokensOption = Annotated[
     typer.Option(
         "--calibrate-tokens",
         rich_help_panel=METHOD,
-        help="How many; k is 1,024. Default 8k, less of a text.",
+        help="Calibration tokens; k is 1,024.  [default: 8k, or all of a shorter text]",
     ),
     Mark.FREE,
 ]
@@ -382,7 +390,7 @@ CalibrateSeqLenOption = Annotated[
     typer.Option(
         "--calibrate-seq-len",
         rich_help_panel=METHOD,
-        help="Tokens per calibration sequence. Default --seq-len's.",
+        help="Tokens per calibration sequence.  [default: --seq-len]",
     ),
     Mark.FREE,
 ]
@@ -391,8 +399,8 @@ AllocationOption = Annotated[
     typer.Option(
         "--allocation",
         rich_help_panel=METHOD,
-        help="removal, uniform, tail, fisher or budget; of kq-wf loss, budget or output. "
-        "Default by method.",
+        help="How heads share ranks: removal, uniform, tail, fisher or budget; with kq-wf: loss, "
+        "budget or output.  [default: by method]",
     ),
     Mark.FREE,
 ]
@@ -402,14 +410,14 @@ GridOption = Annotated[
         "--grid",
         rich_help_panel=METHOD,
         min=1,
-        help="Ranks are multiples of this. Default by method.",
+        help="Round ranks up to multiples of this.  [default: by method]",
     ),
     Mark.FREE,
 ]
 MinimumOption = Annotated[
     int | None,
     typer.Option(
-        "--minimum", rich_help_panel=METHOD, min=1, help="Smallest rank. Default by method."
+        "--minimum", rich_help_panel=METHOD, min=1, help="Smallest rank.  [default: by method]"
     ),
     Mark.FREE,
 ]
@@ -419,7 +427,7 @@ MethodOptionsOption = Annotated[
         "--option",
         rich_help_panel=METHOD,
         metavar="KEY=VALUE",
-        help="Another option of the method; repeatable.",
+        help="Set another option of the method; repeatable.",
     ),
     Mark.FREE,
 ]
@@ -430,7 +438,8 @@ ContextOption = Annotated[
     typer.Option(
         "--context",
         rich_help_panel=METHOD,
-        help="Tokens at which bytes are counted; k is 1,024. Default: an evaluation's mean.",
+        help="Context length at which bytes are counted; k is 1,024.  [default: mean context of "
+        "an evaluation]",
     ),
     Mark.FREE,
 ]
@@ -439,14 +448,17 @@ TextOption = Annotated[
     typer.Option(
         "--text",
         rich_help_panel=DATA,
-        help="prose, code (embedded) or a file; repeatable. Default prose.",
+        help="Text to score: prose, code (embedded) or a file; repeatable.  [default: prose]",
     ),
     Mark.READS,
 ]
 SequencesOption = Annotated[
     int | None,
     typer.Option(
-        "--sequences", rich_help_panel=DATA, min=1, help="Of each text, at most. Default by device."
+        "--sequences",
+        rich_help_panel=DATA,
+        min=1,
+        help="Maximum sequences per text.  [default: by device]",
     ),
     Mark.FREE,
 ]
@@ -455,7 +467,7 @@ SeqLenOption = Annotated[
     typer.Option(
         "--seq-len",
         rich_help_panel=DATA,
-        help="Tokens per sequence; half is decoded. Default by device.",
+        help="Tokens per sequence; the second half is scored.  [default: by device]",
     ),
     Mark.FREE,
 ]
@@ -464,8 +476,8 @@ TasksOption = Annotated[
     typer.Option(
         "--tasks",
         rich_help_panel=DATA,
-        help="all (the four embedded ones), ruler (eleven of its thirteen: two need data sets), "
-        "arithmetic, multi-rounds, open-questions, none, or single ones: needle,vt,niah-single-1 …",
+        help="all (four embedded tasks), ruler (eleven of its thirteen tasks), arithmetic, "
+        "multi-rounds, open-questions, none, or task names: needle,vt,niah-single-1 …",
     ),
     Mark.FREE,
 ]
@@ -474,7 +486,8 @@ TaskLengthsOption = Annotated[
     typer.Option(
         "--task-lengths",
         rich_help_panel=DATA,
-        help="Tokens of generated questions, joined by commas. Default by device: 1k on a CPU.",
+        help="Prompt lengths of generated questions in tokens, comma-separated.  [default: by "
+        "device; 1k on a CPU]",
     ),
     Mark.FREE,
 ]
@@ -485,7 +498,7 @@ TaskItemsOption = Annotated[
         rich_help_panel=DATA,
         min=1,
         max=10_000,  # they are all written down before the first is asked
-        help="Questions of each task. Default by device.",
+        help="Questions per task.  [default: by device]",
     ),
     Mark.FREE,
 ]
@@ -494,7 +507,7 @@ DecodeOption = Annotated[
     typer.Option(
         "--decode",
         rich_help_panel=DATA,
-        help="Decode text and answers step by step, not in one pass that reads the same.",
+        help="Decode token by token, instead of in one masked forward pass with the same result.",
     ),
     Mark.FREE,
 ]
@@ -574,7 +587,8 @@ def read_counts(text: str, *, what: str) -> list[int]:
     counts = parse_counts(text, what=what)
     if (one := second_reading(text)) is not None:
         console.note(
-            f"{what} {text} is a list, {' and '.join(map(str, counts))}; for one count write {one}"
+            f"{what} {text} was read as a list, {' and '.join(map(str, counts))}; for one number "
+            f"write {one}"
         )
     return counts
 
@@ -588,5 +602,5 @@ def one_method(given: list[str] | None) -> str | None:
     """Return the method of a command that takes one."""
     named = joined(given)
     if named is not None and ("," in named or len(listed(named)) > 1):
-        raise UsageError(f"--method {named}: this takes one method; run it once for each")
+        raise UsageError(f"--method {named}: this command takes one method")
     return named

@@ -58,7 +58,7 @@ def check_folder(out: Path) -> None:
     """Refuse a file, or a link to nothing, where ``--out`` names a folder."""
     for one in (out, *out.parents):
         if os.path.lexists(one) and not one.is_dir():
-            what = "link to nothing" if one.is_symlink() else "file"
+            what = "broken link" if one.is_symlink() else "file"
             raise UsageError(f"--out {one} is a {what}; name a folder")
 
 
@@ -74,7 +74,7 @@ def refuse_sources(files: Iterable[tuple[str, Path | None]], read: Iterable[Any]
                 sources |= {own for name in names for own in path.glob(name)}
     for option, file in files:
         if file and Path(os.path.realpath(file)) in sources and file.is_file():
-            raise UsageError(f"{option} {file}: that is read here; name another file")
+            raise UsageError(f"{option} {file}: this command reads that file; name another")
 
 
 def end_without_result(told: str) -> NoReturn:
@@ -96,16 +96,16 @@ CsvOption = Annotated[
     Path | None, _destination("--csv", "FILE", "Write the figures as CSV; - for stdout.")
 ]
 OutOption = Annotated[
-    Path | None, _destination("--out", "DIR", "Keep the run in this folder (result.json).")
+    Path | None, _destination("--out", "DIR", "Write the run (result.json) to this folder.")
 ]
 SvgOption = Annotated[
-    Path | None, _destination("--svg", "FILE", "Draw a figure (needs the extra plot).")
+    Path | None, _destination("--svg", "FILE", "Draw the figure (needs the extra plot).")
 ]
 PngOption = Annotated[
-    Path | None, _destination("--png", "FILE", "Draw a figure (needs the extra plot).")
+    Path | None, _destination("--png", "FILE", "Draw the figure (needs the extra plot).")
 ]
 ForceOption = Annotated[
-    bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files that exist.")
+    bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite existing files.")
 ]
 
 
@@ -216,17 +216,13 @@ class Outputs:
         """Refuse, before any work is done, what could not be written at its end."""
         for option, path in (("--svg", self.svg), ("--png", self.png)):
             if path == _STDOUT:
-                raise UsageError(f"{option} -: a figure goes to a file; only text goes to stdout")
+                raise UsageError(f"{option} -: a figure cannot go to stdout; name a file")
             if path is not None and find_spec("matplotlib") is None:
-                raise LackingError(
-                    f"{option} needs matplotlib, which is missing: {extra_command('plot')}"
-                )
+                raise LackingError(f"{option} requires matplotlib: {extra_command('plot')}")
         more = {option: path for option, path in (extra or {}).items() if path is not None}
         for option, path in more.items():
             if path == _STDOUT:
-                raise UsageError(
-                    f"{option} -: this output goes to a file; only --json and --csv go to stdout"
-                )
+                raise UsageError(f"{option} -: only --json and --csv can go to stdout; name a file")
         if self.out is not None:
             check_folder(self.out)
         # Under --out both a record and its events may be named.
@@ -235,7 +231,7 @@ class Outputs:
         for option, path in files:
             key = path if path == _STDOUT else Path(os.path.realpath(path))
             if key in taken:
-                raise UsageError(f"{taken[key]} and {option} both go to {path}; give each its own")
+                raise UsageError(f"{taken[key]} and {option} both name {path}; give each its own")
             taken[key] = option
         refuse_sources(files, read)
         for _, path in files:
@@ -290,7 +286,7 @@ class Outputs:
         if not journal.measured:
             if problem is not None:
                 raise problem
-            end_without_result("interrupted before anything was measured; there is no result")
+            end_without_result("interrupted before anything was measured; no result")
         from kvprof.records.fold import result_of
 
         recording = journal.recording()
@@ -358,8 +354,8 @@ class Outputs:
                     # It was not there when the run began.
                     other = write_beside(path, data)
                     missing.append(
-                        f"{path} has come to exist meanwhile and was left alone; what was to be "
-                        f"there is in {other}"
+                        f"{path} was created meanwhile and was not overwritten; the output is in "
+                        f"{other}"
                     )
             except KvprofError as failure:
                 missing.append(str(failure))

@@ -42,10 +42,9 @@ recipe = typer.Typer(
     cls=_Recipes,
     add_completion=False,
     rich_markup_mode=None,
-    help="Run a paper's table or figure, and see whether its claim holds here.\n\n"
-    "A recipe is a file: the claim, the published numbers, what to run, and when the claim holds."
-    "\n\n"
-    "Three papers have recipes for all their tables and figures, one of them in two versions:\n\n"
+    help="Check whether a paper's table or figure holds here.\n\nA recipe is a file with a "
+    "claim, its published numbers, what to run, and when the claim holds.\n\nThree papers "
+    "have recipes for all their tables and figures, one of them in two versions:\n\n"
     + "\n\n".join(SOURCES.values()),
 )
 
@@ -54,7 +53,7 @@ NamesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="NAME...",
-        help="A recipe, a pattern (fdc-*), all, or a .yaml file of your own.",
+        help="Recipe name, pattern (fdc-*), all, or your own .yaml file.",
     ),
 ]
 
@@ -63,13 +62,15 @@ NamesArgument = Annotated[
 def list_recipes(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Only these.", show_default=False),
+        typer.Argument(
+            metavar="NAME...",
+            help="Names or patterns of recipes.  [default: all]",
+            show_default=False,
+        ),
     ] = None,
-    long: Annotated[
-        bool, typer.Option("--long", help="Their whole claims, on as many lines as they take.")
-    ] = False,
+    long: Annotated[bool, typer.Option("--long", help="Show complete claims.")] = False,
 ) -> None:
-    """List recipes and their profiles, a line each.
+    """List recipes and their profiles.
 
     Examples
     --------
@@ -86,7 +87,7 @@ def list_recipes(
     rows = [_listed(one) for one in found]
     terminal.print(listing(rows) if long else lines(rows, terminal.width))
     if not long and rows:
-        console.note("kvprof recipe list --long NAME tells a whole claim")
+        console.note("kvprof recipe list --long NAME shows the complete claim")
     for paper in dict.fromkeys(one.paper for one in found):
         if paper in SOURCES:
             console.note(f"{paper}: {SOURCES[paper]}")
@@ -106,9 +107,9 @@ def _listed(one: Recipe) -> dict[str, object]:
 
 @recipe.command(cls=Command)
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe or a file.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Recipe name or file.")],
 ) -> None:
-    """Print a recipe as it is written.
+    """Print a recipe's file.
 
     Examples
     --------
@@ -116,7 +117,7 @@ def show(
     """
     paths = find_recipes([name])
     if len(paths) != 1:
-        raise UsageError(f"{name} means {len(paths)} recipes; name one")
+        raise UsageError(f"{name} matches {len(paths)} recipes; name one")
     text = read_text(paths[0])
     console.note(str(paths[0]))
     console.report_console().out(text, end="" if text.endswith("\n") else "\n", highlight=False)
@@ -129,9 +130,7 @@ def show(
 
 @recipe.command(cls=Command)
 def validate(names: NamesArgument) -> None:
-    """Check recipes; nothing is run.
-
-    Keys, ids, tolerances, placeholders, commands with their options, and methods.
+    """Check recipes without running them.
 
     Examples
     --------
@@ -152,7 +151,7 @@ def validate(names: NamesArgument) -> None:
             wrong += 1
             terminal.print(str(problem), soft_wrap=True)
     if wrong:
-        raise UsageError(f"{wrong} of {len(paths)} recipes cannot be run as they are written")
+        raise UsageError(f"{wrong} of {len(paths)} recipes are invalid")
     terminal.print(f"{len(paths)} {'recipe is' if len(paths) == 1 else 'recipes are'} valid.")
 
 
@@ -170,7 +169,7 @@ def run(
         str | None,
         typer.Option(
             "--model",
-            help="In place of the model that the cells name.",
+            help="Run this model instead of the recipe's.",
             show_default=False,
         ),
     ] = None,
@@ -179,7 +178,7 @@ def run(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="A placeholder's value; repeatable.",
+            help="Value of a placeholder; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -188,19 +187,19 @@ def run(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Keep the cells' results and the ledger here; a run into the same folder resumes "
-            "and adds. Default: a folder among your caches.",
+            help="Folder for results and the ledger; running again resumes.  [default: a folder "
+            "in your cache directory]",
             show_default=False,
         ),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure also what has a result.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore cached results.")] = False,
     ray: Annotated[
         str | None,
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Run the cells as tasks of Ray: HOST:PORT or ray://HOST:PORT of a cluster, auto "
-            "for the one that Ray finds, local for this machine. Needs the extra ray.",
+            help="Run as Ray tasks: HOST:PORT, ray://HOST:PORT, auto (finds a cluster) or local. "
+            "Needs the extra ray.",
             show_default=False,
         ),
     ] = None,
@@ -208,7 +207,7 @@ def run(
         bool,
         typer.Option(
             "--trust-remote-code",
-            help="Let cells that ask for it run code from their models' repositories.",
+            help="Run code from models' repositories where a recipe asks for it.",
         ),
     ] = False,
     json: JsonOption = None,
@@ -216,10 +215,8 @@ def run(
 ) -> None:
     """Run recipes and judge their claims.
 
-    Prints what was claimed, what was measured, its interval, and the verdict.
-
-    Exit code 4 when something was not reproduced, 1 when a cell failed, 3 when everything asked for
-    needs what this machine lacks. An interrupted run goes on where it stopped.
+    Exits 4 when a claim was not reproduced, 1 when a run failed, 3 when this machine can run
+    nothing that was asked for. An interrupted run resumes.
 
     Examples
     --------
@@ -248,11 +245,11 @@ def _settings(given: list[str]) -> dict[str, str]:
     for entry in given:
         key, equals, value = entry.partition("=")
         if not (key and equals and value):
-            raise UsageError(f"--set {entry}: write a placeholder and its value, as in rate=0.3")
+            raise UsageError(f"--set {entry}: give KEY=VALUE, such as rate=0.3")
         if key in found:
             raise UsageError(f"--set {key} is given twice")
         if key == "model":
-            raise UsageError(f"--set {entry}: write --model {value}")
+            raise UsageError(f"--set {entry}: use --model {value}")
         found[key] = value
     return found
 
@@ -262,22 +259,24 @@ def report(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            metavar="DIR...", help="Of recipe run --out, or ledgers; several are joined."
+            metavar="DIR...", help="Folders of recipe run --out, or ledgers; several are merged."
         ),
     ],
     markdown: Annotated[
         Path | None,
-        typer.Option("--md", metavar="FILE", help="A table of the claims.", show_default=False),
+        typer.Option(
+            "--md", metavar="FILE", help="Write a table of the claims.", show_default=False
+        ),
     ] = None,
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="FILE", help="The whole ledger, with plots.", show_default=False
+            "--html", metavar="FILE", help="Write the whole ledger, with plots.", show_default=False
         ),
     ] = None,
     force: ForceOption = False,
 ) -> None:
-    """Write the ledger of runs: a table, or all of it as one page.
+    """Print the ledger of runs, or write it as a table or a page.
 
     Examples
     --------
@@ -306,10 +305,12 @@ def report(
 def _read_ledger(path: Path) -> dict[str, object]:
     file = path / RESULT_NAME if path.is_dir() else path
     if not file.exists():
-        raise UsageError(f"{path}: holds no {RESULT_NAME}; name the --out of a kvprof recipe run")
+        raise UsageError(
+            f"{path} has no {RESULT_NAME}; give the --out folder of a kvprof recipe run"
+        )
     result = read_result(file)
     if result["kind"] != "recipe":
-        raise UsageError(f"{file} is a result of {result['kind']}, not of recipe run")
+        raise UsageError(f"{file} is a {result['kind']} result, not one of recipe run")
     return result
 
 
@@ -329,22 +330,22 @@ def _joined(results: list[dict[str, object]]) -> dict[str, object]:
 def new(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="Such as my-sweep.yaml; its name is the recipe's."),
+        typer.Argument(
+            metavar="FILE", help="File to write, such as my-sweep.yaml, which names the recipe."
+        ),
     ],
     force: ForceOption = False,
 ) -> None:
-    """Write a recipe to start from.
-
-    It is the worked example, under a name of your own.
+    """Write an example recipe to start from.
 
     Examples
     --------
     kvprof recipe new my-claim.yaml
     """
     if file.suffix != ".yaml":
-        raise UsageError(f"{file}: name a file that ends in .yaml")
+        raise UsageError(f"{file} does not end in .yaml; give such a name")
     if not file.parent.is_dir():
-        raise UsageError(f"{file}: there is no folder {file.parent}; make it first")
+        raise UsageError(f"{file}: folder {file.parent} does not exist")
     write_text_atomic(file, template(file.stem), force)
     console.report_console().print(
         f"Wrote {file}. Next: kvprof recipe validate {file}, then kvprof recipe run {file}",

@@ -64,11 +64,11 @@ def check_command(words: Sequence[str]) -> str | None:
         with command.make_context(name, list(words[1:])) as context:
             values = dict(context.params)
     except _CommandLineError as problem:
-        return f"{usage_message(problem)} (kvprof {name} --help shows what there is)"
+        return f"{usage_message(problem)} (see kvprof {name} --help)"
     except UsageError as problem:  # of an option that reads its value itself
         return str(problem)
     except typer.Exit:
-        return f"{' '.join(words)}: measures nothing"
+        return f"{' '.join(words)}: this command measures nothing"
     try:
         _check_methods(name, values)
         if values.get("load"):
@@ -107,8 +107,7 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
                 method, options, own = served_method(label)
                 if values.get("simulate") and own is not None:
                     raise UsageError(
-                        f"--methods {label}: a rate of its own is for what is served; steps are of "
-                        "the rates that they were measured at"
+                        f"--methods {label}: --simulate has recorded rates only; leave out its rate"
                     )
                 parse_method(f"{method}:{','.join(options)}" if options else method)
             else:
@@ -188,9 +187,11 @@ def run_recipes(
         def keep(result: dict[str, Any]) -> list[str]:
             lost = [*finished.unkept, *_keep(result, folder)]
             if not lost:
-                console.note(f"kept in {folder}; kvprof recipe report {folder} writes the ledger")
+                console.note(
+                    f"results are in {folder}; kvprof recipe report {folder} prints the ledger"
+                )
             if interrupted:
-                console.warn(f"interrupted; the same command goes on with what {folder} has")
+                console.warn(f"interrupted; the same command resumes from {folder}")
             return lost
 
         outputs.end(
@@ -216,8 +217,8 @@ def _tell_whom_it_trusts(planned: list[Planned]) -> None:
         if any(REMOTE_CODE in cell.words for cell, _ in one.cells)
     ]
     if not trusted:
-        raise UsageError(f"{REMOTE_CODE}: no cell of these recipes runs a model's own code")
-    console.warn(f"code from models' repositories is run for {', '.join(trusted)}")
+        raise UsageError(f"{REMOTE_CODE}: none of these recipes runs a model's own code")
+    console.warn(f"running code from models' repositories for {', '.join(trusted)}")
 
 
 def _default_folder() -> Path:
@@ -234,7 +235,7 @@ def _older(folder: Path) -> list[dict[str, Any]]:
         return []
     result = read_result(path)
     if result["kind"] != "recipe":
-        raise UsageError(f"--out {folder} holds a result of {result['kind']}; name another folder")
+        raise UsageError(f"--out {folder} has a {result['kind']} result; name another folder")
     entries: list[dict[str, Any]] = result["data"]["entries"]
     with what_was_read(path):
         ledger_data(merge_entries(entries, []))  # before hours of measuring, not after them
@@ -254,7 +255,7 @@ def _keep(result: dict[str, Any], folder: Path) -> list[str]:
         try:
             other = write_beside(path, render_result(result).encode("utf-8"))
         except KvprofError:
-            return [f"the ledger is not kept: {problem}"]
+            return [f"the ledger was not written: {problem}"]
         return [f"{problem}; this run's entries are in {other}"]
     return []
 
@@ -264,9 +265,9 @@ def _failing(entries: list[dict[str, Any]]) -> KvprofError | None:
     if fallen := [entry["recipe"] for entry in entries if entry["verdict"] == NOT_REPRODUCED]:
         return ClaimNotMetError(f"not reproduced: {', '.join(fallen)}")
     if broken := [entry["recipe"] for entry in entries if entry["failed"]]:
-        return FailedError(f"a cell failed, see the reasons above: {', '.join(broken)}")
+        return FailedError(f"runs failed, see above: {', '.join(broken)}")
     if all(entry["verdict"] == NOT_TESTABLE and entry["lacking"] for entry in entries):
         return LackingError(
-            f"nothing is testable here: {entries[0]['recipe']}: {entries[0]['reasons'][0]}"
+            f"nothing can be tested here: {entries[0]['recipe']}: {entries[0]['reasons'][0]}"
         )
     return None

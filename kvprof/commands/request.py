@@ -90,7 +90,7 @@ def one_of(*fields: str) -> Rule:
 
     def check(request: Request) -> str | None:
         given = request.given(*fields)
-        return f"{given} exclude each other; give one" if " and " in given else None
+        return f"{given} cannot be combined; give one" if " and " in given else None
 
     return check
 

@@ -32,7 +32,7 @@ __all__ = [
 
 #: The name of the recorded run that ships with kvprof.
 DEMO = "demo"
-_WHAT = f"a run's folder (--out), a result .json, an {EVENTS_NAME}, or the word {DEMO}"
+_WHAT = f"a run's folder (--out), a result .json, an {EVENTS_NAME}, or {DEMO}"
 
 
 #: What a run can be named by, for ``--help``.
@@ -73,22 +73,17 @@ def run_files(name: str) -> RunFiles:
     if name == DEMO:
         path = Path(str(files("kvprof") / "assets" / DEMO))
         if not path.is_dir():
-            raise LackingError(f"{DEMO}: this kvprof was installed without its recorded run")
+            raise LackingError(f"{DEMO}: the recorded run is missing from this installation")
     elif not path.exists() and path.name == name and (runs_folder() / name).is_dir():
         path = runs_folder() / name
     if path.is_dir():
         result = path / RESULT_NAME
         found = RunFiles(result if result.is_file() else None, find_events(path))
         if found.result is None and found.events is None:
-            raise UsageError(
-                f"{name} holds neither {RESULT_NAME} nor {EVENTS_NAME}: it is no run's folder; "
-                f"name {_WHAT}"
-            )
+            raise UsageError(f"{name} has neither {RESULT_NAME} nor {EVENTS_NAME}; give {_WHAT}")
         return found
     if not path.exists():
-        raise UsageError(
-            f"{name}: there is no such file; name {_WHAT} (kvprof show lists those that are kept)"
-        )
+        raise UsageError(f"{name}: no such file; give {_WHAT} (kvprof show lists recorded runs)")
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return RunFiles(None, path)
     return RunFiles(path, None)
@@ -109,7 +104,7 @@ def load_run(name: str, *, quiet: bool = False) -> dict[str, Any]:
     assert found.events is not None
     recording = read_events(found.events)
     if recording.damage is not None and not quiet:
-        console.warn(f"{found.events}: {recording.damage}; shown is what was read until there")
+        console.warn(f"{found.events}: {recording.damage}; showing what precedes it")
     with what_was_read(found.events):
         result = result_of(recording.events, damage=recording.damage)
     try:
@@ -133,10 +128,8 @@ def events_of(name: str) -> list[Event]:
     """Return the events of a run."""
     found = run_files(name)
     if found.events is None:
-        raise UsageError(
-            f"{name} has no {EVENTS_NAME}; runs of kvprof bench --jct with --out record one"
-        )
+        raise UsageError(f"{name} has no {EVENTS_NAME}; kvprof bench --jct --out records one")
     recording = read_events(found.events)
     if recording.damage is not None:
-        console.warn(f"{found.events}: {recording.damage}; written is what was read until there")
+        console.warn(f"{found.events}: {recording.damage}; writing what precedes it")
     return recording.events

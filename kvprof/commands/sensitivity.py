@@ -36,7 +36,7 @@ def _bits(text: str, *, what: str) -> tuple[str, ...]:
     for entry in text.split(",") if text != "none" else ():
         name = entry.strip()
         if name != "fp8" and not (name.isascii() and name.isdigit() and 0 < len(name) < 3):
-            raise UsageError(f"{what}: {name[:40]!r} is neither fp8 nor a number of bits")
+            raise UsageError(f"{what}: {name[:40]!r} is neither fp8 nor a bit width")
         found.append(name if name == "fp8" else str(int(name)))
     return tuple(dict.fromkeys(found))
 
@@ -47,22 +47,22 @@ def _ranks(text: str, *, what: str) -> tuple[int, ...]:
 
 def _measures(request: "SensitivityRequest") -> str | None:
     if request.by not in ("layer", "head"):
-        return f"--by {request.by}: it is layer or head"
+        return f"--by {request.by}: give layer or head"
     if (name := request.quantiser) not in MEASURED_QUANTISERS:
-        hint = " (hqq's tokens depend on each other; eval takes it)" if name == "hqq" else ""
-        return f"--quantiser {name[:40]}: it is none of {', '.join(MEASURED_QUANTISERS)}{hint}"
+        hint = " (kvprof eval takes hqq)" if name == "hqq" else ""
+        return f"--quantiser {name[:40]}: give {' or '.join(MEASURED_QUANTISERS)}{hint}"
     if name != "per-token" and not set(request.bits) - {"fp8"}:
-        return f"--quantiser {name} requires its bits in --bits"
+        return f"--quantiser {name} requires a bit width in --bits"
     if not request.bits and not request.ranks:
-        return "--bits none and --ranks none leave nothing to measure"
+        return "--bits none and --ranks none leave nothing to measure; give one"
     if not 0 < request.limit < inf:
-        return f"--limit {request.limit:g}: it is a divergence in nats, above 0"
+        return f"--limit {request.limit:g}: give a divergence in nats, above 0"
     check_rate(request.rate)
     return None
 
 
 class SensitivityRequest(ModelOptions, TableOptions):
-    """Store one layer's keys or values in fewer bits or dimensions, and see what predictions lose.
+    """Test which layers and heads tolerate fewer bits or dimensions.
 
     Examples
     --------
@@ -75,7 +75,9 @@ class SensitivityRequest(ModelOptions, TableOptions):
     by: Annotated[
         str,
         typer.Option(
-            "--by", rich_help_panel=_GROUP, help="layer (all its heads at once), or head."
+            "--by",
+            rich_help_panel=_GROUP,
+            help="Compress one layer (all its heads) or one head at a time.",
         ),
         Mark.FREE,
         Input(),
@@ -83,14 +85,16 @@ class SensitivityRequest(ModelOptions, TableOptions):
     layers: Annotated[
         str | None,
         typer.Option(
-            "--layers", rich_help_panel=_GROUP, help="Such as 0,1,-1; -1 is the last. Default all."
+            "--layers",
+            rich_help_panel=_GROUP,
+            help="Layers to test, such as 0,1,-1 (-1: the last).  [default: all]",
         ),
         Mark.FREE,
     ] = None
     bits: Annotated[
         tuple[str, ...],
         typer.Option(
-            "--bits", rich_help_panel=_GROUP, help="Bit widths to test, and fp8; none to skip."
+            "--bits", rich_help_panel=_GROUP, help="Bit widths to test, plus fp8; none to skip."
         ),
         Parsed(_bits),
         Mark.FREE,
@@ -111,7 +115,7 @@ class SensitivityRequest(ModelOptions, TableOptions):
         typer.Option(
             "--ranks",
             rich_help_panel=_GROUP,
-            help="Dimensions kept of a head, in kq's bases; none to skip.",
+            help="Ranks to test in kq's bases; none to skip.",
         ),
         Parsed(_ranks),
         Mark.FREE,
@@ -123,7 +127,7 @@ class SensitivityRequest(ModelOptions, TableOptions):
             "--exact-first",
             min=0,
             rich_help_panel=_GROUP,
-            help="Repeat bits below 8 with the first N tokens uncompressed; 0 to skip.",
+            help="Repeat bit widths < 8 with the first N tokens unquantised; 0 to skip.",
         ),
         Mark.FREE,
         Input(),
@@ -134,7 +138,7 @@ class SensitivityRequest(ModelOptions, TableOptions):
             "--limit",
             metavar="NATS",
             rich_help_panel=_ADVICE,
-            help="Divergence that the whole cache may cost, per token.",
+            help="Maximum KL divergence per token of the recommended cache.",
         ),
         Mark.FREE,
         Input(),
@@ -142,7 +146,9 @@ class SensitivityRequest(ModelOptions, TableOptions):
     rate: Annotated[
         float | None,
         share_option(
-            "--rate", "Hand out bits and ranks at this share of bytes saved, as a plan.", _ADVICE
+            "--rate",
+            "Compression rate (share of bytes saved) of a plan with mixed bits and ranks.",
+            _ADVICE,
         ),
         Mark.FREE,
         Input(),
@@ -150,7 +156,7 @@ class SensitivityRequest(ModelOptions, TableOptions):
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", rich_help_panel=_ADVICE, help="Keep the plan of --rate in this file."
+            "--save", rich_help_panel=_ADVICE, help="Save the plan of --rate to this file."
         ),
         Mark.WRITES,
         Input("saved"),
@@ -161,7 +167,7 @@ class SensitivityRequest(ModelOptions, TableOptions):
         typer.Option(
             "--tokens",
             rich_help_panel=DATA,
-            help="Of text in all, half of them decoded; k is 1,024. Default 2k, 32k on a GPU.",
+            help="Tokens of text, half of them scored; k is 1,024.  [default: 2k; 32k on a GPU]",
         ),
         Parsed(parse_count),
         Mark.FREE,

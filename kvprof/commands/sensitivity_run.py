@@ -44,9 +44,9 @@ def chosen_layers(text: str | None, number: int) -> list[int]:
         try:
             index = int(entry)
         except ValueError:
-            raise UsageError(f"--layers: {entry.strip()[:40]!r} is no number of a layer") from None
+            raise UsageError(f"--layers: {entry.strip()[:40]!r} is not a layer index") from None
         if not -number <= index < number:
-            raise UsageError(f"--layers: there is no layer {index}; the model has {number}")
+            raise UsageError(f"--layers: layer {index} does not exist; the model has {number}")
         found.add(index % number)
     return sorted(found)
 
@@ -76,7 +76,7 @@ def study(
         noise = measuring.measure({})
         rows, complete = measuring.cells(parts, settings, advance=bar.advance, should_stop=stop)
     if not rows:
-        end_without_result("interrupted before anything was measured; there is no result")
+        end_without_result("interrupted before anything was measured; no result")
     data: dict[str, Any] = {
         "model_layers": len(loaded.layout.layers),
         "heads": [loaded.layout.layers[layer].num_kv_heads for layer in layers],
@@ -105,9 +105,9 @@ def study(
             warnings.append("flags of other programs are for the whole cache; they need all layers")
         complete = _measured(measuring, wanted, data, stop)
     elif request.save is not None:
-        warnings.append(f"no plan is saved as {request.save}: not all cells were measured")
+        warnings.append(f"{request.save} was not written: not everything was measured")
     if not complete:
-        warnings.insert(0, "interrupted: what was measured is here, the rest is missing")
+        warnings.insert(0, "interrupted: the result is incomplete")
     return Outcome(inputs=inputs, data=data, warnings=warnings, complete=complete, lost=lost)
 
 
@@ -121,8 +121,8 @@ def read_samples(
     length = length or longest
     if request.tokens is not None and request.tokens < length:
         raise UsageError(
-            f"--tokens {request.tokens:,}: fewer than one sequence of {length:,}; take more, or "
-            "give a shorter --seq-len"
+            f"--tokens {request.tokens:,} is less than one sequence of {length:,}; give more, or "
+            "a shorter --seq-len"
         )
     wanted = max(1, (request.tokens or usual) // length)
     sources = tuple(parse_source(name, what="--text") for name in request.text or ("prose",))
@@ -138,7 +138,7 @@ def check_study(
     width = min(width for x in layers for width in (x.qk_head_dim, x.v_head_dim))
     for rank in request.ranks:
         if rank >= width:
-            raise UsageError(f"--ranks: {rank} keeps all of heads of {width}; name a smaller one")
+            raise UsageError(f"--ranks: {rank} is not below head_dim, {width}")
     given = MethodInputs(laid.layout, laid.fingerprint)
     family = stand_in_family(laid, "kq", grid=1, minimum=1) if request.ranks else None
     settings = settings_of(given, request.quantiser, request.bits, request.ranks, 0, family)

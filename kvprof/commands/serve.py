@@ -39,33 +39,33 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A hub id, a folder, a .gguf file, smollm2, or reference (embedded; the default); "
-            "with --load-format dummy also a shape's name.",
+            help="Hub id, folder, .gguf file, smollm2, or reference; with --load-format dummy "
+            "also a shape's name.  [default: reference]",
             show_default=False,
         ),
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- VLLM…]", help="Options for vllm serve, after --."),
+        typer.Argument(metavar="[-- VLLM…]", help="Options passed to vllm serve."),
     ] = None,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every network's.")
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all interfaces.")
     ] = LOOPBACK,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port.")] = 8000,
-    tensor_parallel: Annotated[
-        int, typer.Option("--tp", min=1, help="GPUs that share each layer's heads.")
-    ] = 1,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")
+    ] = 8000,
+    tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel GPUs.")] = 1,
     load_format: Annotated[
         str | None,
         typer.Option(
             "--load-format",
-            help="vLLM's; dummy is random weights, for which a plan of the same shape will do.",
+            help="vLLM's load format; dummy uses random weights with a plan of the same shape.",
         ),
     ] = None,
     method: Annotated[
         list[str] | None,
         method_option(
-            "fdc, zack, kq, svd-kv or palu; quantised fdc-8bit, kq-4bit … Others are refused.",
+            "Method: fdc, zack, kq, svd-kv or palu; quantised: fdc-8bit, kq-4bit …",
         ),
     ] = None,
     rate: RateOption = None,
@@ -83,11 +83,10 @@ def serve(
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Serve a plan through vLLM, which answers as it always does: /v1/completions and the rest.
+    """Serve a plan with vLLM's OpenAI-compatible API.
 
-    What is set for vLLM is told on stderr; vLLM's log says how many tokens of cache fit, and how
-    many at full width. Needs the extra serve. The weights of a GGUF file are written out for vLLM
-    as the numbers that kvprof reads from it, for as long as the server runs.
+    Needs the extra serve. vLLM's log says how many tokens of cache fit, compressed and
+    uncompressed. A GGUF file is converted to a temporary copy of its weights.
 
     Examples
     --------
@@ -116,7 +115,7 @@ def serve(
 
         served_plan(str(plan_file))
     if find_spec("vllm") is None:
-        raise LackingError(f"kvprof serve needs vLLM; install it with: {extra_command('serve')}")
+        raise LackingError(f"kvprof serve requires vLLM; install it with: {extra_command('serve')}")
 
     # Everything from here on needs torch.
     with loading():
@@ -152,7 +151,7 @@ def serve(
             trust_remote_code=trust_remote_code,
         )
     if code:
-        console.note(f"the server ended with {code}")
+        console.note(f"the server exited with code {code}")
         raise typer.Exit(code)
 
 
@@ -165,10 +164,10 @@ def _refuse_port_in_use(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, TypeError, ValueError) as problem:  # the latter for what is no name
             if isinstance(problem, OSError) and problem.errno == errno.EADDRINUSE:
-                said = f"--port {port}: another program listens there; take another port"
+                said = f"--port {port} is in use; give another port"
             else:
                 said = (
-                    f"--host {host[:60]!r}, --port {port}: nothing can listen there; 127.0.0.1 is "
-                    "this machine's own address"
+                    f"--host {host[:60]!r}, --port {port}: cannot listen there; 127.0.0.1 is this "
+                    "machine"
                 )
             raise UsageError(said) from None

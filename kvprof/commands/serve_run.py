@@ -80,8 +80,7 @@ def refuse_weightless(model: str, load_format: str | None, engine: Sequence[str]
     """Refuse to serve a shape that has no weights, unless random ones are asked for."""
     if not has_weights(model) and "dummy" not in (load_format, load_format_of(engine)):
         raise UsageError(
-            f"{model} is a shape without weights; random ones, of which times alone mean "
-            "something, are served with --load-format dummy"
+            f"{model} is a shape without weights; --load-format dummy serves random ones"
         )
 
 
@@ -90,8 +89,8 @@ def _draw(model: str, path: Path, given: dict[str, Any], option: Sequence[str]) 
     taken = ("--method", "--rate", *_OPTIONS)
     if said := [name for name, value in given.items() if value is not None and name not in taken]:
         raise UsageError(
-            f"{' and '.join(said)} means nothing for {model}, a shape without weights: its plan is "
-            "drawn, and takes --rate"
+            f"{' and '.join(said)} cannot be combined with {model}, a shape without weights; give "
+            "--rate only"
         )
     own = [f"{name[2:]}={given[name]}" for name in _OPTIONS if given[name] is not None]
     options = ",".join((*own, *option))
@@ -167,7 +166,7 @@ def serve_plan(
     ):
         model = found if written is None else str(written.folder)
         if model != spec:
-            settings.append(Setting("--served-model-name", spec, "what clients call it"))
+            settings.append(Setting("--served-model-name", spec, "its name for clients"))
         if written is not None:
             revision = None
             if load_format_of(given) != "dummy":
@@ -194,7 +193,7 @@ def _until_it_ends(command: Sequence[str], environment: dict[str, str]) -> int:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            console.note("ending the server")
+            console.note("stopping the server")
             return int(ExitCode.INTERRUPTED)
         finally:
             _end(process)

@@ -18,21 +18,20 @@ def show(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help=f"{RUN_HELP} Without it: the runs that kvprof tui kept.",
+            help=f"{RUN_HELP} Without it, list the runs that kvprof tui recorded.",
             show_default=False,
         ),
     ] = None,
     json: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Show a result of any kind again, or list the runs that kvprof tui kept, the latest first.
+    """Show a recorded result, or list the runs that kvprof tui recorded, latest first.
 
-    A run that was killed, or that still runs, is shown as far as its events go; --json keeps what
-    they make.
+    An interrupted or running measurement is shown as far as it is recorded.
 
     Examples
     --------
-    kvprof show                  # which runs there are
+    kvprof show                  # list runs
     kvprof show demo
     kvprof show result.json --json -
     """
@@ -42,9 +41,9 @@ def show(
         outputs.finish(load_run(run), checked_report(run))
         return
     if json is not None:
-        raise UsageError("--json needs a RUN")
+        raise UsageError("--json requires a RUN")
     found = kept_runs()
-    console.note(f"in {runs_folder()}" if found else f"{runs_folder()} holds no runs")
+    console.note(f"in {runs_folder()}" if found else f"{runs_folder()} has no runs")
     if found:
         table = DataTable(columns("run", "written", "of", "state"), [_row(path) for path in found])
         console.report_console().print(table)

@@ -49,7 +49,7 @@ def _has_qk(request: "SpectrumRequest") -> str | None:
 
 
 class SpectrumRequest(ModelOptions, FigureOptions):
-    """Show the singular-value spectra of Q, K and V, and the ranks that removal rates give.
+    """Show the singular-value spectra of Q, K and V, and the rank at each removal rate.
 
     Examples
     --------
@@ -61,76 +61,92 @@ class SpectrumRequest(ModelOptions, FigureOptions):
     source: Annotated[
         str | None,
         typer.Option(
-            "--source", help="random:8k, prose, code, tasks, calibration (embedded), or a file."
+            "--source",
+            help="Tokens to run: random:8k, prose, code, tasks, calibration (embedded), or a file.",
         ),
         Mark.READS,
     ] = None
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", help="Text or JSON Lines instead of random tokens; repeatable."),
+        typer.Option(
+            "--text", help="Text or JSON Lines file, instead of random tokens; repeatable."
+        ),
         Mark.READS,
     ] = None
     token_ids: Annotated[
         Path | None,
-        typer.Option("--token-ids", help="Token ids: .npy, or one sequence per line."),
+        typer.Option("--token-ids", help="File of token ids: .npy, or one sequence per line."),
         Mark.READS,
     ] = None
     saved: Annotated[
         Path | None,
-        typer.Option("--from", help="Saved moments to read, instead of running the model."),
+        typer.Option("--from", help="Read saved moments instead of running the model."),
         Mark.READS,
     ] = None
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", help="Number of tokens; k is 1,024. Default 8k, or the text."),
+        typer.Option(
+            "--tokens", help="Number of tokens; k is 1,024.  [default: 8k, or all of the text]"
+        ),
         Parsed(parse_count),
         Mark.FREE,
     ] = None
     seq_len: Annotated[
         int | None,
-        typer.Option("--seq-len", help="Tokens per sequence. Default 2k, or the context."),
+        typer.Option(
+            "--seq-len",
+            help="Tokens per sequence.  [default: 2k, or the model's context if shorter]",
+        ),
         Parsed(parse_count),
         Mark.FREE,
     ] = None
     seed: SeedOption = 0
     skip_first: Annotated[
-        int, typer.Option("--skip-first", min=0, help="Leave out the first N positions."), Mark.FREE
+        int,
+        typer.Option("--skip-first", min=0, help="Skip the first N positions of each sequence."),
+        Mark.FREE,
     ] = 0
     pairs: Annotated[
         tuple[str, ...],
-        typer.Option("--pairs", help="Among qk, vo, q, k, v, q_pre, k_pre, w_v."),
+        typer.Option("--pairs", help="Matrices: qk, vo, q, k, v, q_pre, k_pre (before RoPE), w_v."),
         Parsed(_names),
         Mark.FREE,
         Input(),
     ] = written("qk,vo,k,v")
     removal: Annotated[
         list[float],
-        typer.Option("--removal", help="Removal rates (FDC eq. 1) to turn into ranks."),
+        typer.Option("--removal", help="Removal rates (FDC eq. 1) to give ranks for."),
         Parsed(parse_removals),
         Mark.FREE,
     ] = written("0.01,0.02,0.05,0.1,0.2")
     grid: Annotated[
         int,
-        typer.Option("--grid", min=1, help="Multiple that ranks are rounded up to."),
+        typer.Option("--grid", min=1, help="Round ranks up to multiples of this."),
         Mark.FREE,
         Input(),
     ] = 16
     vo_weight: Annotated[
         int | None,
-        typer.Option("--vo-weight", help="Tokens that V counts for against W_O, or raw."),
+        typer.Option(
+            "--vo-weight", help="Tokens that V is scaled to when combined with W_O; raw: unscaled."
+        ),
         Parsed(_weight),
         Mark.FREE,
         Input("value_weight_tokens"),
     ] = written("8k")
     paired: Annotated[
         bool,
-        typer.Option("--paired", help="qk as C_q + G·C_k, the sum of FDC's pairs per query head."),
+        typer.Option(
+            "--paired", help="Use C_q + G·C_k for qk: the sum over FDC's query-head pairs."
+        ),
         Mark.FREE,
         Input(),
     ] = False
     per_query_head: Annotated[
         bool,
-        typer.Option("--per-query-head", help="qk with a basis per query head too, and its cost."),
+        typer.Option(
+            "--per-query-head", help="Also compute qk with one basis per query head, and its cost."
+        ),
         Mark.FREE,
         Input(),
     ] = False
@@ -275,11 +291,11 @@ def _doubts(request: SpectrumRequest, moments: "Moments") -> list[str]:
     width = max(layer.rest["k"].shape[-1] for layer in moments.layers)
     if moments.tokens < 4 * width:
         found.append(
-            f"{moments.tokens:,} tokens are few for heads of {width}: the spectra are limited "
-            "by the sample, not by the model"
+            f"{moments.tokens:,} tokens are too few for a head_dim of {width}: the sample limits "
+            "the spectra"
         )
     if request.grid > width:
-        found.append(f"--grid {request.grid} exceeds the width of the heads, {width}")
+        found.append(f"--grid {request.grid} exceeds head_dim, {width}")
     return found
 
 

@@ -32,11 +32,11 @@ def _pairs(text: str, *, what: str) -> tuple[str, ...]:
 def _is_a_sweep(request: "StabilityRequest") -> str | None:
     if len(request.tokens) > 1 or request.offline.kind is SourceKind.MOMENTS:
         return None
-    return "--tokens: one count is no sweep; give two or more, such as 1k,2k,4k,8k"
+    return "--tokens: give two counts or more, such as 1k,2k,4k,8k"
 
 
 class StabilityRequest(ModelOptions, FigureOptions):
-    """Compare the rotation from offline tokens with the one that real data would give.
+    """Compare a rotation calibrated offline with the one that real data gives.
 
     Examples
     --------
@@ -47,33 +47,36 @@ class StabilityRequest(ModelOptions, FigureOptions):
 
     tokens: Annotated[
         list[int],
-        typer.Option("--tokens", help="Token counts of the sweep; k is 1,024."),
+        typer.Option("--tokens", help="Token counts to calibrate on; k is 1,024."),
         Parsed(read_counts),
         Mark.FREE,
     ] = written("1k,2k,4k,8k,16k")
     source: Annotated[
         str,
         typer.Option(
-            "--source", help="Offline side: random, prose, code, tasks, calibration, or a file."
+            "--source", help="Calibration data: random, prose, code, tasks, calibration, or a file."
         ),
         Mark.READS,
     ] = "random"
     against: Annotated[
         list[str] | None,
-        typer.Option("--against", help="Dataset side, repeatable. Default: prose, code and tasks."),
+        typer.Option(
+            "--against",
+            help="Dataset to compare with; repeatable.  [default: prose, code and tasks]",
+        ),
         Mark.READS,
     ] = None
     against_tokens: Annotated[
         int | None,
         typer.Option(
-            "--against-tokens", help="Tokens of each dataset. Default: the largest count."
+            "--against-tokens", help="Tokens per dataset.  [default: largest of --tokens]"
         ),
         Parsed(parse_count),
         Mark.FREE,
     ] = None
     pairs: Annotated[
         tuple[str, ...],
-        typer.Option("--pairs", help="Among qk, vo, k, v."),
+        typer.Option("--pairs", help="Matrices: qk, vo, k, v."),
         Parsed(_pairs),
         Mark.FREE,
     ] = written("qk,vo")
@@ -83,26 +86,29 @@ class StabilityRequest(ModelOptions, FigureOptions):
     seq_len: Annotated[
         int | None,
         typer.Option(
-            "--seq-len", help="Of the source. Default: the smallest count, 2k, or the context."
+            "--seq-len",
+            help="Tokens per source sequence.  [default: smallest of --tokens, 2k and the context]",
         ),
         Parsed(parse_count),
         Mark.FREE,
     ] = None
     against_seq_len: Annotated[
         int | None,
-        typer.Option("--against-seq-len", help="Of the datasets. Default: the source's."),
+        typer.Option(
+            "--against-seq-len", help="Tokens per dataset sequence.  [default: --seq-len]"
+        ),
         Parsed(parse_count),
         Mark.FREE,
     ] = None
     ranks: Annotated[
         list[int] | None,
-        typer.Option("--ranks", help="Ranks to test. Default: a quarter and half the width."),
+        typer.Option("--ranks", help="Ranks to test.  [default: a quarter and half of head_dim]"),
         Parsed(read_counts),
         Mark.FREE,
     ] = None
     removal: Annotated[
         list[float],
-        typer.Option("--removal", help="Removal rates whose ranks to test as well; or none."),
+        typer.Option("--removal", help="Removal rates to test too, or none."),
         Parsed(_rates),
         Mark.FREE,
         Input(),
@@ -174,7 +180,7 @@ def stability(request: StabilityRequest) -> Outcome:
         runs, fingerprint, complete = _run_passes(loaded, plan, request.batch_size, stop)
         if not runs.get("source") or not runs.get("target"):
             end_without_result(
-                "interrupted before the source and a dataset could be compared; there is no result"
+                "interrupted before the source and a dataset could be compared; no result"
             )
         choices = _rank_choices(request, runs["source"][0], pairs)
         with console.status("comparing the rotations"):
@@ -188,7 +194,7 @@ def stability(request: StabilityRequest) -> Outcome:
                 random_source=runs["source"][0].random_tokens,
             )
     if not complete:
-        warnings.insert(0, "interrupted: finished passes are compared, the rest is missing")
+        warnings.insert(0, "interrupted: only finished passes are compared")
     return Outcome(
         inputs={
             **request.inputs(),
@@ -214,7 +220,9 @@ def _unmet(claims: list[dict[str, Any]]) -> ClaimNotMetError | None:
             f"{failed[0]['measured']:.3g}, threshold {failed[0]['threshold']:.3g}"
         )
     if not any(claim["holds"] for claim in claims):
-        return ClaimNotMetError("--fail-on-claim: these tokens and pairs test no published claim")
+        return ClaimNotMetError(
+            "--fail-on-claim: no published claim can be tested with these tokens and pairs"
+        )
     return None
 
 
@@ -238,8 +246,8 @@ def _study(
         for count in request.tokens:
             if count % length:
                 raise UsageError(
-                    f"--tokens: {format_count(count)} is no multiple of the sequence length "
-                    f"{format_count(length)} (--seq-len)"
+                    f"--tokens: {format_count(count)} is not a multiple of --seq-len "
+                    f"{format_count(length)}"
                 )
     plan = StudyPlan(
         source=offline,
@@ -306,7 +314,7 @@ def _rank_choices(
     for rank in request.ranks or ():
         if rank >= width:
             raise UsageError(
-                f"--ranks: {rank} keeps all of heads of {width}; every basis is exact there"
+                f"--ranks: {rank} is not below head_dim, {width}; every basis is lossless there"
             )
     given = request.ranks or [max(1, width // 4), max(1, width // 2)]
     rates = [RankChoice(removal_rate=rate) for rate in request.removal]

@@ -89,10 +89,10 @@ class Watched:
         worker = self.worker
         assert worker is not None
         if worker.running and worker.released:
-            console.note(f"it measures on; kvprof tui {self.folder} watches it again")
+            console.note(f"the measurement continues; watch it with: kvprof tui {self.folder}")
             return None
         if worker.running:
-            console.note("waiting for the step in hand …")
+            console.note("waiting for the current step …")
             worker.interrupt()
             if not worker.wait(_PATIENCE):
                 worker.end()
@@ -101,10 +101,10 @@ class Watched:
             console.report_console().out(report, end="", highlight=False)
         if code and code != ExitCode.INTERRUPTED:
             words = worker.last_words().removeprefix("kvprof: ")
-            console.error(f"{words} (the measurement ended with exit code {code})")
+            console.error(f"{words} (exit code {code})")
         if self._recorded():
             worker.keep()
-            console.note(f"recorded; look again with: kvprof show {self.folder}")
+            console.note(f"recorded; show it with: kvprof show {self.folder}")
         else:
             worker.clean()
         return code
@@ -117,7 +117,7 @@ class Watched:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise FailedError(f"cannot make {self.folder}: {problem.strerror}") from problem
+            raise FailedError(f"cannot create {self.folder}: {problem.strerror}") from problem
 
 
 def watched_command(words: Sequence[str]) -> Watched:
@@ -125,8 +125,8 @@ def watched_command(words: Sequence[str]) -> Watched:
     arguments = tuple(words[1:] if words[0] == "kvprof" else words)
     if not arguments or arguments[0] != "bench" or not {"--jct", "--load"} & set(arguments):
         raise UsageError(
-            "kvprof tui watches kvprof bench --jct and --load, not "
-            f"{' '.join(words)!r}; a recorded run is named by its folder"
+            f"kvprof tui starts bench --jct or bench --load, not {' '.join(words)!r}; or give a "
+            "run's folder"
         )
     named = _option(arguments, "--out")
     if named is not None:
@@ -143,12 +143,12 @@ def missing_terminal() -> str | None:
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or not stream.isatty():
-            return f"{name} is no terminal"
+            return f"{name} is not a terminal"
     if os.environ.get("TERM") == "dumb":
         return "this terminal (TERM=dumb) cannot draw"
     try:
         if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
-            return "kvprof runs in the background of its terminal"
+            return "kvprof runs in the background"
     except OSError as problem:
         return f"the terminal does not answer ({problem.strerror})"
     return None
@@ -229,12 +229,11 @@ def open_run(name: str, speed: float | None = None) -> Session:
         return Session(name, source, record=record)
     assert found.result is not None
     if speed is not None:
-        raise UsageError(f"--speed: {name} has no {EVENTS_NAME}, so nothing of it can be played")
+        raise UsageError(f"--speed: {name} has no {EVENTS_NAME} to replay")
     result = read_result(found.result)
     if result["kind"] not in ("jct", "load"):
         raise UsageError(
-            f"{name} is a result of kind {result['kind']}, which has no live view; "
-            f"kvprof show {name} prints it"
+            f"{name}: {result['kind']} results have no live view; use kvprof show {name}"
         )
     with what_was_read(found.result):
         state = state_of(result)
@@ -244,7 +243,7 @@ def open_run(name: str, speed: float | None = None) -> Session:
 def print_report(name: str, why: str) -> None:
     """Print the report of a run, as far as it got, and say why it is not the live view."""
     result = load_run(name)
-    console.note(f"{why}: here is the report instead of the live view")
+    console.note(f"{why}: showing the report instead of the live view")
     terminal = console.report_console()
     terminal.print(checked_report(name)(result, terminal.width, not terminal.no_color))
 
@@ -257,7 +256,7 @@ def _check_start(record: Path) -> None:
     finally:
         follower.close()
     if not first and follower.damage is not None:
-        raise FailedError(f"{record} is no record of a kvprof run: {follower.damage}")
+        raise FailedError(f"{record} is not a recorded kvprof run: {follower.damage}")
 
 
 #: What `kvprof tui` alone measures.
@@ -277,8 +276,8 @@ def tui(
         list[str] | None,
         typer.Argument(
             metavar="[RUN | -- bench --jct|--load …]",
-            help="A run's folder, its events or its result, also one that is being written; or a "
-            "measurement to start and watch.",
+            help="Run to show, also while it is written: a folder, events or a result; or a "
+            "measurement to start.",
             show_default=False,
         ),
     ] = None,
@@ -290,8 +289,8 @@ def tui(
         typer.Option(
             "--speed",
             metavar="TIMES",
-            help="Play RUN this many times as fast as it happened; End jumps to its end. Default: "
-            "show all of it at once (--demo: play it from its first case on, within 20 seconds).",
+            help="Replay RUN at this multiple of its speed; End jumps to the end.  [default: "
+            "show the end; --demo takes 20 s]",
             show_default=False,
         ),
     ] = None,
@@ -299,16 +298,15 @@ def tui(
         bool | None,
         typer.Option(
             "--light/--dark",
-            help="For a terminal with a light or a dark background. Default: what COLORFGBG says, "
-            "else dark. NO_COLOR leaves the terminal's own.",
+            help="Colours for a light or dark background.  [default: from COLORFGBG, else dark]",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Watch where the time of a request goes, or servers under load: live, followed or replayed.
+    """Watch a request's latency or servers under load: live or replayed.
 
-    Alone it measures the reference model with full, palu and fdc. Everything that is seen is on
-    disk; without a terminal the report is printed instead.
+    Without arguments it measures the reference model with full, palu and fdc. Every run is
+    recorded. Without a terminal it prints the report.
 
     Examples
     --------
@@ -319,9 +317,9 @@ def tui(
     """
     words = tuple(what or ())
     if demo and words:
-        raise UsageError(f"--demo plays the recorded run; leave out {' '.join(words)}")
+        raise UsageError(f"--demo cannot be combined with {' '.join(words)}")
     if speed is not None and not 0 < speed < float("inf"):
-        raise UsageError(f"--speed {speed:g} plays nothing; write 1 for the recorded speed")
+        raise UsageError(f"--speed {speed:g} is not above 0; 1 is the recorded speed")
     lacking = missing_terminal()
     run = DEMO if demo else _run_named(words)
     if run is not None:
@@ -330,10 +328,10 @@ def tui(
             return
         raise typer.Exit(_show(open_run(run, speed), light))
     if speed is not None:
-        raise UsageError("--speed is for a recorded run; a measurement takes the time it takes")
+        raise UsageError("--speed requires a recorded RUN")
     watched = watched_command(words or DEFAULT_COMMAND)
     if lacking is not None:
-        console.note(f"{lacking}: the command runs without the live view")
+        console.note(f"{lacking}: running without the live view")
         raise typer.Exit(run_plainly(watched))
     raise typer.Exit(_measure(watched, light))
 

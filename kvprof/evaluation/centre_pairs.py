@@ -44,12 +44,12 @@ def fewest_pairs(
     plans = {every: plan, **{count: again(count) for count in counts}}
     kept: dict[int, float] = {}
     total = evaluator.baseline_steps + sum(evaluator.steps(one) for one in plans.values())
-    with progress("choosing pairs without their mean", total) as bar:
+    with progress("choosing the pairs to centre", total) as bar:
         evaluator.baseline(bar.advance, should_stop)
         for count in plans:
             found = evaluator.evaluate(plans[count], bar.advance, should_stop)
             if not found["complete"]:
-                raise Interrupted("interrupted while choosing pairs")
+                raise Interrupted("interrupted while choosing the pairs to centre")
             kept[count] = found["relative_accuracy"]
     # Where nothing is right nothing is kept, and all do.
     if None in kept.values():

@@ -69,15 +69,15 @@ def text_samples(
     sequences are taken; its end is not read.
     """
     if seq_len < _SHORTEST:
-        raise UsageError(f"--seq-len {seq_len}: half of it is decoded; take {_SHORTEST} or more")
+        raise UsageError(f"--seq-len {seq_len} is too short; give {_SHORTEST} or more")
     if seq_len > loaded.context_length:
         raise UsageError(
-            f"--seq-len {seq_len:,} is over the context of {loaded.spec}, {loaded.context_length:,}"
+            f"--seq-len {seq_len:,} exceeds the context of {loaded.spec}, {loaded.context_length:,}"
         )
     names = [source.name for source in sources]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"--text: {twice} is named twice; rows are told apart by their names")
+        raise UsageError(f"--text names {twice} twice")
     return [_sample(loaded, source, seq_len, sequences, calibrating) for source in sources]
 
 
@@ -97,8 +97,8 @@ def _sample(
                 break
     if not found:
         raise UsageError(
-            f"--text {source.name} has at most {longest:,} tokens in a row, fewer than one "
-            f"sequence of {seq_len:,}; give more text, or a smaller --seq-len"
+            f"--text {source.name} has at most {longest:,} tokens per row, fewer than --seq-len "
+            f"{seq_len:,}; give more text or a smaller --seq-len"
         )
     if len(found) > sequences:
         found = [found[index * len(found) // sequences] for index in range(sequences)]
@@ -109,9 +109,9 @@ def _sample(
 def _readable(source: Source, calibrating: bool) -> Iterator[Source]:
     """Give the source that holds the text to evaluate on: of an embedded name its own split."""
     if source.kind is SourceKind.RANDOM:
-        raise UsageError("--text random: nothing in random tokens can be predicted; give a text")
+        raise UsageError("--text random: random tokens cannot be predicted; give a text")
     if source.kind is SourceKind.MOMENTS:
-        raise UsageError(f"--text {source.name} holds saved moments, not text")
+        raise UsageError(f"--text {source.name} is a moments file, not text")
     if source.kind is not SourceKind.EMBEDDED:
         yield source
         return
@@ -119,8 +119,6 @@ def _readable(source: Source, calibrating: bool) -> Iterator[Source]:
         if calibrating:
             yield source
             return
-        raise UsageError(
-            "--text calibration: it is kept for calibrating; evaluate on prose, code or tasks"
-        )
+        raise UsageError("--text calibration is for calibration only; give prose, code or tasks")
     with resources.as_file(_SPLITS / f"{source.name}.jsonl") as path:
         yield replace(source, kind=SourceKind.TEXT, paths=(path,))

@@ -108,9 +108,7 @@ class EvaluationCache:
         try:
             ensure_writable(self._folder / "probe", force=True)
         except KvprofError as cause:
-            raise FailedError(
-                f"{cause}; give another folder with --cache, or --no-cache to keep nothing"
-            ) from None
+            raise FailedError(f"{cause}; give another folder with --cache, or --no-cache") from None
 
     def __len__(self) -> int:
         """How many evaluations of this data and these settings are on disk."""
@@ -133,7 +131,7 @@ class EvaluationCache:
                 raise ValueError("it is of another plan or other data")
             validated(Evaluation, stored["evaluation"])
         except (OSError, ValueError, LookupError, TypeError) as cause:
-            self._warn(f"{path}: a damaged evaluation is measured again ({cause})")
+            self._warn(f"{path} is damaged ({cause}); measuring again")
             return None
         self.found += 1
         self._known[digest] = stored["evaluation"]
@@ -157,7 +155,7 @@ class EvaluationCache:
             write_text_atomic(path, json.dumps(stored, allow_nan=False), force=True)
         except KvprofError as cause:
             self._writable = False
-            self.failure = f"{cause}; evaluations are no longer kept, and a second run repeats them"
+            self.failure = f"{cause}; evaluations are no longer cached"
             self._warn(self.failure)
 
     def _path(self, digest: str) -> Path | None:

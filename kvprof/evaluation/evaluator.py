@@ -141,8 +141,9 @@ def assembled(
     warnings = []
     if found.measured and abs(measured - account) > _DEVIATION * account:
         warnings.append(
-            f"{plan.method}: the cache held {measured:,.0f} bytes per sequence of {seen:,} tokens, "
-            f"its account says {account:,}{_because(found.notes)}; rates rest on the account"
+            f"{plan.method}: the cache took {measured:,.0f} bytes per sequence of {seen:,} "
+            f"tokens, its plan accounts for {account:,}{_because(found.notes)}; rates use the "
+            "account"
         )
     return {
         "method": plan.method,

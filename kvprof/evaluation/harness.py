@@ -59,16 +59,16 @@ class HarnessSettings:
 def check_harness(settings: HarnessSettings) -> None:
     """Find out before the work whether the tasks can be run."""
     if find_spec("lm_eval") is None:
-        raise LackingError(f"--harness needs lm-eval, which is missing: {extra_command('harness')}")
+        raise LackingError(f"--harness requires lm-eval: {extra_command('harness')}")
     if settings.include is not None and not settings.include.is_dir():
-        raise UsageError(f"--harness-include {settings.include} is no folder")
+        raise UsageError(f"--harness-include {settings.include} is not a folder")
     with _silenced():
         known = set(_manager(settings.include).all_tasks)
     for task in settings.tasks:
         if task not in known:
             raise UsageError(
-                f"--harness: {task!r} is no task of lm-eval; `lm_eval ls tasks` lists them, and "
-                "--harness-include names a folder with your own"
+                f"--harness: lm-eval has no task {task!r} (see lm_eval ls tasks); "
+                "--harness-include adds your own"
             )
 
 
@@ -104,7 +104,7 @@ def harness_rows(
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as problem:  # whatever a task's own code, or the download of its data, raises
-        raise FailedError(f"lm-eval gave up: {type(problem).__name__}: {problem}") from problem
+        raise FailedError(f"lm-eval failed: {type(problem).__name__}: {problem}") from problem
     return _rows(found, "full" if plan is None else plan.method)
 
 

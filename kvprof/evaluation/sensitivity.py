@@ -31,8 +31,8 @@ def refuse_shared(layout: ModelLayout) -> None:
     """Refuse layers that attend to another layer's keys and values."""
     if any(facts.shared for facts in layout.layers):
         raise UsageError(
-            f"{layout.architecture} has layers that read another layer's keys and values, which "
-            "cannot be stored otherwise for one layer alone"
+            f"{layout.architecture} shares keys and values across layers, so no single layer can "
+            "be tested"
         )
 
 

@@ -58,21 +58,20 @@ def parse_targets(texts: Sequence[str], metric: str | None = None) -> tuple[Targ
     own = [text for text in texts if "=" not in text]
     if len(own) > 1:
         raise UsageError(
-            f"--target {own[0]} and --target {own[1]} are of one metric; name that of the other, "
-            f"as in --target needle={own[1]}"
+            f"--target {own[0]} and --target {own[1]} have the same metric; name another, such as "
+            f"--target needle={own[1]}"
         )
     parts = (text.partition("=") for text in texts if "=" in text)
     named = [(_metric(name), sign, share) for name, sign, share in parts]
     if named and not own and metric is not None and metric not in {name for name, _, _ in named}:
         raise UsageError(
-            f"--metric {metric} has no target beside --target {'='.join(named[0][::2])}; add "
-            f"--target {metric}={DEFAULT_SHARE:g}"
+            f"--metric {metric} has no --target; add --target {metric}={DEFAULT_SHARE:g}"
         )
     targets = [Target(metric or "accuracy", _share(text)) for text in own]
     targets += [Target(name, _share(text)) for name, _, text in named]
     names = [target.metric for target in targets]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"--target: {twice[0]} has two targets; keep one")
+        raise UsageError(f"--target: {twice[0]} has two targets; give one")
     return tuple(targets) or (Target(metric or "accuracy"),)
 
 
@@ -84,7 +83,7 @@ def _metric(text: str) -> str:
 def _share(text: str) -> float:
     share = parse_share(text, what="--target")
     if not 0 < share <= 1:
-        raise UsageError(f"--target {text.strip()[:40]} is no share; write 0.99 for 99 %")
+        raise UsageError(f"--target {text.strip()[:40]} is not a share; write 0.99 for 99 %")
     return share
 
 
@@ -97,9 +96,9 @@ def check_metric(metric: str, tasks: Sequence[str], *, what: str = "--metric") -
     if metric not in (*METRICS, *tasks):
         known = ", ".join((*(name for name in METRICS if tasks or name != "tasks"), *tasks))
         more = "" if tasks else ", or name tasks with --tasks"
-        raise UsageError(f"{what}: {metric!r} is not measured here; choose from {known}{more}")
+        raise UsageError(f"{what}: {metric!r} is not measured; give one of {known}{more}")
     if metric == "tasks" and not tasks:
-        raise UsageError(f"{what} tasks: no tasks are evaluated; name some with --tasks")
+        raise UsageError(f"{what} tasks requires --tasks")
 
 
 def check_baseline(metric: str, baseline: Mapping[str, Any], *, what: str = "--metric") -> None:
@@ -111,17 +110,14 @@ def check_baseline(metric: str, baseline: Mapping[str, Any], *, what: str = "--m
     if metric in tasks and metric not in judging and tasks[metric]:
         task = baseline["tasks"][metric]
         raise UsageError(
-            f"{what} {metric}: the uncompressed model's score, {task['accuracy']:.3g}, does not "
-            f"tell from guessing ({task['chance']:.3g}) with {task['items']} questions, so it "
-            "judges nothing; give more --task-items, or choose another metric"
+            f"{what} {metric}: the uncompressed model's {task['accuracy']:.3g} is not "
+            f"significantly above chance ({task['chance']:.3g}) on {task['items']} questions; "
+            "give more --task-items or another metric"
         )
     together = sum(task["accuracy"] for task in judging.values())
     whole = {"accuracy": baseline["accuracy"], **tasks, "tasks": together}
     if not whole[metric]:
-        raise UsageError(
-            f"{what} {metric}: the uncompressed model itself gets nothing right, so there is no "
-            "share of it to keep; choose perplexity"
-        )
+        raise UsageError(f"{what} {metric}: the uncompressed model scores 0; choose perplexity")
 
 
 def share_of(evaluation: Mapping[str, Any], metric: str) -> float | None:

@@ -82,7 +82,7 @@ def explained_shortage(
             raise
         raise LackingError(
             f"out of memory on {loaded.device}: {what} with {sequences} sequences of {tokens:,} "
-            f"tokens takes {format_bytes(cache)} of cache beside what passes need; "
+            f"tokens needs {format_bytes(cache)} of cache; "
             + _way_out(sequences, cache / sequences, free)
         ) from problem
 
@@ -93,11 +93,11 @@ def _way_out(sequences: int, each: float, free: int | None) -> str:
     Activations come on top of the cache, so what fits by the account alone may not.
     """
     if sequences == 1 or (free is not None and free < each):
-        return "take a shorter --seq-len, or a device with more memory"
+        return "give a shorter --seq-len, or a device with more memory"
     fits = sequences // 2
     if free is not None:
         fits = max(1, min(fits, int(free / (2 * each))))
-    return f"--batch-size {fits} would fit"
+    return f"--batch-size {fits} fits"
 
 
 # --- Batches, and how long they take.
@@ -135,7 +135,7 @@ class Workload:
         longest = max((len(item.prompt) + item.answer_tokens for item in items), default=0)
         if longest > loaded.context_length:
             raise UsageError(
-                f"a task of {longest:,} tokens does not fit the context of {loaded.spec}, "
+                f"a task of {longest:,} tokens exceeds the context of {loaded.spec}, "
                 f"{loaded.context_length:,}"
             )
         self._loaded = loaded

@@ -73,20 +73,20 @@ def plan(
     removed = None if removal is None else parse_share(removal, what="--removal")
     for what, count in (("context", context), ("seq_len", seq_len)):
         if count is not None and count < 1:
-            raise UsageError(f"{what} {count} is no number of tokens; give 1 or more")
+            raise UsageError(f"{what} {count} is below 1")
     loaded = _loaded(model)
     check_runs(loaded)
     length = min(seq_len or DEFAULT_SEQ_LEN, loaded.context_length)
     source = parse_source(str(calibrate), what="calibrate") if calibrate is not None else None
     calibrator = Calibrator(loaded, CalibrationOptions(source, seq_len=length))
     if removed is not None and not has_removal_rate(method, **options):
-        raise UsageError(f"{method} has no removal rate here; give rate")
+        raise UsageError(f"{method} has no removal rate; give rate")
     family = calibrator.family(method, **options)
     if removed is None:
         tokens = context or max(1, length * 3 // 4)
         return plan_for_rate(family, share, tokens)
     if family.knob != KNOBS["removal"]:
-        raise UsageError(f"{method} has no removal rate here; give rate")
+        raise UsageError(f"{method} has no removal rate; give rate")
     return plan_at(family, removed)
 
 

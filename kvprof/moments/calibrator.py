@@ -70,10 +70,13 @@ class CalibrationOptions:
         if self.source is None or self.tokens is None:
             return
         if self.source.kind is SourceKind.MOMENTS:
-            raise UsageError(f"{self.source.name}: saved moments are what they are; ask no count")
+            raise UsageError(
+                f"{self.source.name}: saved moments have a fixed token count; leave "
+                "out --calibrate-tokens"
+            )
         if self.source.tokens is not None:
             raise UsageError(
-                f"{self.source.describe()} and {self.tokens:,} tokens are two counts; keep one"
+                f"{self.source.describe()} and {self.tokens:,} tokens both give a count; give one"
             )
 
 
@@ -181,14 +184,12 @@ class MomentStore:
         paper = None if needs.shares else needs.tokens
         least = paper or self.wanted(needs)
         if seen < least:
-            whose = "the paper's setting" if paper else method
-            found.append(
-                f"{method} is calibrated on {seen:,} tokens of {name}, and {whose} takes {least:,}"
-            )
+            whose = "the paper's setting" if paper else "default"
+            found.append(f"{method} was calibrated on {seen:,} {name} tokens ({whose}: {least:,})")
         if seen < self.width(needs):
             found.append(
-                f"{method}: {seen:,} tokens cannot fill a Gram matrix of {self.width(needs):,} "
-                "columns, so its last directions are arbitrary; calibrate on more"
+                f"{method}: {seen:,} calibration tokens are fewer than {self.width(needs):,} "
+                "columns, so the last directions are arbitrary; give more"
             )
         return found
 
@@ -328,8 +329,8 @@ class Calibrator:
         form = options.pop("fisher_form", None)
         if form is not None and (allocation != "fisher" or form not in FISHER_FORMS):
             raise UsageError(
-                f"fisher_form {form!r}: with allocation fisher it is one of "
-                f"{', '.join(FISHER_FORMS)}, and without it means nothing"
+                f"fisher_form {form!r}: requires allocation fisher, and one of "
+                f"{', '.join(FISHER_FORMS)}"
             )
         needs = calibration_needs(method, **options)
         made = {
@@ -391,7 +392,7 @@ class Calibrator:
         family = plan_family(base, inputs, **without_allocation(base, own))
         if not family.targets or family.at_ranks is None:
             raise UsageError(
-                f"{base} hands out no ranks, so --allocation {own['allocation']} means nothing"
+                f"{base} allocates no ranks; leave out --allocation {own['allocation']}"
             )
         return family
 
@@ -417,8 +418,8 @@ class Calibrator:
         if made["tokens"] < max(wanted, asked or 0):
             whose = "asked for" if self._options.tokens == max(wanted, asked or 0) else "wanted"
             notes.append(
-                f"Fisher information is taken on {made['tokens']:,} tokens of {made['source']}, of "
-                f"{max(wanted, asked or 0):,} {whose}"
+                f"Fisher information was taken on {made['tokens']:,} tokens of {made['source']}, "
+                f"not {max(wanted, asked or 0):,} ({whose})"
             )
         inputs = replace(inputs, fisher=weights, made={**inputs.made, "fisher": made})
         return self._noted(inputs, notes)
@@ -473,8 +474,8 @@ class Calibrator:
         return self._noted(
             inputs,
             [
-                f"sensitivities are probed on {made['tokens']:,} tokens of {made['source']}, not "
-                f"on {asked:,}: every target is one more pass over them"
+                f"sensitivities were probed on {made['tokens']:,} tokens of {made['source']}, not "
+                f"{asked:,}, to save time"
             ],
         )
 

@@ -153,9 +153,7 @@ def model_tokens(loaded: OpenedModel) -> ModelTokens:
     def chat(messages: list[dict[str, object]]) -> str:
         tokenizer = loaded.tokenizer()
         if tokenizer.chat_template is None:
-            raise UsageError(
-                f"{loaded.spec}: a chat log was given, but its tokenizer has no chat template"
-            )
+            raise UsageError(f"{loaded.spec}: its tokenizer has no chat template for this chat log")
         if not writers:
             writers.append(ChatWriter(tokenizer, loaded.spec))
         text = writers[0](messages)
@@ -224,12 +222,12 @@ def count_tokens(loaded: OpenedModel, source: Source, options: CollectOptions) -
     """
     if options.seq_len > loaded.context_length:
         raise UsageError(
-            f"--seq-len {options.seq_len:,} is over the context of {loaded.spec}, "
+            f"--seq-len {options.seq_len:,} exceeds the context of {loaded.spec}, "
             f"{loaded.context_length:,}"
         )
     if options.skip_first >= options.seq_len:
         raise UsageError(
-            f"--skip-first {options.skip_first} leaves nothing of sequences of {options.seq_len}"
+            f"--skip-first {options.skip_first} is not below the sequence length, {options.seq_len}"
         )
     if source.kind is SourceKind.RANDOM and options.tokens is not None:
         return options.tokens
@@ -333,7 +331,7 @@ def collect_moments(
                 moments.complete = False
                 break
     if not moments.tokens:
-        raise UsageError("no token is left to count; lower --skip-first or give more text")
+        raise UsageError("no tokens are left; lower --skip-first or give more text")
     _check_finite(loaded, moments)
     yield moments
 
@@ -390,8 +388,8 @@ def _check_finite(loaded: LoadedModel, moments: Moments) -> None:
         for key in layer.rest:
             if not bool(torch.isfinite(layer.gram(key)).all()):
                 raise FailedError(
-                    f"{loaded.spec}: layer {index} produces values of {key} that are not finite; "
-                    "its weights are damaged, or --dtype is too narrow for it"
+                    f"{loaded.spec}: {key} of layer {index} is not finite; try --dtype float32, "
+                    "or check the weights"
                 )
 
 

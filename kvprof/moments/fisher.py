@@ -44,7 +44,7 @@ def fisher_information(
     written, and ``requires_grad`` is put back, also after an exception.
     """
     if form not in FISHER_FORMS:
-        raise UsageError(f"fisher_form: {form!r} is none of {', '.join(FISHER_FORMS)}")
+        raise UsageError(f"fisher_form {form!r}: give one of {', '.join(FISHER_FORMS)}")
     heads = _head_columns(loaded)
     weights = {name: _weight(loaded, name) for name, _ in heads.values()}
     squares: dict[str, Tensor] = {}
@@ -60,7 +60,7 @@ def fisher_information(
             if should_stop():
                 return None
     if not count:
-        raise UsageError("Fisher information needs text of two tokens or more")
+        raise UsageError("Fisher information requires text of two tokens or more")
     return _per_head(loaded, heads, {name: s / count for name, s in squares.items()}, form)
 
 
@@ -83,13 +83,13 @@ def _weight(loaded: LoadedModel, name: str) -> nn.Parameter:
     plain = type(module) is nn.Linear or isinstance(module, Conv1D)
     if not plain or not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
         raise UsageError(
-            f"{loaded.spec}: no gradient can be taken of {name} ({type(module).__name__}), so "
-            "there is no Fisher information; choose another --allocation"
+            f"{loaded.spec}: {name} ({type(module).__name__}) has no gradient; choose another "
+            "--allocation"
         )
     if weight.is_meta:
         raise UsageError(
-            f"{loaded.spec}: {name} is offloaded, and gradients need every weight on a device; "
-            "choose another --allocation or --device"
+            f"{loaded.spec}: {name} is offloaded and has no gradient; choose another --allocation "
+            "or --device"
         )
     return weight
 
@@ -135,7 +135,7 @@ def _per_head(
         figure = float(part.sum() if form == "paper" else part.sqrt().mean())
         if not figure < float("inf"):
             raise FailedError(
-                f"{loaded.spec}: the gradient of {name} is not finite; --dtype is too narrow for it"
+                f"{loaded.spec}: the gradient of {name} is not finite; try --dtype float32"
             )
         found[side][layer].append(figure)
     return found

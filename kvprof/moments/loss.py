@@ -47,8 +47,8 @@ def loss_moments(
     for name, weight in loaded.model.named_parameters():
         if weight.is_meta:
             raise UsageError(
-                f"{loaded.spec}: {name} is offloaded, and gradients need every weight on a device; "
-                "choose another --allocation or --device"
+                f"{loaded.spec}: {name} is offloaded and has no gradient; choose another "
+                "--allocation or --device"
             )
     layers = loaded.layout.layers
     keys: dict[int, Tensor] = {}
@@ -73,9 +73,8 @@ def loss_moments(
                 return None
     if not count:
         raise UsageError(
-            f"--allocation loss needs sequences of more than {sink + window + 1} tokens: the first "
-            f"{sink} and the newest {window} stay exact; calibrate on longer ones, or choose "
-            "another --allocation"
+            f"--allocation loss requires sequences of more than {sink + window + 1} tokens: the "
+            f"first {sink} and newest {window} stay uncompressed"
         )
     return LossMoments(
         *(
@@ -170,7 +169,7 @@ def _gradients(loaded: LoadedModel, read: _Read, sink: int, window: int) -> tupl
         again = chances @ read.value[head].float()
         if not bool((again - output).norm() <= _DEVIATION * output.float().norm()):
             raise UsageError(
-                f"{loaded.spec}: what layer {facts.index} attends to could not be followed; choose "
+                f"{loaded.spec}: the attention of layer {facts.index} cannot be traced; choose "
                 "another --allocation"
             )
         wide = slope.float()
@@ -195,7 +194,6 @@ def _seen(read: _Read, place: Tensor) -> Tensor:
 def _finite(loaded: LoadedModel, moment: Tensor, layer: int) -> Tensor:
     if not bool(moment.isfinite().all()):
         raise FailedError(
-            f"{loaded.spec}: the gradient at layer {layer} is not finite; --dtype is too narrow "
-            "for it"
+            f"{loaded.spec}: the gradient at layer {layer} is not finite; try --dtype float32"
         )
     return moment.cpu()

@@ -64,7 +64,7 @@ def measure_sensitivities(
     let the allocation take everything from that head.
     """
     if not batches:
-        raise UsageError("sensitivities need text of two tokens or more")
+        raise UsageError("sensitivities require text of two tokens or more")
     assert family.at_ranks is not None  # the caller has looked
     exact = [_logits(loaded, ids) for ids in batches]
     whole = [target.width for target in family.targets]
@@ -145,9 +145,7 @@ def _divergence(
                 total += _kl(p, q)
     mean = float(total) / sum(ids.numel() for ids in batches)
     if not mean < float("inf"):
-        raise FailedError(
-            f"{loaded.spec}: the divergence is not finite; --dtype is too narrow for this model"
-        )
+        raise FailedError(f"{loaded.spec}: the divergence is not finite; try --dtype float32")
     return mean
 
 

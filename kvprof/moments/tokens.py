@@ -134,8 +134,8 @@ def check_separate(
                 raise _clash(known, files[path], "the same file")
         if "sketch" not in known and known.get("source") in files.values():
             raise UsageError(
-                f"the plan's moments are of a file called {known['source']} and keep no trace of "
-                "its tokens, so they may be of the evaluation's own; calibrate on the text itself"
+                f"the plan's moments ({known['source']}) do not record their tokens and may "
+                "overlap the evaluation's; calibrate on the text itself"
             )
         embedded = known.get("source") in EMBEDDED and not known.get("files")
         for sample in evaluated:
@@ -163,9 +163,8 @@ def chosen_on(made: Mapping[str, Any], samples: Iterable[Sample]) -> list[str]:
             same = known.get("digest") == content_digest(rows)
             if same or shared_content(known.get("sketch", ""), rows):
                 found.append(
-                    f"the settings were chosen by what they cost on {sample.name} itself, so its "
-                    "figures flatter the plan; measure sensitivity on calibration text, or "
-                    "evaluate on other text"
+                    f"the settings were chosen on {sample.name}, so its figures are optimistic; "
+                    "measure sensitivity on calibration text"
                 )
                 break
     return found
@@ -230,6 +229,6 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _clash(known: Mapping[str, Any], evaluated: str, why: str) -> UsageError:
     return UsageError(
-        f"{evaluated} was calibrated on ({known.get('source', 'the plan')}: {why}), so evaluating "
-        "on it proves nothing; evaluate on other text, or calibrate on other text"
+        f"{evaluated} was calibrated on ({known.get('source', 'the plan')}: {why}); evaluate or "
+        "calibrate on other text"
     )

@@ -29,16 +29,13 @@ _SHOWN = 5  # worst tokens of a method
 _BEFORE = 24  # characters of text in front of a worst token
 
 _PROTOCOLS = {
-    "decode": "first half of each sequence prefilled in one pass, the rest decoded and scored step "
-    "by step",
-    "one_pass": "second half of each sequence scored in one pass that reads what decoding would "
-    "(--decode steps)",
+    "decode": "first half of each sequence prefilled, second half decoded and scored token by "
+    "token",
+    "one_pass": "second half of each sequence scored in one masked pass, equivalent to decoding",
 }
-_KL = "KL: divergence of the next-token distribution from the uncompressed model's, in nats."
-_TASKS = "Tasks: right answers by greedy decoding through the cache; chance is that of guessing."
-_ANSWERS = (
-    "Answers: tokens to the end of text or the limit, on the same prompts (arXiv 2503.24000)."
-)
+_KL = "KL: next-token KL divergence from the uncompressed model, in nats."
+_TASKS = "Tasks: right answers with greedy decoding; chance: expected from guessing."
+_ANSWERS = "Answers: tokens to the end of text or the limit (arXiv 2503.24000)."
 
 
 def report(result: EvalResult) -> Report:
@@ -65,7 +62,7 @@ def _asked(every: Sequence[Evaluation]) -> list[Evaluation]:
 
 def _verdict(every: Sequence[Evaluation], asked: Sequence[Evaluation]) -> str:
     if all(one.method == "full" for one in every):
-        return "Only the uncompressed model was measured: there is nothing to compare it with."
+        return "Only the uncompressed model was measured, so nothing can be compared."
     if len(asked) == 1:
         return (
             f"{asked[0].method} saves {percent(asked[0].rate)} of the cache's bytes and keeps "
@@ -101,7 +98,7 @@ def _sections(result: EvalResult, asked: Sequence[Evaluation]) -> Iterator[Block
     ]:
         heads = enumerate(("method", "engine", "option"))
         columns = [Column(index, title, words=True) for index, title in heads]
-        yield from (Heading("Asked for in engines"), Table(columns, engines))
+        yield from (Heading("Formats by engine"), Table(columns, engines))
     if slow := [(name, plan.kernel) for name, plan in plans if plan.kernel and plan.kernel.reason]:
         columns = [
             Column(0, "method", words=True),
@@ -121,7 +118,7 @@ def _sections(result: EvalResult, asked: Sequence[Evaluation]) -> Iterator[Block
         ]
         rows = sorted(harness.rows, key=lambda row: (row.task, row.metric))
         yield from (Heading("lm-evaluation-harness"), Table(columns, rows))
-        said = f"By its own protocol, not the one above ({harness.protocol})."
+        said = f"Protocol: {harness.protocol}."
         yield Paragraph(said, "aside")
 
 
@@ -146,7 +143,7 @@ def _cautions(result: EvalResult) -> Iterator[str]:
 def unable_note(tasks: Sequence[str]) -> str | None:
     """Say which tasks judge nothing; None without any."""
     named = ", ".join(tasks).replace("_", " ")
-    said = "Uncompressed no better than chance, or too few questions, so in no mean"
+    said = "Excluded from the mean (uncompressed at chance, or too few questions)"
     return f"{said}: {named}." if tasks else None
 
 
@@ -156,7 +153,7 @@ def apart_note(calibrated: Mapping[str, Mapping[str, Any]]) -> str | None:
     for name, found in calibrated.items():
         same.setdefault(_calibration(found), []).append(name)
     parts = [f"{', '.join(names)} on {data}" for data, names in same.items()]
-    said = "Calibrated on different tokens (--calibrate gives all the same)"
+    said = "Calibrated on different tokens (--calibrate sets the same for all)"
     return f"{said}: {'; '.join(parts)}." if len(same) > 1 else None
 
 
@@ -177,8 +174,9 @@ def _notes(result: EvalResult) -> list[str]:
     few = all(one.relative_accuracy_interval is None for one in every)
     how = f"; {LEAST_SEQUENCES} sequences or more give an interval" if few else " [95 % bootstrap]"
     return [
-        f"Rate: share of the cache's bytes saved, all counted, at {result.data.context:,} tokens.",
-        f"Kept: accuracy over the uncompressed model's on the same tokens{how}.",
+        f"Rate: share of the cache's bytes saved at {result.data.context:,} tokens, scales "
+        "included.",
+        f"Kept: accuracy over the uncompressed model's, same tokens{how}.",
         _KL,
         *([_TASKS] if any(one.tasks for one in every) else []),
         *([_ANSWERS] if any(one.answer_lengths for one in every) else []),
@@ -200,7 +198,7 @@ def _measured_with(result: EvalResult, tokens: int) -> dict[str, Any]:
         f"tokens, {tokens:,} scored",
         "tasks": tasks if inputs.tasks else None,
         "questions": " ".join(inputs.task_notes),
-        "row full": "ran through the compressed cache, uncompressed" if ran else None,
+        "row full": "uncompressed, through kvprof's cache" if ran else None,
         "calibration": "; ".join(f"{name} on {_calibration(of)}" for name, of in calibrated),
         "plan": inputs.plan,
         "seconds": ", ".join(f"{one.method} {one.seconds:.0f}" for one in every),
@@ -244,13 +242,13 @@ def _curves(every: Sequence[Evaluation]) -> Curves:
         if (kept := one.relative_accuracy) is not None:
             low, high = one.relative_accuracy_interval or (kept, kept)
             series.append(Series(one.method, [one.rate], [kept], [low], [high], one.method))
-    x, y = "compression rate (bytes, everything counted)", "kept of the uncompressed accuracy"
+    x, y = "compression rate (bytes)", "accuracy kept"
     return Curves(series, "Accuracy kept by compression rate", x, y, height=12)
 
 
 def _worst_table(tokens: Sequence[WorstToken]) -> Table:
     columns = [
-        Column(_text_of, "text, then the token", words=True),
+        Column(_text_of, "text and token", words=True),
         Column(lambda row: f"{row.source} {row.sequence}:{row.position}", "where", words=True),
         Column("kl", "KL", number),
         Column("baseline_probability", "p uncompressed", percent),
@@ -329,9 +327,9 @@ def _answers_table(answers: Sequence[tuple[Evaluation, AnswerLengths]]) -> Table
         Column(lambda row: row[0].method, "method", words=True),
         Column(lambda row: row[1].prompts, "prompts"),
         Column(lambda row: row[1].tokens, "tokens", "{:.1f}".format),
-        Column(lambda row: interval(row[1].ratio, row[1].ratio_interval, 4), "times as long"),
-        Column(lambda row: row[1].never_ended, "never end", percent),
-        Column(lambda row: _longer(row[1]), "answers are", words=True),
+        Column(lambda row: interval(row[1].ratio, row[1].ratio_interval, 4), "length ratio"),
+        Column(lambda row: row[1].never_ended, "reach limit", percent),
+        Column(lambda row: _longer(row[1]), "verdict", words=True),
     ]
     return Table(columns, answers)
 
@@ -340,13 +338,13 @@ def _longer(found: AnswerLengths) -> str:
     """Say whether a method's answers are longer than the uncompressed model's."""
     low, high = found.ratio_interval or (None, None)
     if min(found.never_ended, found.baseline_never_ended) >= _MOSTLY:
-        return "mostly cut at their limit"
+        return "mostly truncated"
     if low is None or high is None:
         return MISSING
     if high < 1:
         return "shorter"
     least = percent(1 - 1 / found.ratio)
-    return "not significantly longer" if low <= 1 else f"longer: steps must take {least} less time"
+    return "not significantly longer" if low <= 1 else f"longer; steps must be {least} faster"
 
 
 # --- How figures are written.

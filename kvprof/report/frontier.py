@@ -29,8 +29,9 @@ _METRICS = {
     "tasks": "mean task accuracy",
 }
 _PROTOCOLS = {
-    "decode": "half of each sequence prefilled, the rest decoded token by token and scored",
-    "one_pass": "the second half of each sequence scored in one pass that reads as decoding does",
+    "decode": "first half of each sequence prefilled, second half decoded and scored token by "
+    "token",
+    "one_pass": "second half of each sequence scored in one masked pass, equivalent to decoding",
 }
 _TASKS_AT_ONCE = 4  # columns
 _RATES_APART = 0.05  # two contexts' rates that differ by more are named
@@ -74,7 +75,7 @@ def _verdict(result: FrontierResult, methods: Sequence[Method]) -> str:
         for index, one in enumerate(result.data.goals)
     )
     if not result.complete:
-        return f"Interrupted before it was known which method keeps {goal}."
+        return f"Interrupted before any method was found to hold {goal}."
     if (best := _winner(methods)) is not None and best.sure is not None:
         return (
             f"{best.label} holds {goal} and saves {percent(best.sure)} of cache bytes "
@@ -82,10 +83,10 @@ def _verdict(result: FrontierResult, methods: Sequence[Method]) -> str:
         )
     near = next((one for one in methods if (one.max_rate or 0) > 0), None)
     if near is None:
-        return f"No method keeps {goal} at any compressed rate tested."
+        return f"No method holds {goal} at any tested rate."
     return (
-        f"No method holds {goal} at any compressed rate tested; by point estimate {near.label} "
-        f"keeps it and saves {percent(near.max_rate)}."
+        f"No method holds {goal} at any tested rate; by point estimate {near.label} does and "
+        f"saves {percent(near.max_rate)}."
     )
 
 
@@ -144,12 +145,12 @@ def _notes(result: FrontierResult) -> list[str]:
     data = result.data
     few = all(one.max_rate_interval is None for one in data.methods)
     halves = any(point.searched for one in data.methods for point in one.points)
-    lead = "Half of the text chose rates, the other half gives figures. " if halves else ""
-    several = ["Bound by: targets missed at the smallest rate that misses any."]
+    lead = "Rates chosen on half of the text, measured on the other. " if halves else ""
+    several = ["Bound by: the targets missed at the lowest failing rate."]
     return [
-        f"Rate: share of cache bytes saved, all counted, of 16 bits at {data.context:,} tokens.",
-        "Holds: the lower end of the 95 % interval meets the target, as at every lower rate.",
-        "Largest rate: the same by point estimate. Other figures: where it holds, else there.",
+        f"Rate: share of cache bytes saved vs 16 bits at {data.context:,} tokens.",
+        "Holds: the 95 % interval's lower end meets the target, also at lower rates.",
+        "Largest rate: the same by point estimate; other columns are at the held rate.",
         *(several if len(data.goals) > 1 else ()),
         lead + (NO_INTERVAL if few else "Intervals: paired 95 % bootstrap."),
     ]
@@ -190,7 +191,7 @@ def _sections(result: FrontierResult, methods: Sequence[Method]) -> Iterator[Blo
     yield from (Heading("Largest rates"), _rates(result, methods))
     if reasons := [one for one in methods if one.reason and (one.points or one.label != "full")]:
         columns = [Column("label", "method", words=True), Column("reason", "why", words=True)]
-        yield from (Heading("Stopped, or without a rate"), Table(columns, reasons))
+        yield from (Heading("Without a rate"), Table(columns, reasons))
     for one in data.goals:
         yield _curves(methods, one)
     if rows:
@@ -283,7 +284,7 @@ def _curves(methods: Sequence[Method], goal: Target) -> Curves:
         name = f"target {goal.target:g}"
         series.insert(0, Series(name, ends, [goal.target] * 2, reference=True))
     title = f"Share of {_metric(goal.metric)} kept, by rate"
-    kept = f"share kept (below {floor:g} left out)" if hidden else "share kept"
+    kept = f"share kept (from {floor:g})" if hidden else "share kept"
     return Curves(series, title, "share of cache bytes saved", kept, height=14)
 
 
@@ -333,9 +334,9 @@ def _running(result: FrontierResult, rows: Sequence[Row]) -> Iterator[Block]:
         Column(lambda row: rate_in_bytes(row[2].rate), f"rate at {count(known[0][2].context)}"),
         Column(lambda row: _bytes(row[2].bytes_per_token), "bytes per token"),
     ]
-    yield from (Heading("To run it"), Table(columns, known))
+    yield from (Heading("Requirements"), Table(columns, known))
     where = f"{result.data.dtype} on {result.inputs.device or 'this device'}"
-    yield Paragraph(f"Kernels: whether kvprof's kernels run it in {where}.", "aside")
+    yield Paragraph(f"Kernels: whether kvprof's kernels run the plan in {where}.", "aside")
     apart = [
         f"{one.label} ({rate_in_bytes(point.rate)} and {rate_in_bytes(long.rate)})"
         for one, point, long in known
@@ -343,7 +344,7 @@ def _running(result: FrontierResult, rows: Sequence[Row]) -> Iterator[Block]:
     ]
     if apart:
         here = f"{result.data.context:,} tokens"
-        said = f"Accuracy was measured at {here}, where these rates differ: {', '.join(apart)}."
+        said = f"Accuracy was measured at {here}, where rates differ: {', '.join(apart)}."
         yield Paragraph(said, "aside")
 
 

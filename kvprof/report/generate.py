@@ -31,8 +31,8 @@ def cache_line(cache: Mapping[str, Any] | None, dtype: str) -> str:
         return "Nothing was cached."
     measured, planned, full = (format_bytes(cache[f"{x}_bytes"]) for x in _SIZES)
     return (
-        f"The cache of {cache['tokens']:,} tokens holds {measured} (plan: {planned}; "
-        f"uncompressed: {full} in {dtype}), a compression rate of {cache['rate']:.3f}."
+        f"The cache takes {measured} for {cache['tokens']:,} tokens (plan: {planned}; "
+        f"uncompressed: {full} in {dtype}): compression rate {cache['rate']:.3f}."
     )
 
 
@@ -41,9 +41,9 @@ def decoding_line(decoding: Mapping[str, Any] | None) -> str | None:
     if decoding is None:
         return None
     if decoding["reason"] is not None:
-        return f"Decoding steps were launched one by one: {decoding['reason']}."
+        return f"Decoding ran without CUDA graphs: {decoding['reason']}."
     steps, held = decoding["replayed_steps"], format_bytes(decoding["graph_bytes"])
-    return f"{steps:,} decoding steps were replayed as a CUDA graph, which holds {held}."
+    return f"{steps:,} decoding steps were replayed as a CUDA graph of {held}."
 
 
 def report(result: GenerateResult) -> Report:
@@ -82,13 +82,10 @@ def compared(result: GenerateResult) -> Report:
 def _departure(result: GenerateResult, found: Difference) -> str:
     written = len(result.data.tokens)
     if found.position is None:
-        return f"All {written:,} new tokens are the uncompressed model's own."
+        return f"All {written:,} new tokens equal the uncompressed model's."
     if found.position == 0:
-        return f"The text departs at the first of {written:,} new tokens."
-    return (
-        f"The text departs at new token {found.position + 1:,} of {written:,}; the "
-        f"{found.position:,} before it are the same."
-    )
+        return f"The texts differ from the first of {written:,} new tokens on."
+    return f"The texts differ from new token {found.position + 1:,} of {written:,} on."
 
 
 def _compared(found: Difference, method: str) -> list[Block]:
@@ -98,7 +95,7 @@ def _compared(found: Difference, method: str) -> list[Block]:
     if found.position is not None:
         if common := found.common_text.strip("\n"):
             cut = f"({len(common) - _COMMON:,} characters …) " if len(common) > _COMMON else ""
-            blocks += [Heading("Both write"), Paragraph(cut + common[-_COMMON:])]
+            blocks += [Heading("Common text"), Paragraph(cut + common[-_COMMON:])]
         # Empty lines at the end show nothing; those at the beginning may be the difference.
         rests = (found.compressed_rest.rstrip("\n"), found.full_rest.rstrip("\n"))
         titles = ("compressed goes on", "uncompressed goes on")
@@ -107,12 +104,12 @@ def _compared(found: Difference, method: str) -> list[Block]:
     if found.compressed_token is not None and found.full_token is not None:
         rows = [("compressed", found.compressed_token), ("uncompressed", found.full_token)]
         columns = [
-            Column(0, "written by", words=True),
+            Column(0, "model", words=True),
             Column(lambda row: repr(row[1].text), "token", words=True),
             Column(lambda row: f"{row[1].compressed_probability:.4f}", "probability, compressed"),
             Column(lambda row: f"{row[1].full_probability:.4f}", "probability, uncompressed"),
         ]
-        blocks += [Paragraph(""), Table(columns, rows, "Probability of both tokens")]
+        blocks += [Paragraph(""), Table(columns, rows, "Probability of the first differing tokens")]
     if kl := found.kl:
         mean, most = number(sum(kl) / len(kl)), number(max(kl))
         title = f"KL divergence by step: {mean} nats on average, at most {most}"
@@ -135,4 +132,4 @@ def _length(found: Length) -> str:
     bound = "" if found.ends and found.full_ends else "at least "
     if not found.full_ends:
         bound = "at most "
-    return f"{text}: {bound}{found.ratio:.3g} times as long (one prompt, so no interval)."
+    return f"{text}: {bound}{found.ratio:.3g}× as long (one prompt, so no interval)."

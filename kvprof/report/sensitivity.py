@@ -29,11 +29,11 @@ from kvprof.views.page import listed
 __all__ = ["report"]
 
 _NOTES = (
-    "Divergence: mean KL divergence of the next token from the uncompressed model's, in nats.",
-    "A cell stores one part at a setting and everything else uncompressed; sums add cells.",
-    "Measured: run as a whole, because cells do not quite add up.",
-    "Decoded tokens attend to older ones as stored. A rank projects the prompt too.",
-    "Rates are of the measured parts' bytes, with scales and windows.",
+    "Divergence: mean next-token KL divergence from the uncompressed model, in nats.",
+    "A cell compresses one part and leaves everything else uncompressed.",
+    "Measured: all parts together, since cells do not add up exactly.",
+    "Decoded tokens attend to older ones as stored; ranks project the prompt too.",
+    "Rates: of the measured parts' bytes, scales and windows included.",
 )
 
 
@@ -44,7 +44,7 @@ def report(result: SensitivityResult) -> Report:
     body: list[Block] = [Heading("What each setting costs"), _settings(data)]
     body += [Heading("Divergence by layer and side"), *_maps(data)]
     if data.needed:
-        share = f"The smallest quantised form within an equal share of {limit} nats."
+        share = f"The fewest bits within an equal share of {limit} nats."
         body += [Heading("What each part needs"), Paragraph(share, "aside"), *_needed(data)]
     if data.first_tokens:
         body += [Heading("With the first tokens uncompressed"), _first_tokens(data)]
@@ -72,7 +72,7 @@ def report(result: SensitivityResult) -> Report:
 
 def _verdict(data: SensitivityData, limit: str) -> str:
     if not data.sides:
-        return "No setting was measured on all parts, so nothing can be compared yet."
+        return "No setting was measured on all parts, so nothing can be compared."
     said = []
     for side, other in (SIDES, SIDES[::-1]):
         if own := [one.setting for one in data.sides if one.more == side]:
@@ -106,10 +106,12 @@ def _settings(data: SensitivityData) -> Table:
         Column("values", "values", number),
         Column("ratio", "keys / values", number),
         Column(
-            lambda row: _layers(stay.get(row.setting), data), "layers that must stay", words=True
+            lambda row: _layers(stay.get(row.setting), data),
+            "layers to leave uncompressed",
+            words=True,
         ),
         Column(of_worst(_part), "worst part", words=True),
-        Column(of_worst(lambda cell: number(cell.kl)), "its cost"),
+        Column(of_worst(lambda cell: number(cell.kl)), "cost"),
         Column(of_worst(lambda cell: percent(cell.relative_accuracy)), "accuracy kept"),
     ]
     return Table(columns, data.sides)
@@ -206,7 +208,7 @@ def _first_tokens(data: SensitivityData) -> Table:
         Column("exact_first", "first tokens"),
         Column("kl", "cost", number),
         Column("kl_exact", "first uncompressed", number),
-        Column("explained", "explained by them", percent),
+        Column("explained", "explained by first tokens", percent),
         Column(lambda row: row.explained_by_side.keys, "of keys", percent),
         Column(lambda row: row.explained_by_side.values, "of values", percent),
     ]
@@ -229,7 +231,7 @@ def _budgets(data: SensitivityData) -> Iterator[Block]:
     yield Table(columns, rows)
     bits = {cell.setting for cell in data.cells if cell.bits is not None}
     apart = "" if "fp8" not in bits or len(bits) == 1 else " A plan has FP8 or a quantiser's bits."
-    yield Paragraph(f"--rate and --save keep a mixture as a plan.{apart}", "aside")
+    yield Paragraph(f"--rate and --save write the mixture as a plan.{apart}", "aside")
     for one in data.budgets:
         if len({choice.setting for choice in one.choices}) > 1:
             yield Paragraph("")
@@ -238,7 +240,7 @@ def _budgets(data: SensitivityData) -> Iterator[Block]:
 
 def _mixture(one: Budget) -> str:
     if one.like is None:
-        return f"mixed, at the rate asked for ({percent(one.rate_asked)})"
+        return f"mixed, at rate {percent(one.rate_asked)}"
     return f"mixed, at most the bytes of {one.like}"
 
 
@@ -250,6 +252,6 @@ def _flags(one: Flags) -> list[Block]:
     kept = percent(one.measured.relative_accuracy)
     return [
         Heading(f"{one.program}: {one.flags}"),
-        Paragraph(f"Says: {one.says}. Measured: {_kl(one)} nats, {kept} of the accuracy."),
-        Paragraph(f"Does not say: {one.unsaid}."),
+        Paragraph(f"Meaning: {one.says}. Measured: {_kl(one)} nats, {kept} of the accuracy."),
+        Paragraph(f"Limits: {one.unsaid}."),
     ]

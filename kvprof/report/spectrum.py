@@ -39,9 +39,9 @@ _SHOWN_DIM_RATE = 0.5
 _BAND = (2.5, 97.5)  # per cent of the heads
 
 _NOTES = (
-    "dim_rate: share of key and value dimensions saved; accuracy is measured by kvprof eval.",
-    "Effective rank: exp of the entropy of the singular values; 1 if one direction holds all.",
-    "CV: standard deviation over mean of the largest singular value, over all heads.",
+    "dim_rate: share of dimensions dropped; kvprof eval measures accuracy.",
+    "Effective rank: exp of the entropy of the singular values; at least 1.",
+    "CV: standard deviation over mean of heads' largest singular value.",
     "Published CV, qk: 0.48–0.59 (FDC table 3, ZACK table 6).",
     "Published CV, vo: 0.41–0.46 (FDC table 4, ZACK table 7).",
 )
@@ -118,9 +118,9 @@ def _pair_table(pairs: dict[str, Pair]) -> Table:
         Column(0, "pair", words=True),
         Column(lambda row: span(row[1].widths), "dims"),
         Column(lambda row: mean(flat(row[1].effective_rank)), "effective rank", "{:.1f}".format),
-        Column(lambda row: _ends(flat(row[1].effective_rank)), "over heads"),
+        Column(lambda row: _ends(flat(row[1].effective_rank)), "range"),
         Column(lambda row: row[1].cv_of_max, "CV", lambda value: number(value, 2)),
-        Column(lambda row: mean(row[1].half_energy), "energy at half width", percent),
+        Column(lambda row: mean(row[1].half_energy), "energy at half of dims", percent),
         Column(lambda row: min(row[1].half_energy), "lowest head", percent),
     ]
     return Table(columns, list(pairs.items()))
@@ -194,7 +194,7 @@ def _per_query_head(result: SpectrumResult) -> list[Block]:
     assert own is not None
     title = Heading("One basis of qk per query head")
     if set(own.group) == {1}:
-        return [title, Paragraph("Each KV head has one query head, so both bases are the same.")]
+        return [title, Paragraph("Each KV head has one query head, so both bases are equal.")]
     grouped = result.data.pairs["qk"]
     ranks = [number(mean(flat(pair.effective_rank))) for pair in (own.qk, grouped)]
     said = (
@@ -214,7 +214,7 @@ def _head_table(rows: Sequence[HeadRemoval]) -> Table:
         Column("removal_rate", "removal rate", rate_text),
         Column(_mean_of("ranks"), "mean rank per query head", "{:.1f}".format),
         Column("stored_dims", "dims stored", count),
-        Column("grouped_dims", "with grouped bases", count),
+        Column("grouped_dims", "grouped bases", count),
         Column("full_dims", "uncompressed", count),
         Column(lambda row: row.stored_dims / row.grouped_dims, "of grouped", times),
         Column(lambda row: row.stored_dims / row.full_dims, "of uncompressed", times),
@@ -223,7 +223,7 @@ def _head_table(rows: Sequence[HeadRemoval]) -> Table:
         grid = span([row.grid for row in rows])
         columns += [
             Column("stored_dims_rounded", f"dims in multiples of {grid}", count, goes=1),
-            Column("grouped_dims_rounded", "grouped, likewise", count, goes=2),
+            Column("grouped_dims_rounded", "grouped, multiples of {grid}", count, goes=2),
         ]
     return Table(columns, rows)
 
@@ -241,7 +241,7 @@ def _measured_with(result: SpectrumResult) -> dict[str, Any]:
         "seed": inputs.seed,
         "prefix": inputs.prefix,
         "left out": f"first {inputs.skip_first} tokens" if inputs.skip_first else None,
-        "weight of V": f"{weighted}, against W_O in vo" if "vo" in inputs.pairs else None,
+        "weight of V": f"{weighted}, in vo" if "vo" in inputs.pairs else None,
         "qk": "C_q + G·C_k, paired per query head" if inputs.paired else None,
         "default tokens": inputs.default_tokens_source,
     }

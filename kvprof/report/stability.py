@@ -37,11 +37,11 @@ _SAME_ELEMENTS = 0.005
 _NOTHING, _ROUNDING, _DECADES = 1e-9, 1e-6, 20.0
 
 _NOTES = (
-    "Ratio: mean |difference| of two bases' elements over their mean |element| (FDC §3.2).",
-    "Clusters: columns that another seed cannot tell apart; they turn into each other at no loss.",
-    "Extra lost energy, extra error: beyond the dataset's own basis, relative to its own loss.",
-    "Subspace distance: 0 for the same subspace, 1 for an orthogonal one.",
-    "In brackets: 2.5 and 97.5 percentiles over heads and seeds; another seed is the noise floor.",
+    "Ratio: mean |difference| of two bases over their mean |element| (FDC §3.2).",
+    "Clusters: columns that are interchangeable between seeds, at no loss.",
+    "Extra lost energy and error: relative to the dataset's own basis.",
+    "Subspace distance: 0 for equal subspaces, 1 for orthogonal ones.",
+    "[…]: 2.5 and 97.5 percentiles over heads and seeds. Another seed: noise floor.",
 )
 
 
@@ -155,7 +155,7 @@ def report(result: StabilityResult) -> Report:
         result,
         body,
         verdict=_verdict(result, pairs),
-        subject=f"{model}: basis from {inputs.source} against each dataset's own",
+        subject=f"{model}: basis from {inputs.source} vs each dataset's own",
         notes=_NOTES if pairs else (),
         measured_with=_measured_with(result, pairs),
     )
@@ -181,18 +181,21 @@ def _answer(every: Sequence[Comparison], limit: float, rank: int | None) -> str:
     """Say whether a pair's basis holds, and the most that it costs."""
     known = [one for one in every if not one.noise and one.cost is not None]
     if not known:
-        return "cannot be judged, no cost was measured"
+        return "not testable (no cost was measured)"
     floor = next((one for one in every if one.noise), None)
     costly = [one for one in known if (one.cost or 0.0) > limit]
     ratios = [one.at().ratio_sign_aligned for one in known]
     if not costly:
         same = all(ratio is not None and ratio < _SAME_ELEMENTS for ratio in ratios)
-        return "holds" if same else "holds by its cost, not by its elements"
+        return "holds" if same else "holds by cost, not by elements"
     sure = [one for one in costly if floor is None or _exceeds(one, floor, rank)]
     told = [
         (sure, "does not hold"),
-        ([one for one in costly if one not in sure], "is undecided (another seed costs as much)"),
-        ([one for one in known if one not in costly], "holds by its cost"),
+        (
+            [one for one in costly if one not in sure],
+            "is inconclusive (another seed costs as much)",
+        ),
+        ([one for one in known if one not in costly], "holds by cost"),
     ]
     parts = [(which, text) for which, text in told if which]
     worst = max(known, key=lambda one: one.cost or 0.0)
@@ -242,7 +245,7 @@ def _names(every: Sequence[Comparison]) -> str:
 
 def _claims(claims: Sequence[Claim]) -> list[Block]:
     if not claims:
-        return [Paragraph("No published claim is about this source and these pairs.")]
+        return [Paragraph("No published claim covers this source and these pairs.")]
     columns = [
         Column(_statement, "claim", words=True),
         Column("threshold", "threshold", lambda value: f"{value:g}"),
@@ -254,13 +257,13 @@ def _claims(claims: Sequence[Claim]) -> list[Block]:
 
 def _statement(claim: Claim) -> str:
     at = "" if claim.tokens is None else f", {count(claim.tokens)} tokens"
-    return f"{claim.paper}: {claim.claim}. {claim.pair} against {claim.target}{at}."
+    return f"{claim.paper}: {claim.claim}. {claim.pair} vs {claim.target}{at}."
 
 
 def _pair(result: StabilityResult, pair: str, every: Sequence[Comparison]) -> list[Block]:
     """Return a pair's tables, its curves, and the map of the dataset that costs most."""
     rank = _rank(result, pair)
-    body: list[Block] = [Heading(f"{pair}: against each dataset's own basis")]
+    body: list[Block] = [Heading(f"{pair}: vs each dataset's own basis")]
     body += [_ratios(result.data, every), Paragraph(""), _costs(result, every)]
     if any(len(one.points) > 1 for one in every if not one.noise):
         source = "random tokens" if every[0].source == "random" else f"tokens of {every[0].source}"
@@ -300,7 +303,7 @@ def _ratios(data: StabilityData, every: Sequence[Comparison]) -> Table:
         Column(lambda one: _ratio(one.at().ratio), "ratio"),
         Column(lambda one: _ranged(one.at(), "ratio_sign_aligned", _ratio), "signs aligned"),
         Column(lambda one: _ratio(one.at().ratio_cluster_aligned), "clusters aligned"),
-        Column(alone, "columns aligned alone", goes=1),
+        Column(alone, "columns aligned singly", goes=1),
         Column(lambda one: str(max(clustered(one), default=MISSING)), "largest cluster", goes=1),
     ]
     return Table(columns, every)
@@ -354,8 +357,8 @@ def _head_map(worst: Comparison, rank: int | None) -> HeatMap:
     decimals = 0 if largest >= 20 else 1 if largest >= 2 else 2  # that tell heads apart
     return HeatMap(
         values,
-        f"{worst.pair}: extra lost energy by layer and head in per cent, against "
-        f"{worst.target}, {count(worst.most)} tokens, rank {rank}",
+        f"{worst.pair}: extra lost energy (%) by layer and head on {worst.target}, "
+        f"{count(worst.most)} tokens, rank {rank}",
         show=lambda value: f"{value:,.{decimals}f}",
     )
 
@@ -384,10 +387,10 @@ def _advice(result: StabilityResult, pairs: Mapping[str, Sequence[Comparison]]) 
     found = result.data.recommendation
     assert found is not None
     source = "random" if result.inputs.source == "random" else f"{result.inputs.source}'s"
-    lead = f"Calibrate with {count(found.tokens)} {source} tokens: more do not lower the cost."
+    lead = f"Calibrate with {count(found.tokens)} {source} tokens; more do not lower the cost."
     if not found.stopped_falling:
         lead = (
-            f"Calibrate with {count(found.tokens)} {source} tokens or more: the cost still falls."
+            f"Calibrate with {count(found.tokens)} {source} tokens or more; the cost still falls."
         )
     columns = [
         Column(0, "pair", words=True),
@@ -421,7 +424,7 @@ def _measured_with(
     )
     removal = ", ".join(map(rate_text, inputs.removal))
     return {
-        "model": inputs.model or "none loaded, saved moments",
+        "model": inputs.model or "none (saved moments)",
         "source": f"{inputs.source}, {', '.join(map(count, counts)) or 'no'} tokens in "
         f"sequences of {inputs.seq_len:,}",
         "datasets": f"{', '.join(inputs.targets)}; {count(inputs.target_tokens)} tokens in "

@@ -79,10 +79,10 @@ def parse_source(text: str, *, what: str = "--source") -> Source:
         return Source(SourceKind.EMBEDDED, text)
     path = Path(text)
     if not _holds(path.is_file):
-        reason = "is a folder" if _holds(path.is_dir) else "is no file"
+        reason = "is a folder" if _holds(path.is_dir) else "is not a file"
         raise UsageError(
-            f"{what}: {text!r} {reason} and no known source; "
-            f"give a file, random:8k, {', '.join(EMBEDDED[:-1])} or {EMBEDDED[-1]}"
+            f"{what}: {text!r} {reason} and not a known source; give a file, random:8k, "
+            f"{', '.join(EMBEDDED[:-1])} or {EMBEDDED[-1]}"
         )
     if path.suffix in _MOMENT_SUFFIXES:
         return Source(SourceKind.MOMENTS, path.name, (path,))
@@ -101,6 +101,6 @@ def file_source(paths: list[Path], *, token_ids: bool) -> Source:
     """Return the source that reads `paths` in order, as text or as token ids."""
     for path in paths:
         if not _holds(path.is_file):
-            raise UsageError(f"{str(path)!r}: there is no such file")
+            raise UsageError(f"{str(path)!r}: no such file")
     name = paths[0].name if len(paths) == 1 else f"{paths[0].name} and {len(paths) - 1} more"
     return Source(SourceKind.TOKEN_IDS if token_ids else SourceKind.TEXT, name, tuple(paths))

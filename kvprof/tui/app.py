@@ -221,13 +221,13 @@ class LiveApp(App[int]):
         elif (
             self.choice.next_load_method(state) if state.is_load else self.choice.next_method(state)
         ) is None:
-            self._say("no method was started yet")
+            self._say("no method has started")
         self.draw()
 
     def action_baseline(self) -> None:
         """Hold the others against the next method."""
         if self.choice.next_baseline(self.session.state) is None:
-            self._say("no method was started yet")
+            self._say("no method has started")
         self.draw()
 
     def action_request(self, by: int) -> None:
@@ -305,7 +305,7 @@ class LiveApp(App[int]):
             self._say(str(problem), wrong=True)
         else:
             whole = json.loads(text)["complete"]
-            self._say(f"exported {path}" + ("" if whole else " (incomplete so far)"))
+            self._say(f"exported {path}" + ("" if whole else " (incomplete)"))
 
     async def action_quit(self) -> None:
         """Leave, as `q` does."""

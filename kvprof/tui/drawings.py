@@ -53,7 +53,7 @@ _LONGEST_NAME = 18
 def stacked_bars(bars: Sequence[MethodBar], ink: Ink, airy: bool = False) -> RenderableType:
     """Return a bar per method, with its time and its difference from the baseline."""
     if not bars:
-        return Text("nothing was measured yet", style="italic")
+        return Text("nothing measured yet", style="italic")
     drawn = [
         Bar(
             f"{'›' if bar.chosen else ' '} {short(bar.case.method)}",
@@ -92,8 +92,8 @@ def short(name: str, longest: int = _LONGEST_NAME) -> str:
 
 
 _TOTALS: dict[str, Callable[[CaseState], float | None]] = {
-    "first token": CaseState.ttft_seconds,
-    "between tokens": CaseState.tbt_seconds,
+    "TTFT": CaseState.ttft_seconds,
+    "TBT": CaseState.tbt_seconds,
     "completion": lambda case: case.account.seconds if case.finished is not None else None,
 }
 _LONGEST_METHOD = 16  # in the table of parts, where several stand side by side
@@ -166,7 +166,7 @@ class CacheBars:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         known = [case for case in self.cases if case.memory.last is not None]
         if not known:
-            yield Text("no bytes were measured yet", style="italic")
+            yield Text("no bytes measured yet", style="italic")
             return
         highest = max(
             max(m.logical, m.allocated, m.full_width)
@@ -190,7 +190,7 @@ class CacheBars:
         rows = (
             ("logical", newest.logical, "█"),
             ("allocated", newest.allocated, "▒"),
-            ("full width", newest.full_width, "░"),
+            ("uncompressed", newest.full_width, "░"),
         )
         room = min(_CACHE_BAR if width < 110 else 2 * _CACHE_BAR, width - 36)
         for name, nbytes, sign in rows:
@@ -199,7 +199,7 @@ class CacheBars:
                 length = round(nbytes / highest * room) if highest > 0 else 0
                 line.append((sign * length).ljust(room))
             line.append(f" {size(nbytes):>10}")
-            if name != "full width" and newest.full_width > 0:
+            if name != "uncompressed" and newest.full_width > 0:
                 line.append(f"  {share(nbytes / newest.full_width):>6}")
             yield line
 
@@ -215,7 +215,7 @@ class Levels:
         total = sum(self.levels.values())
         yield Text(f"{self.method}: tokens by level", style="bold", overflow="fold")
         if total <= 0:
-            yield Text("no token is on a level yet", style="italic")
+            yield Text("no tokens on any level yet", style="italic")
             return
         stacked = Text("  ", no_wrap=True)
         signs = {name: index % len(SERIES) for index, name in enumerate(self.levels)}
@@ -323,7 +323,7 @@ class Telemetry:
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{name:<6}", style="bold")
         if newest.throttled:
-            line.append(f" ▼ slowed down: {', '.join(newest.throttled)}", style=self.ink.bad())
+            line.append(f" ▼ throttled: {', '.join(newest.throttled)}", style=self.ink.bad())
         words = [
             quantity.figure(newest.values[key])
             for key, quantity in QUANTITIES.items()

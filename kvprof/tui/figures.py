@@ -88,7 +88,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }
 _COMPARISON = re.compile(r"([a-zA-Z]+)\s*(<=|>=|<|>|=)\s*([0-9][0-9.eE+-]*)")
 _RANGE = re.compile(r"([0-9]{1,5})(?:\s*[-–]\s*([0-9]{1,5}))?")
-_HOW = "write layers (0-7, 12) or a comparison (k<64, ms>=2, bytes>1e6)"
+_HOW = "give layers (0-7, 12) or a comparison (k<64, ms>=2, bytes>1e6)"
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ class LayerFilter:
             elif (match := _COMPARISON.fullmatch(entry)) and match[1].lower() in called:
                 value = _number(match[3])
                 if value is None:
-                    raise ValueError(f"{match[3]!r} is no number: {_HOW}")
+                    raise ValueError(f"{match[3]!r} is not a number: {_HOW}")
                 comparisons.append((called[match[1].lower()], match[2], value))
             else:
-                raise ValueError(f"{entry!r} is no filter: {_HOW}")
+                raise ValueError(f"{entry!r} is not a filter: {_HOW}")
         return cls(text.strip(), tuple(ranges), tuple(comparisons))
 
     def lets(self, row: LayerRow) -> bool:

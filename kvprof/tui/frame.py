@@ -88,15 +88,15 @@ class Key:
 
 #: In the order of the footer.
 KEYS = (
-    Key("m", "m", "method", "method", "the next method (Layers, Cache, Load show it)"),
-    Key("b", "b", "baseline", "baseline", "hold the others against the next method"),
-    Key("n", "n", "request", "request(1)", "the next batch and lengths, or rate (N: before)"),
+    Key("m", "m", "method", "method", "next method (in Layers, Cache, Load)"),
+    Key("b", "b", "baseline", "baseline", "next baseline"),
+    Key("n", "n", "request", "request(1)", "next batch and lengths, or rate (N: previous)"),
     Key(
         "s",
         "s",
         "sort",
         "sort",
-        "parts by size, layers by the next column",
+        "sort parts by size, layers by next column",
         ("overview", "layers"),
     ),
     Key(
@@ -104,16 +104,16 @@ KEYS = (
         "p",
         "small parts",
         "small_parts",
-        "open or fold the parts of little time",
+        "show or hide small parts",
         ("overview",),
     ),
-    Key("slash", "/", "filter", "filter", "show some layers: 0-7,12 or k<64", ("layers",)),
-    Key("space", "space", "pause", "pause", "hold the view still; the measurement goes on"),
-    Key("end", "End", "jump", "jump", "play the rest of a replay at once"),
-    Key("x", "x", "save svg", "save_svg", "save this screen as an SVG file"),
-    Key("e", "e", "export", "export", "write the result, as far as it is measured"),
-    Key("question_mark", "?", "help", "help", "this page"),
-    Key("q", "q", "quit", "leave", "leave; asks while a measurement of its own is running"),
+    Key("slash", "/", "filter", "filter", "filter layers: 0-7,12 or k<64", ("layers",)),
+    Key("space", "space", "pause", "pause", "pause display"),
+    Key("end", "End", "jump", "jump", "jump to the end of a replay"),
+    Key("x", "x", "save svg", "save_svg", "save this screen as SVG"),
+    Key("e", "e", "export", "export", "export the result so far"),
+    Key("question_mark", "?", "help", "help", "this help"),
+    Key("q", "q", "quit", "leave", "quit (confirms if a measurement is running)"),
 )
 
 
@@ -303,8 +303,8 @@ class RunScreen(Screen[None]):
         if self.has_class("too-small"):
             line = (
                 f"kvprof tui needs {LEAST_COLUMNS} columns and {LEAST_ROWS} rows; this terminal "
-                f"has {width} and {self.size.height}. Make it larger, or leave with q and use "
-                "kvprof show."
+                f"has {width} and {self.size.height}. Enlarge it, or quit with q and use kvprof "
+                "show."
             )
             self.put("narrow", (line,), lambda: Text(line))
             return
@@ -378,21 +378,17 @@ def _hashable(key: tuple[Any, ...]) -> Hashable:
 
 
 _READING = (
-    "A bar is the time of one request, in parts; what no part explains is its own part (?). Until "
-    "a case has finished it is what was measured so far, afterwards the time without "
-    "instrumentation.",
-    "Shares are of the method's own time; until its case has finished, of what is in parts so far.",
-    "A case runs its request several times, without marks and with them: a pass each. A composed "
-    "run measures one layer at several lengths: its points.",
-    "Differences are against the baseline, once both are measured. › marks the chosen method.",
-    "Time between tokens is of decode steps; first token and completion are without "
-    "instrumentation. A first token that is not bold is of a single run so far.",
-    "A colour means one thing: a part, the curve of a method, or better, worse and doubtful.",
-    "Under load a rate that runs shows the requests that ended so far: those that take long are "
-    "not among them yet. ▲ the queue grows, ▽ the server sheds requests, ! requests fail, × too "
-    "few are within the objective.",
-    "A layer's ms are its attention and what the method adds, over the whole request.",
-    "The view reads the run's events and changes nothing: several may watch one run.",
+    "A bar is one request's time by part; ? is unattributed. Until a case finishes, it shows "
+    "what is measured so far.",
+    "Shares are of the method's own time.",
+    "A pass is one run of a request; a point is one context length of a composed run.",
+    "Differences are from the baseline. › marks the chosen method.",
+    "TBT is the time of a decode step. A TTFT that is not bold is from a single run.",
+    "Colours mark parts, methods, or better, worse and doubtful.",
+    "A running rate shows finished requests only. ▲ the queue grows, ▽ the server sheds "
+    "requests, ! requests fail, × too few meet the SLO.",
+    "A layer's ms are its attention and cache work over the whole request.",
+    "Several views can watch one run.",
 )
 
 
@@ -408,20 +404,20 @@ class HelpScreen(ModalScreen[None]):
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        table.add_row("1–4", "the screens; a load has two: Load and Log")
+        table.add_row("1–4", "screens (with --load: Load and Log)")
         for key in KEYS:
             table.add_row(key.sign, key.help)
-        table.add_row("↑ ↓", "scroll; the mouse works, too: tabs, keys, methods, columns")
+        table.add_row("↑ ↓", "scroll; the mouse works too")
         with VerticalScroll(classes="box"):
             yield Static(
                 Group(
                     Text("Keys", style="bold"),
                     table,
                     Text(),
-                    Text("How to read it", style="bold"),
+                    Text("Notes", style="bold"),
                     bullets(_READING),
                     Text(),
-                    Text("? or Escape closes this page", style="italic"),
+                    Text("? or Escape closes this help", style="italic"),
                 )
             )
 
@@ -454,21 +450,21 @@ class QuitScreen(ModalScreen[str]):
     def compose(self) -> ComposeResult:
         """Return the question."""
         stop = (
-            "stop it now; what is on disk stays"
+            "stop now; recorded events stay on disk"
             if self._stopping
-            else "stop after the step in hand and leave; what is measured stays"
+            else "stop after the current step and quit; keep what is measured"
         )
         lines = [Text("The measurement is still running.", style="bold"), Text()]
         for key, text in (
-            ("f", "leave, and let it finish in the background"),
+            ("f", "quit, and let it finish in the background"),
             ("s", stop),
-            ("c", "continue to watch (Escape)"),
+            ("c", "keep watching (Escape)"),
         ):
             line = Text.assemble((f" {key} ", "bold reverse"), f"  {text}", overflow="fold")
             answer = {"f": "finish", "s": "stop", "c": "stay"}[key]
             line.apply_meta({"answer": answer})
             lines.append(line)
-        lines += [Text(), Text(f"Its record: {self._folder}", overflow="fold")]
+        lines += [Text(), Text(f"Recorded in {self._folder}", overflow="fold")]
         with VerticalScroll(classes="box"):
             yield Static(Group(*lines))
 

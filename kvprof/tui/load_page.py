@@ -107,14 +107,14 @@ class LoadScreen(RunScreen):
     def _title(self, case: LoadCase | None) -> Text:
         title = Text("Load", style="bold", overflow="fold")
         if case is None:
-            return title.append(" · no rate was started yet", style="not bold")
+            return title.append(" · no rate has started", style="not bold")
         state = self.live.session.state
         brief = state.briefs.get(case.started.case)
         words = [f"{case.started.method} at {rate_words(case.started.rate)}"]
         if brief is None:
             words.append(f"{len(case.requests):,} of {case.started.requests:,} requests ended")
         else:
-            words.append(f"{brief.ended:,} requests" + ("" if brief.complete else ", given up"))
+            words.append(f"{brief.ended:,} requests" + ("" if brief.complete else ", abandoned"))
         if brief is not None:
             failed, shed = brief.failed, brief.shed
         else:
@@ -145,7 +145,7 @@ class LoadScreen(RunScreen):
         plot = LinePlot(
             series,
             "Latency per token",
-            "requests a second",
+            "req/s",
             "ms",
             height=max(_CURVE_ROWS[0], min(_CURVE_ROWS[1], free)),
             log_y=max(values) > _LOG * min(values),
@@ -185,10 +185,10 @@ class LoadScreen(RunScreen):
         state = self.live.session.state
         lines = []
         if state.is_simulated:
-            lines.append("simulated: nothing is served; steps take the times that were measured")
+            lines.append("simulated from measured step times")
         lines.append(
-            "latency per token: from a request's arrival to its last token, over the tokens "
-            "written; means over the window that counts"
+            "latency per token: from arrival to the last token, per output token; mean of "
+            "counted requests"
         )
         return Group(Text(), bullets(lines, "dim"))
 
@@ -205,7 +205,7 @@ class QueueLines:
         if case is None:
             return
         if not case.samples:
-            yield Text("nothing of the queue was seen yet", style="italic")
+            yield Text("no queue data yet", style="italic")
             return
         room = max(8, options.max_width - _LABEL - _WORDS)
         times = [one.at for one in case.samples]
@@ -262,7 +262,7 @@ class RateTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.briefs:
-            yield Text("no rate has ended yet", style="italic")
+            yield Text("no rate has finished", style="italic")
             return
         every = list(dict.fromkeys(one.method for one in self.briefs))
         methods = self._fitting(every, max(1, (options.max_width - _LABEL) // _FIGURE))
@@ -314,7 +314,7 @@ class RateTable:
             _GROWS: "the queue grows",
             _SHEDS: "the server sheds requests",
             _FAILS: "requests fail",
-            _MISSES: f"fewer than {share(self._least)} of the requests within the objective",
+            _MISSES: f"fewer than {share(self._least)} of the requests meet the SLO",
         }
         return [f"{sign} {said}" for sign, said in words.items() if sign in there]
 

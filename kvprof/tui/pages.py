@@ -120,7 +120,7 @@ class OverviewScreen(RunScreen):
             words.append(f"request {requests.index(request) + 1} of {len(requests)}")
         if (base := choice.baseline_method(state)) is not None:
             found = choice.baseline_case(state) is not None
-            words.append(f"against {base}" + ("" if found else ", not measured here"))
+            words.append(f"against {base}" + ("" if found else ", not measured"))
         return title.append(f" · {' · '.join(words)}", style="not bold")
 
     def _curve(self, cases: list[CaseState], beside: bool) -> RenderableType:
@@ -132,7 +132,7 @@ class OverviewScreen(RunScreen):
             return Text()
         title = "Time between tokens"
         if not any(len(one.x) > 0 for one in series):
-            waiting = Text("no token was generated yet", style="italic")
+            waiting = Text("no token generated yet", style="italic")
             return Group(Text(title, style="bold"), waiting)
         rows = self.size.height - (15 + 2 * len(cases) if beside else 34 + len(cases))
         height = max(_CURVE_ROWS[0], min(_CURVE_ROWS[1], rows))
@@ -163,7 +163,7 @@ class OverviewScreen(RunScreen):
 # --- Layers: what each layer costs and keeps, as a table, with a map of the ranks by head.
 
 
-_UNTIMED = "no layer was timed on its own: a composed run takes the times of one for all"
+_UNTIMED = "a composed run times one layer for all"
 
 
 class LayersScreen(RunScreen):
@@ -263,7 +263,7 @@ class LayersScreen(RunScreen):
         choice = self.live.choice
         title = Text("Layers", style="bold", overflow="fold")
         if case is None:
-            return title.append(" · no case was started yet", style="not bold")
+            return title.append(" · no case has started", style="not bold")
         words = [case.method, request_words(case.request)]
         if case.started.rate:
             words.append(f"saves {share(case.started.rate)}")
@@ -271,7 +271,7 @@ class LayersScreen(RunScreen):
             words.append(f"filter {choice.layers.text}: {len(rows)} of {len(case.layers)}")
         title.append(f" · {' · '.join(words)}", style="not bold")
         if not case.layers:
-            title.append("\nthis run does not tell layers apart", style="not bold italic")
+            title.append("\nthis run does not record layers", style="not bold italic")
         elif untimed:
             title.append(f"\n{_UNTIMED}", style="not bold italic")
         return title
@@ -333,7 +333,7 @@ class CacheScreen(RunScreen):
         title = Text("Cache", style="bold", overflow="fold")
         request = self.live.choice.shown_request(self.live.session.state)
         if request is None:
-            return title.append(" · no case was started yet", style="not bold")
+            return title.append(" · no case has started", style="not bold")
         return title.append(f" · {request_words(request)}\n", style="not bold")
 
     def _levels(self, cases: list[CaseState]) -> RenderableType:
@@ -346,7 +346,7 @@ class CacheScreen(RunScreen):
 
     def _colours(self, series: list[Series]) -> tuple[str, ...]:
         """Return the methods' colours, those of Overview; full width is none of them."""
-        added = bool(series) and series[0].label == "full width"
+        added = bool(series) and series[0].label == "uncompressed"
         return ("",) * added + self.live.ink.curves(len(series) - added)
 
     def _growth(self, cases: list[CaseState]) -> RenderableType:
@@ -365,11 +365,13 @@ class CacheScreen(RunScreen):
         if not any(all(s.logical == s.full_width for s in case.memory) for case in cases):
             full = sorted(widest.items())[:: max(1, -(-len(widest) // _POINTS))]
             values = [nbytes / factor for _, nbytes in full]
-            series.insert(0, Series("full width", [float(context) for context, _ in full], values))
+            series.insert(
+                0, Series("uncompressed", [float(context) for context, _ in full], values)
+            )
         height = max(_ROWS[0], min(_ROWS[1], self.size.height - 8 - 4 * len(cases)))
         plot = LinePlot(
             series,
-            "Logical bytes",
+            "Stored bytes",
             "tokens in the cache",
             unit,
             height=height,

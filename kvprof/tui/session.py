@@ -23,7 +23,7 @@ def recorded_result(record: Path | None, result: dict[str, Any] | None) -> str:
         assert result is not None
         return render_result(result)
     if not record.exists():
-        raise FailedError("there is nothing to export yet: no event was written")
+        raise FailedError("nothing to export yet")
     recording = read_events(record)
     return render_result(result_of(recording.events, damage=recording.damage))
 
@@ -68,7 +68,7 @@ class Session:
             self._stop_reading(str(problem))
             return False
         if self.source.damage is not None:
-            self._stop_reading(f"{self.source.damage}; shown is what comes before it")
+            self._stop_reading(f"{self.source.damage}; showing what precedes it")
         if not events:
             self.caught_up = True
         return bool(events)
@@ -91,18 +91,18 @@ class Session:
     def status(self) -> str:
         """Return in a few words how far the run is."""
         if self.paused:
-            return "‖ view paused"
+            return "‖ paused"
         if self.failure is not None:
             return "✖ the measurement failed"
         if self.problem is not None:
-            return "✖ reading ended"
+            return "✖ cannot read further"
         state = self.state
         if state.end is not None:
             return "■ finished" if state.end.complete else "■ ended early"
         if self.source.playing:
             return f"► replay · {clock(state.time)}"
         if self.worker is not None and self.worker.stopping and self.measuring:
-            return "● stopping after the step in hand"
+            return "● stopping after the current step"
         if self.worker is not None and not self.measuring and self.caught_up:
             return "■ ended early"
         if state.run is None:
@@ -145,10 +145,10 @@ class Session:
         # Loading and calibrating take minutes, and are no events.
         over = self.state.end is not None or (self.worker is not None and not self.measuring)
         if self.said and not over:
-            return f"the measurement says: {self.said}"
+            return f"measurement: {self.said}"
         if self.measuring and self.state.run is None:
             waited = clock(time.monotonic() - self._begun)
-            return f"the measurement starts: torch is loaded first, a matter of seconds · {waited}"
+            return f"starting: loading torch · {waited}"
         return ""
 
     def _now(self) -> float:
@@ -183,6 +183,6 @@ class Session:
         code = worker.exit_code or 0
         self.state.version += 1
         if code and not worker.stopping:
-            words = f"the measurement ended with exit code {code}: {worker.last_words()}"
+            words = f"the measurement exited with code {code}: {worker.last_words()}"
             self.failure = words
             self.state.write("failed", words)

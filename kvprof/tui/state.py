@@ -232,7 +232,7 @@ class RunState(Fold[CaseState]):
             self.current = None
         brief = brief_of(self.load.cases[event.case], self.objective)
         self.briefs[event.case] = brief
-        how = "over" if event.complete else f"given up: {event.reason}"
+        how = "over" if event.complete else f"abandoned: {event.reason}"
         latency = f", {brief.latency:.4g} s per token" if brief.latency is not None else ""
         self.write("rate", f"{event.case}: {how}{latency}", event.time)
 
@@ -267,12 +267,12 @@ class RunState(Fold[CaseState]):
         super().add(event)
         if event.throttled != (before.throttled if before is not None else ()):
             reasons = ", ".join(event.throttled)
-            text = f"slowed down: {reasons}" if reasons else "no longer slowed down"
+            text = f"throttled: {reasons}" if reasons else "no longer throttled"
             self.write("device", f"{event.device}: {text}", event.time)
 
     def _finished(self, event: RunFinished) -> None:
         if event.complete:
-            self.write("run", "finished: everything was measured", event.time)
+            self.write("run", "finished", event.time)
         else:
             self.write("run", f"ended early: {event.reason or 'interrupted'}", event.time)
 
@@ -298,7 +298,7 @@ def state_of(result: dict[str, Any]) -> RunState:
         times = series.pop("time")
         for reason, samples in entry["throttled"].items():
             of = entry["samples"]
-            state.write("device", f"{device}: slowed down in {samples} of {of} samples: {reason}")
+            state.write("device", f"{device}: throttled in {samples} of {of} samples: {reason}")
         for index, time in enumerate(times):
             values = {name: row[index] for name, row in series.items() if row[index] is not None}
             state.add(TelemetrySample(time, device, values))

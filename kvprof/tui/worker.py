@@ -131,7 +131,7 @@ class Worker:
         lines = [line for line in lines if line.startswith("kvprof: ")][-1:] or lines
         if code is not None and code < 0:
             lines.append(f"ended by {signal.Signals(-code).name}")
-        return " / ".join(lines) or "it said nothing"
+        return " / ".join(lines) or "no message"
 
     def report(self) -> str:
         """Return what the process wrote to stdout."""

@@ -52,37 +52,11 @@ class Group:
 
 
 _HEIGHT = 14
-_RATE = (
-    "Rate: the share of the cache's bytes that is saved at the row's context, scales and windows "
-    "counted, against full width in {dtype}. Width: what is kept of each head's {full} dimensions, "
-    "mean and range over keys and values; / 4 heads: of a latent that 4 KV heads share."
-)
-_BUFFER = (
-    "Cache: what the method stores of the layer. Buffer: the tensor that the kernel reads, with "
-    "whole blocks of tokens, and the bits that it has room for."
-)
-_TIME = (
-    "Time: the attention of {measured}, the merge of partial results included; the median of "
-    "{repeats} samples and {spread}."
-)
-_BANDWIDTH = (
-    "{unit}: each byte that has to be read or written, once, over the time. Share: of {limit} that "
-    "memory gives here ({how})."
-)
-_SPEEDUP = (
-    "Speed-up: against the fastest full-width kernel of this machine in this run, not against "
-    "kvprof's own: its time beside over the row's, with its {spread}. Beside: "
-    "that kernel's median in turn with the row; ! and by how much it differs from when it was "
-    "timed alone."
-)
-_OF = (
-    "This is the attention of one layer alone. A whole request gains less, or loses: "
-    "kvprof bench --jct measures one."
-)
-_ERROR = (
-    "Error: of the output, on a sample of its heads, against the same computation in float64 "
-    "(relative Frobenius norm). What compression itself costs is the question of kvprof eval."
-)
+_RATE = "Rate: share of the cache's bytes saved vs {dtype}, scales included."
+_TIME = "Time: attention of {measured}; median of {repeats} samples, {spread}."
+_BANDWIDTH = "{unit}: bytes that must move over time. Share: of {limit} ({how})."
+_SPEEDUP = "Speed-up: vs the fastest uncompressed kernel, in paired samples ({spread})."
+_OF = "One layer's attention only: kvprof bench --jct measures a whole request."
 
 
 def report(
@@ -95,7 +69,7 @@ def report(
     for group in found:
         parts += _measured(group, result["data"]["shape"], result["data"]["bandwidth"]["tb_per_s"])
     if lines := _absent(found):
-        parts += [heading("Full-width kernels that did not run"), bullets(lines)]
+        parts += [heading("Uncompressed kernels that did not run"), bullets(lines)]
     for members in sweeps(result):
         parts += [Text(), _sweep(members)]
     parts += [Text(), *_roofline(result, found)]
@@ -128,23 +102,22 @@ def _answer(found: list[Group]) -> str:
             # Of the same rounds as the speed-up, or the two would say different things.
             beside = _beside_seconds(first) or best[1]
             against = f" ({best[0]}, {number(beside * 1e3)} ms)"
-        where, full = group.name, f"the best full width{against}"
+        where, full = group.name, f"the fastest uncompressed kernel{against}"
         if first["speedup"] > 1 and first not in undecided:
             line = f"{where}: {first['method']} is {_speedup_words(first)} as fast as {full}"
             line += f"; then {_listed(rest[:3])}" if rest else ""
-            line += f"; not sure: {_listed(undecided[:3])}" if undecided else ""
+            line += f"; not significant: {_listed(undecided[:3])}" if undecided else ""
         elif undecided:
             line = (
-                f"{where}: no verdict, these samples do not tell whether anything is faster than "
-                f"{full}: {_listed(undecided[:4])}"
+                f"{where}: no method is significantly faster than {full}: {_listed(undecided[:4])}"
             )
         else:
             line = (
-                f"{where}: no method is faster than {full}; {first['method']} comes nearest "
-                f"({_speedup_words(first)})"
+                f"{where}: no method beats {full}; closest: {first['method']}, "
+                f"{_speedup_words(first)}"
             )
         lines.append(f"{line}.")
-    return "\n".join([*lines, _OF]) if lines else "No speed-up was measured."
+    return "\n".join(lines) or "No speed-up was measured."
 
 
 def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -188,7 +161,7 @@ def _measured(
         parts.append(_method_table(group, shape, tb_per_s))
     against = {row["baseline"] for row in group.rows if row["baseline"]}
     if len(against) == 1:
-        parts.append(Text(f"speed-up against {against.pop()}", style="dim", overflow="fold"))
+        parts.append(Text(f"speed-up vs {against.pop()}", style="dim", overflow="fold"))
     table = _baseline_table(group)
     if table is not None:
         parts += [Text(), table]
@@ -214,7 +187,7 @@ def _absent(found: list[Group]) -> list[str]:
 def _sweep(members: list[Group]) -> LinePlot:
     return LinePlot(
         context_curves(members),
-        f"{members[0].phase.capitalize()}, batch {members[0].batch}: time against context",
+        f"{members[0].phase.capitalize()}, batch {members[0].batch}: time by context",
         "context in tokens",
         "ms",
         height=_HEIGHT,
@@ -235,8 +208,7 @@ def _roofline(result: Mapping[str, Any], found: list[Group]) -> list[RenderableT
     return [
         LinePlot(
             [*limits, *points],
-            f"Roofline ({where}, every batch): what was reached, and what memory and arithmetic "
-            "allow",
+            f"Roofline ({where}, every batch)",
             "FLOP per byte moved",
             unit,
             height=_HEIGHT,
@@ -255,22 +227,20 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     spread = _spread_name(rows)
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows)) or inputs["dtype"]
     notes = [
-        _RATE.format(dtype=dtypes, full=data["shape"]["head_dim"]),
+        _RATE.format(dtype=dtypes),
         _TIME.format(
             measured=data["shape"]["measured"],
             repeats=repeats,
-            spread="the 95 % bootstrap interval of that median"
+            spread="95 % bootstrap interval"
             if spread != "range"
-            else f"their range ({LEAST_SAMPLES} give an interval)",
+            else f"range ({LEAST_SAMPLES} give an interval)",
         ),
     ]
     if limit["tb_per_s"] is not None:
         factor, unit = _rate_unit([limit["tb_per_s"]])
         reached = f"{number(limit['tb_per_s'] * factor)} {unit}"
         notes.append(_BANDWIDTH.format(unit=unit, limit=reached, how=limit["what"]))
-    if _padded(rows):
-        notes.append(_BUFFER)
-    return [*notes, _SPEEDUP.format(spread=spread), _ERROR]
+    return [*notes, _SPEEDUP.format(spread=spread), _OF]
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -425,7 +395,7 @@ def context_curves(members: Sequence[Group]) -> list[Series]:
     for group in members:
         best = _best_baseline(group)
         if best is not None:
-            at = curves.setdefault("best full width", {})
+            at = curves.setdefault("fastest uncompressed", {})
             at[group.seq] = (best[1] * 1e3, (None, None))
         for row in group.rows:
             seconds = median_seconds(row)
@@ -539,7 +509,7 @@ def _method_table(
     columns = [
         Ranked(Column("method", words=True), [row["method"] for row in rows]),
         Ranked(Column("rate"), [rate_in_bytes(_finite(row["rate"])) for row in rows]),
-        Ranked(Column("width (range)"), kept, 1),
+        Ranked(Column("rank (range)"), kept, 1),
         Ranked(Column(f"time ({unit})"), [_scaled(value, scale) for value in medians]),
         Ranked(
             Column(_spread_name(rows)), [_span(row["seconds_interval"], scale) for row in rows], 3
@@ -547,17 +517,17 @@ def _method_table(
         *_reached(group, tb_per_s),
         # Where it moved, the row's time alone would belie the speed-up.
         Ranked(
-            Column(f"beside ({unit})"),
+            Column(f"paired baseline ({unit})"),
             [_beside(group, row, scale) for row in rows],
             0 if any(_drift(group, row) for row in rows) else 2,
         ),
         Ranked(Column("speed-up"), [_speedup_words(row) for row in rows]),
-        Ranked(Column("error"), [number(_finite(row["error"]), 2) for row in rows], 6),
+        Ranked(Column("error vs float64"), [number(_finite(row["error"]), 2) for row in rows], 6),
         Ranked(Column("cache"), [_bytes(row["cache_bytes"]) for row in rows], 7),
     ]
     if _padded(rows):
         buffers = [_bytes(row.get("buffer_bytes")) for row in rows]
-        columns.append(Ranked(Column("buffer"), buffers, 8))
+        columns.append(Ranked(Column("kernel buffer"), buffers, 8))
     if len(baselines) > 1:
         cells = [row["baseline"] or MISSING for row in rows]
         columns.append(Ranked(Column("against", words=True), cells))
@@ -610,7 +580,7 @@ def _speedup_words(row: Mapping[str, Any]) -> str:
 
 def _beside(group: Group, row: Mapping[str, Any], scale: float) -> str:
     beside, by = _beside_seconds(row), _drift(group, row)
-    return _scaled(beside, scale) + ("" if by is None else f" ! {signed_percent(by)}")
+    return _scaled(beside, scale) + ("" if by is None else f" (drift {signed_percent(by)})")
 
 
 def _baseline_table(group: Group) -> Together | None:
@@ -623,7 +593,7 @@ def _baseline_table(group: Group) -> Together | None:
     if not known:
         return None
     scale, unit = _unit([seconds for seconds, _ in known[:_BASELINES]])
-    heads = columns("full width, by", figures=(f"time ({unit})", "against the best"))
+    heads = columns("uncompressed kernel", figures=(f"time ({unit})", "vs fastest"))
     best = known[0][0]
     rows = [
         [name, _time(seconds * scale), _times(best / seconds)]

@@ -22,37 +22,21 @@ _VERDICTS = {
     "better": "better",
     "worse": "worse",
     "changed": "changed",
-    "not certain": "not certain",
-    "same": "the same",
-    "better?": "better without an interval",
-    "worse?": "worse without an interval",
-    "changed?": "changed without an interval",
+    "not significant": "not significant",
+    "same": "unchanged",
+    "better?": "better (no interval)",
+    "worse?": "worse (no interval)",
+    "changed?": "changed (no interval)",
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _UNSEEN = 5e-4  # a change that is written as 0.0 %
 _COUNTS = ("seq", "tokens", "context", "seq_len_source", "seq_len_target")
 _SHARES = ("relative_accuracy", "task_accuracy", "perplexity_ratio")
-_INTERVALS = (
-    "Change: the run's figure over A's, less one, with its 95 % interval: a bootstrap of both "
-    "medians where the results carry samples (their range of fewer than 15), both results' own "
-    "intervals otherwise."
-)
-_NOISE = (
-    "A time's interval holds its change both as it is and relative to what was taken beside it and "
-    "no method changes (the full-width kernel sampled in turn, a request's shared parts), widened "
-    "by as much as other such controls differ. What remains is the method's own."
-)
-_CERTAIN = (
-    "Not certain: the interval includes no change. Better or worse is said of the run, not of A."
-)
-_UNKNOWN = (
-    "Change: the run's figure over A's, less one. Not both results tell an interval of any figure: "
-    "measure again to see how far one repeats."
-)
-_STEPS = (
-    "The interval of tbt is over decode steps, neighbours of each other: it does not tell how far "
-    "runs differ."
-)
+_INTERVALS = "Change: from A, with a 95 % interval; the range below 15 samples."
+_NOISE = "Times: intervals include the drift of control figures between the runs."
+_CERTAIN = "Not significant: the interval includes no change."
+_UNKNOWN = "Change: from A; without intervals, so measure again to see the noise."
+_STEPS = "tbt: its interval covers decode steps of one run, not the noise between runs."
 
 
 def run_letters(runs: int) -> list[str]:
@@ -127,9 +111,7 @@ def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
             f"{words.count(word)} {written}" for word, written in _VERDICTS.items() if word in words
         ]
         unlike = _unlike(data["inputs"], index + 1)
-        lines.append(
-            f"{letter} against {letters[0]}: {', '.join(said) or 'nothing in common'}{unlike}."
-        )
+        lines.append(f"{letter} vs {letters[0]}: {', '.join(said) or 'nothing in common'}{unlike}.")
     if data["fail_over"] is not None:
         lines += _gate(data)
     return "\n".join(lines)
@@ -142,7 +124,7 @@ def _unlike(inputs: Sequence[Mapping[str, Any]], index: int) -> str:
     if not names:
         return ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f", of unlike inputs ({', '.join(names[:_NAMED])}{more})"
+    return f", with different inputs ({', '.join(names[:_NAMED])}{more})"
 
 
 def _gate(data: Mapping[str, Any]) -> Iterator[str]:
@@ -156,7 +138,7 @@ def _gate(data: Mapping[str, Any]) -> Iterator[str]:
     ]
     left = sum(not change.get("gated", True) for _, change in judged)
     if left:
-        yield f"{left} of {len(judged)} have no interval and are not judged."
+        yield f"{left} of {len(judged)} figures have no interval and are not judged."
     open_ = sum(_may_be_worse(better, change, data["fail_over"]) for better, change in judged)
     limit, failed = f"{100 * data['fail_over']:g} %", data["failed"]
     if failed:
@@ -164,11 +146,11 @@ def _gate(data: Mapping[str, Any]) -> Iterator[str]:
     elif not open_:
         yield f"No figure got worse by more than {limit}."
     else:
-        yield f"No figure got worse by more than {limit} for sure."
+        yield f"No figure got significantly worse by more than {limit}."
     if open_:
         which = f"{open_} more" if failed else f"{open_} of {len(judged) - left}"
         whose = "its interval reaches" if open_ == 1 else "their intervals reach"
-        yield f"{which} may have: {whose} beyond that."
+        yield f"{which} may have: {whose} further."
 
 
 def _may_be_worse(better: str | None, change: Mapping[str, Any], limit: float) -> bool:
@@ -191,9 +173,8 @@ def _noise(data: Mapping[str, Any], letters: Sequence[str]) -> list[str]:
                 else f"{percent(abs(drift))} {'slower' if drift > 0 else 'faster'} than"
             )
             found.append(
-                f"The machine in {letter}: what no method changes ({noise['controls']} figures) is "
-                f"{moved} in {letters[0]}, and differs from that by up to "
-                f"{percent(noise['spread'])}."
+                f"Machine: {noise['controls']} control figures in {letter} are {moved} in "
+                f"{letters[0]}, varying by up to {percent(noise['spread'])}."
             )
     return found
 
@@ -203,7 +184,7 @@ def _verdict(change: Mapping[str, Any]) -> str:
     if verdict == "same" or change["certain"]:
         return verdict
     if change["certain"] is False:
-        return "not certain"
+        return "not significant"
     return "same" if abs(change["share"] or 1.0) < _UNSEEN else f"{verdict}?"
 
 
@@ -215,7 +196,7 @@ def _table(
     rows = shown = every if whole else [row for row in every if not _is_same(row)]
     alike = len(every) - len(rows)
     if not rows:
-        said = f"All {alike} are the same." if alike > 1 else "It is the same."
+        said = f"All {alike} figures are unchanged." if alike > 1 else "The figure is unchanged."
         return [heading(title), paragraph(f"{said} --all lists them.", "dim")]
     if len(rows) > _SHOWN and not whole:
         # Those that changed most, in their own order.
@@ -227,7 +208,7 @@ def _table(
     for letter in letters[1:]:
         columns += [
             Column(f"{letter} to {letters[0]}" if several else "change"),
-            Column("95 % interval"),
+            Column("95 % interval (%)"),
             Column("verdict", words=True),
         ]
     cells = []
@@ -242,7 +223,7 @@ def _table(
     kept = [
         index
         for index, column in enumerate(columns)
-        if (column.title != "95 % interval" or any(line[index] != MISSING for line in cells))
+        if (column.title != "95 % interval (%)" or any(line[index] != MISSING for line in cells))
         and (column.title != "figure" or len(names) > 1)
     ]
     parts: list[RenderableType] = [
@@ -251,13 +232,13 @@ def _table(
     ]
     fixed = {name: value for name, value in rows[0]["key"].items() if name not in varying}
     if any(value is not None for value in fixed.values()):
-        parts.append(paragraph(f"all of {_of(fixed, list(fixed))}", "dim"))
+        parts.append(paragraph(f"all: {_of(fixed, list(fixed))}", "dim"))
     if len(shown) < len(rows):
         parts.append(
             paragraph(f"{len(rows) - len(shown)} more changed less; --all lists them", "dim")
         )
     if alike:
-        parts.append(paragraph(f"{alike} more are the same; --all lists them", "dim"))
+        parts.append(paragraph(f"{alike} more are unchanged; --all lists them", "dim"))
     return parts
 
 
@@ -322,7 +303,7 @@ def _change(name: str, change: Mapping[str, Any] | None) -> list[str]:
         _value(name, change["difference"]) if share is None else signed_percent(share),
         MISSING
         if interval is None
-        else f"{signed_percent(interval[0])[:-2]} … {signed_percent(interval[1])}",
+        else f"[{signed_percent(interval[0])[:-2]}, {signed_percent(interval[1])[:-2]}]",
         verdict,
     ]
 
@@ -359,7 +340,7 @@ def _unmatched(data: Mapping[str, Any], letters: Sequence[str]) -> list[Renderab
         f"only in {held}: {which}" + (f" ({figures} figures)" if figures > 1 else "")
         for (which, held), figures in found.items()
     ]
-    parts: list[RenderableType] = [heading("Without a counterpart"), bullets(lines[:_LISTED])]
+    parts: list[RenderableType] = [heading("In some runs only"), bullets(lines[:_LISTED])]
     if len(lines) > _LISTED:
         parts.append(paragraph(f"and {len(lines) - _LISTED} more; --json has them", "dim"))
     return parts

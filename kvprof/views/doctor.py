@@ -37,10 +37,10 @@ def _verdict(data: dict[str, Any]) -> str:
         lacking = [p["name"] for p in data["packages"] if not p["ok"] and p["extra"] is None]
         if not data["python"]["ok"]:
             lacking.insert(0, f"Python {data['python']['wanted']}")
-        return f"Not usable here: {', '.join(lacking)} missing or out of range."
+        return f"kvprof cannot run here: {', '.join(lacking)} missing or out of range."
     where = "with a GPU" if data["gpus"] else "on the CPU"
     ready = sum(command["ready"] for command in data["commands"])
-    return f"Usable {where}: {ready} of {len(data['commands'])} commands are ready."
+    return f"{ready} of {len(data['commands'])} commands can run here, {where}."
 
 
 def _machine(result: Mapping[str, Any]) -> dict[str, str]:
@@ -50,10 +50,10 @@ def _machine(result: Mapping[str, Any]) -> dict[str, str]:
     rows = {
         "kvprof": _own_version(environment["kvprof"]),
         "Python": f"{data['python']['version']} (wanted {data['python']['wanted']})",
-        "CPU": f"{cpu['model']}, {cpu['threads']} hardware threads usable",
+        "CPU": f"{cpu['model']}, {cpu['threads']} hardware threads",
         "Memory": f"{format_bytes(memory['total_bytes'])}, "
         f"{format_bytes(memory['available_bytes'])} available"
-        + _rate(memory["read_tb_per_s"], ", read at {} (measured)"),
+        + _rate(memory["read_tb_per_s"], ", reads {} (measured)"),
     }
     for index, gpu in enumerate(data["gpus"]):
         rows[f"GPU {index}"] = _gpu(gpu)
@@ -71,7 +71,7 @@ def _own_version(own: dict[str, Any]) -> str:
     git = own.get("git")
     if git is None:
         return str(own["version"])
-    commit = git["commit"][:12] if git["commit"] else "without a commit"
+    commit = git["commit"][:12] if git["commit"] else "no commit"
     return f"{own['version']} (checkout {commit}{', changed' if git['dirty'] else ''})"
 
 
@@ -86,7 +86,7 @@ def _gpu(gpu: dict[str, Any]) -> str:
         f"{gpu['name']}, compute capability {gpu['compute_capability'] or MISSING}, "
         f"{memory}{free}, {gpu['bandwidth_class']}"
         + _rate(gpu["peak_tb_per_s"], ", peak {}")
-        + _rate(gpu["measured_tb_per_s"], ", read at {} (measured)")
+        + _rate(gpu["measured_tb_per_s"], ", reads {} (measured)")
     )
 
 
@@ -101,12 +101,12 @@ def _triton(state: dict[str, Any], has_gpu: bool) -> str:
     if state["version"] is None:
         return f"none ({state['problem']})"
     if not state["compiles"]:
-        return f"{state['version']}, does not compile: {state['problem']}"
+        return f"{state['version']}, cannot compile: {state['problem']}"
     text = f"{state['version']}, compiles"
     if not has_gpu:
-        text += "; without a GPU kernels run only interpreted (TRITON_INTERPRET=1), for tests"
+        text += "; without a GPU, kernels run only interpreted (TRITON_INTERPRET=1)"
     if state["interpreted"]:
-        text += "; TRITON_INTERPRET is set, so kernels are interpreted: slow, and wrong in bf16"
+        text += "; TRITON_INTERPRET is set: kernels are slow, and wrong in BF16"
     return text
 
 
@@ -120,7 +120,7 @@ def _commands(commands: list[dict[str, Any]]) -> RenderableType:
         )
         for command in commands
     ]
-    columns = ("command", "ready", "runs on", "lacks")
+    columns = ("command", "ready", "runs on", "missing")
     return DataTable([Column(title, words=True) for title in columns], rows)
 
 
@@ -142,4 +142,4 @@ def _packages(packages: list[dict[str, Any]]) -> RenderableType:
 def _advice(data: dict[str, Any]) -> list[RenderableType]:
     """Return the way out of everything that is not in order."""
     lines = [f"{entry['for']}: {entry['command']}" for entry in data.get("install", [])]
-    return [heading("To put it right"), bullets(lines)] if lines else []
+    return [heading("To install what is missing"), bullets(lines)] if lines else []

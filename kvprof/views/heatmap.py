@@ -82,7 +82,7 @@ class HeatMap(blocks.HeatMap):
         yield Text(self.title, style="bold", overflow="fold")
         known = [v for row in self.values for v in row if _known(v)]
         if not known:
-            yield Text("nothing was measured")
+            yield Text("nothing measured")
             return
         scale = self._scale(known, options.ascii_only)
         names = list(self.layers) or [str(index) for index in range(len(self.values))]

@@ -50,7 +50,7 @@ from kvprof.views.part_table import PartColumns, PartTable
 from kvprof.views.plot import LinePlot
 from kvprof.views.tables import DataTable, columns
 
-__all__ = ["figure", "notes", "report", "to_csv"]
+__all__ = ["figure", "report", "to_csv"]
 
 _HEIGHT = 14
 
@@ -71,8 +71,7 @@ def report(
         parts += [
             Text(),
             paragraph(
-                f"{len(found) - len(shown)} more requests were measured; "
-                "kvprof export --to csv has their parts.",
+                f"{len(found) - len(shown)} more requests: kvprof export --to csv.",
                 "dim",
             ),
         ]
@@ -80,11 +79,13 @@ def report(
         parts += [heading("Requests of a trace"), *requests]
     if table := _telemetry_table(data["telemetry"]):
         parts += [heading("Telemetry"), table, *_throttled(data["telemetry"])]
+    if limits := _limits(result):
+        parts += [heading("Limits"), bullets(limits)]
     return framed(
         result,
         parts,
         answer=_answer(shown),
-        notes=notes(result),
+        notes=_notes(result),
         measured_with=_provenance(result),
         why="" if result["complete"] else f"{capitalised(result['incomplete_reason'])}.",
         width=width,
@@ -114,14 +115,14 @@ def _answer(shown: list[Group]) -> str:
             said.append(f"{name} {duration(total)} ({than})")
         against = f", against {group.against()}" if base is not None and len(done) > 1 else ""
         lines.append(f"{capitalised(group.name)}{against}: {'; '.join(said)}.")
-    return "\n".join(lines) or "No request was measured to its end."
+    return "\n".join(lines) or "No request was measured completely."
 
 
 def _than(share: float | None) -> str:
     if share is None:
         return "not comparable"
     if abs(share) < 0.0005:
-        return "the same"
+        return "unchanged"
     return f"{abs(share):.1%} {'more' if share > 0 else 'less'}".replace("%", " %")
 
 
@@ -133,7 +134,7 @@ def _measured(
         bar_of(name, known[case["case"]])
         for name, case in zip(group.names, group.cases, strict=True)
     ]
-    parts += [StackedBars(bars, "Job completion time in parts"), Text()]
+    parts += [StackedBars(bars, "JCT by part"), Text()]
     parts.append(_summary_table(group))
     if table := _reliability_table(group, known):
         parts += [Text(), table]
@@ -142,13 +143,13 @@ def _measured(
         row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
     )
     if curves := step_curves(result, group, factor):
-        title = "Time between tokens against context"
+        title = "Time between tokens by context"
         parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
     if table := _memory_table(result, group):
         parts += [Text(), table]
     curves, unit = memory_curves(result, group)
     if curves:
-        title = "What the cache stores, against context"
+        title = "Stored cache by context"
         parts += [Text(), LinePlot(curves, title, "context in tokens", unit, height=_HEIGHT)]
     if table := _layer_table(result, group):
         parts += [Text(), table]
@@ -185,7 +186,7 @@ def _swept(sweep: Sweep, known: Mapping[str, Account]) -> list[RenderableType]:
             for name, case in zip(group.names, group.cases, strict=True)
             if name == method
         ]
-        title = f"{method}: shares of the parts, by {curves.x_label}"
+        title = f"{method}: share of JCT by part and {curves.x_label}"
         parts += [Text(), StackedBars(bars, title, shares=True)]
     return parts
 
@@ -324,7 +325,7 @@ def _memory_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
                 peaks,
             )
         )
-    titles = ["at tokens", "stored", "saved", "allocated", "full width"]
+    titles = ["at tokens", "stored", "saved", "allocated", "uncompressed"]
     if any(peaks for *_, peaks in rows):  # nobody holds the whole cache of a composed request
         titles.append(peak_name(result["inputs"]))
     cells = [(*row, format_bytes(max(peaks)) if peaks else MISSING) for *row, peaks in rows]
@@ -405,50 +406,32 @@ def _throttled(telemetry: Mapping[str, Any]) -> list[RenderableType]:
 # --- What a reader must know beside the figures.
 
 _MODES = {
-    "real": "A real run: the model generated through the runtime; JCT, TTFT and TBT are wall "
-    "times.",
-    "composed": "A composed run: the parts of one layer, timed at a ladder of contexts and "
-    "integrated over prefill and every decode step. Nobody ran the whole request.",
+    "real": "Real run: the model generated every token; times are wall times.",
+    "composed": "Composed run: one layer's parts, timed at several contexts and added up.",
 }
-_PARTS = (
-    "Parts were timed in runs with marks, in turn with runs without; the wall time without marks "
-    "decides, and what no part explains is unattributed (negative: parts sum to more)."
-)
-_COMPOSED_PARTS = (
-    "Unattributed is what the whole layers take beyond the sum of their parts (negative: the parts "
-    "sum to more)."
-)
-_SHARES = (
-    "Share: of the case's job completion time, over prefill and decode; none where the parts of a "
-    "phase sum to more than its time by over 10 % of the request. Differs: the part's time less "
-    "the same part's time of {baseline}."
-)
-_TIMES = (
-    "JCT: prefill and all output tokens. TTFT: prefill. TBT: the median decode step; p99, its 99th "
-    "percentile."
-)
-_APART = (
-    "In brackets: the 95 % interval of the difference between two job completion times, from those "
-    "of both; of fewer than 15 samples their ranges."
-)
-_ENERGY = "J per token: the energy of the whole request over its output tokens."
-_PROCESS = "Process peak: resident memory of the whole process, its weights and libraries included."
+_PARTS = "Unattributed: wall time minus the parts, which are timed in separate runs."
+_COMPOSED_PARTS = "Unattributed: time of whole layers minus the sum of their parts."
+_SHARES = "Share: of JCT. Differs: the part's time minus the same part's of {baseline}."
+_TIMES = "JCT: the whole request. TTFT: prefill. TBT: the median decode step."
+_APART = "[…]: 95 % interval of the JCT difference; the range below 15 samples."
 
 
-def notes(result: Mapping[str, Any]) -> list[str]:
-    """Return how to read the report, with what the cases' labels say."""
+def _notes(result: Mapping[str, Any]) -> list[str]:
+    """Return how to read the report."""
     data = result["data"]
     composed = data["mode"] == "composed"
     found = [_MODES[data["mode"]], _TIMES, _COMPOSED_PARTS if composed else _PARTS]
     found.append(_SHARES.format(baseline=data["baseline"]))
     if any(group.apart(case) for group in groups(result) for case in group.cases):
         found.append(_APART)
-    if any(case["energy_per_token_joules"] is not None for case in data["cases"]):
-        found.append(_ENERGY)
-    if peak_name(result["inputs"]) == "process peak" and data["memory"]:
-        found.append(_PROCESS)
+    return found
+
+
+def _limits(result: Mapping[str, Any]) -> list[str]:
+    """Return what the cases' labels say of their figures."""
+    found: list[str] = []
     labels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for case in data["cases"]:
+    for case in result["data"]["cases"]:
         for name, text in case["labels"].items():
             if name != "by_difference":
                 labels.setdefault((name, text), []).append(case)

@@ -31,10 +31,9 @@ __all__ = ["ledger", "table"]
 Entry = Mapping[str, Any]
 
 _INTRODUCTION = (
-    "Each recipe states a claim of a paper, runs commands of kvprof, and says whether the claim "
-    "holds of what was measured on the model and the GPU that the verdict names. The model "
-    "reference has 20M parameters and was trained for kvprof, smollm2 is the pretrained "
-    "SmolLM2-135M-Instruct, and a shape is a layer of that model's size with random data."
+    "Each recipe states a paper's claim, runs kvprof, and judges the claim on the model and GPU "
+    "named. reference: a model of 20M parameters, trained for kvprof. smollm2: "
+    "SmolLM2-135M-Instruct. A shape: one layer of that model's size with random data."
 )
 
 
@@ -49,7 +48,7 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
     ]
     if notes := list(paper_notes(entries)):
         parts += [
-            paragraph("Methods named :paper run at the paper's own setting. Not the paper's is:"),
+            paragraph("Methods named :paper run at the paper's setting, except:"),
             bullets(notes),
         ]
     for paper in dict.fromkeys(entry["paper"] for entry in entries):
@@ -142,9 +141,9 @@ def _entry(entry: Entry) -> Iterator[RenderableType]:
     yield heading(f"{entry['paper']}, {entry['item']}: {entry['verdict']}")
     yield paragraph(f"{entry['claim']} ({entry['recipe']}{profile}, {model_words(entry)})")
     if entry["direction"]:
-        yield paragraph(f"Direction that the paper states: {entry['direction']}")
+        yield paragraph(f"Direction: {entry['direction']}")
     if entry["stand_in"] and entry["lines"]:
-        yield paragraph(f"Of a stand-in: {entry['stand_in']}")
+        yield paragraph(f"Stand-in: {entry['stand_in']}")
     if entry["reasons"]:
         yield bullets(entry["reasons"])
     if entry["lines"]:

@@ -20,7 +20,7 @@ from kvprof.views.numbers import (
     percent,
     unit_of,
 )
-from kvprof.views.page import bullets, ends, framed, heading, tidy_csv, weights_row
+from kvprof.views.page import bullets, ends, framed, heading, listed, tidy_csv, weights_row
 from kvprof.views.plot import Series
 from kvprof.views.tables import DataTable, SplitTable, columns
 
@@ -36,11 +36,11 @@ _SHOWN = tuple(_LATENCIES)[:3]  # in tables and figures
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _WHY = {
     "queue": "the queue grows",
-    "unsettled": "so few requests came that the system was still filling (--requests, --seconds)",
-    "client": "the client is too slow to send requests in time",
+    "unsettled": "too few requests to reach a steady state (raise --requests or --seconds)",
+    "client": "the client cannot send requests in time",
     "shed": "the server sheds requests",
     "failures": "requests fail",
-    "objective": "too few requests are within the objective",
+    "objective": "too few requests meet the SLO",
 }
 _PANEL = (4.4, 3.2)  # inches
 _NEAR = 0.1  # of the rate that was asked for: arrivals farther off are told
@@ -94,53 +94,57 @@ def _rows(data: Mapping[str, Any], method: str) -> list[Row]:
 def _verdict(method: Row, data: Mapping[str, Any]) -> str:
     name = method["method"]
     if not _rows(data, name):
-        return f"{name}: nothing was measured"
+        return f"{name}: n/a (nothing was measured)"
     if method["largest_rate"] is None and (why := method["limited_by"]) in UNJUDGED:
-        return f"{name}: no rate can be judged: {_WHY[why]}"
-    own = _served(method)
-    if method["largest_rate"] is not None and method["largest_rate_interval"][0] is None:
-        return f"{name} may serve {own}"
+        return f"{name}: no rate can be judged; {_WHY[why]}"
+    said = f"{name} sustained {_served(method)}"
     base = baseline_of(name, data["baseline"])
-    if name == base or (times := _ratio(method)) is None:
-        return f"{name} serves {own}"
-    return f"{name} serves {times} of what {base} serves: {own}"
+    if name == base or method["ratio_interval"] is None:
+        return said
+    if (times := _ratio(method)) is not None:
+        return f"{said}; {times} the rate of {base}"
+    limits = {one["method"]: one["limited_by"] for one in data["methods"]}
+    if method["ratio"] is not None and limits[name] is None and limits.get(base, "") is None:
+        return f"{name} vs {base}: both sustained every tested rate, so no ratio can be given"
+    return f"{said}; ratio to {base} not significant"
 
 
 def _ratio(method: Row) -> str | None:
-    low, high = method["ratio_interval"] or (None, None)
-    known = [f"at least {low:.2f}"] if low is not None else []
-    known += [f"at most {high:.2f}"] if high is not None else []
-    if method["ratio"] is None:
-        # A baseline that served no rate at all, or an end that nobody saw, leaves bounds.
-        return f"{' and '.join(known)} times" if known else None
-    if len(known) == 2:
-        return f"{method['ratio']:.2f} times [{low:.2f}, {high:.2f}]"
-    return f"{method['ratio']:.2f} times ({' and '.join(known) or 'no end of that is known'})"
+    if method["ratio_interval"] == [None, None]:
+        return None
+    ends = _ends([None if end is None else f"{end:.2f}" for end in method["ratio_interval"]])
+    return f"{ends}×" if method["ratio"] is None else f"{method['ratio']:.2f}× {ends}"
 
 
 def _served(method: Row) -> str:
     low, high = method["largest_rate_interval"]
     why = _WHY.get(method["limited_by"])
     if method["largest_rate"] is None:
-        said = f"no rate that was measured: {why}" if why else "no rate that was completed"
-        return said + (f"; surely less than {_a_second(high)}" if high is not None else "")
-    bounds = f"surely {low:g}" if low is not None else "none is sure, more requests would tell"
-    bounds += f", surely less than {high:g}" if high is not None else ", no end was seen"
-    ends = f"above it {why}" if why else "the largest that was measured"
-    return f"{_a_second(method['largest_rate'])} ({bounds}; {ends})"
+        return f"no tested rate: {why}" if why else "no completed rate"
+    ends = _ends([None if end is None else f"{end:g}" for end in (low, high)])
+    said = f"{_a_second(method['largest_rate'])} {ends}"
+    if why:
+        return f"{said}; above it {why}"
+    if low == method["largest_rate"]:
+        said = _a_second(low)
+    return f"{said}, the highest rate tested; its limit was not reached"
+
+
+def _ends(bounds: Sequence[str | None]) -> str:
+    """Write an interval, of which an end may be unknown: ``[2, n/a]``."""
+    if not any(bounds):
+        return "(not significant)"
+    return f"[{', '.join(end or 'n/a' for end in bounds)}]"
 
 
 def _a_second(rate: float) -> str:
-    return f"{rate:g} request{'s' if rate != 1 else ''} a second"
+    return f"{rate:g} req/s"
 
 
 def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
     said = []
     if data["mode"] == "served" and len(data["methods"]) > 1 and inputs.get("memory") is None:
-        said.append(
-            "each method's cache had the memory that its engine found free, which need not be the "
-            "same; --memory gives all alike"
-        )
+        said.append("each server sized its own cache; --memory gives every method the same")
     if failed := [row for row in data["rates"] if row["failed"]]:
         said += [
             f"{row['case']}: {row['failed']:,} of {row['requests']:,} requests failed ("
@@ -149,15 +153,14 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
             for row in failed
         ]
     said += [
-        f"{row['case']}: {row['shed']:,} of {row['requests']:,} requests were shed: the server "
-        "turned them away at once (HTTP 429 or 503); they were never in its queue, and are within "
-        "no objective"
+        f"{row['case']}: the server rejected {row['shed']:,} of {row['requests']:,} requests "
+        "(HTTP 429 or 503); they miss the SLO"
         for row in data["rates"]
         if row.get("shed")
     ]
     said += [
-        f"{row['case']}: by chance {row['arrived_per_s']:.3g} requests a second arrived in the "
-        "window, and the figures are of that rate; more requests come nearer"
+        f"{row['case']}: {row['arrived_per_s']:.3g} req/s arrived by chance; more requests come "
+        "closer to the rate"
         for row in data["rates"]
         if row["arrived_per_s"] is not None
         and row["counted"] >= _LEAST_ARRIVALS
@@ -182,11 +185,11 @@ def _beside(rows: Sequence[Row]) -> list[str]:
         if front is None or way is None or engine is None:
             continue
         if engine + way > 0 and front + way >= BESIDE * (engine + way):
-            hint = ", of which vLLM's option --api-server-count makes more" if front > way else ""
+            hint = " (vLLM's --api-server-count adds front ends)" if front > way else ""
             said.append(
                 f"{row['case']}: {duration(front + way)} of a request's {duration(engine + way)} "
-                f"pass beside the engine: {duration(way)} in the client (late sending included) "
-                f"and on the way, {duration(front)} in its server's front end{hint}"
+                f"are outside the engine: {duration(way)} client and network, {duration(front)} "
+                f"server front end{hint}"
             )
     return said
 
@@ -200,11 +203,11 @@ def _method(method: Row, rows: Sequence[Row], data: Mapping[str, Any]) -> list[R
     units = {
         name: unit_of(row[name]["p99"] or row[name]["mean"] for row in rows) for name in _LATENCIES
     }
-    titles = ["requests/s"]
+    titles = ["req/s"]
     for name in _SHOWN:
         said, unit = _LATENCIES[name], units[name][1]
         titles += [f"{said} {unit}", "p50", "p99"]
-    last = ["tokens/s", *(["within"] if objective else []), "queue"]
+    last = ["tok/s", *(["within"] if objective else []), "queue"]
     cells = []
     for row in rows:
         line = [f"{row['rate']:g}"]
@@ -216,7 +219,7 @@ def _method(method: Row, rows: Sequence[Row], data: Mapping[str, Any]) -> list[R
         line.append(_queue(row))
         cells.append(line)
     parts.append(
-        SplitTable(columns("requests/s", figures=[*titles[1:], *last]), cells, (3, 3, 3, len(last)))
+        SplitTable(columns("req/s", figures=[*titles[1:], *last]), cells, (3, 3, 3, len(last)))
     )
     parts += [Text(), _state(rows)]
     if any(row["parts"] for row in rows):
@@ -275,7 +278,7 @@ def _state(rows: Sequence[Row]) -> RenderableType:
         ]
         for row in rows
     ]
-    return SplitTable(columns("requests/s", figures=titles), cells, (3, 2, 5))
+    return SplitTable(columns("req/s", figures=titles), cells, (3, 2, 5))
 
 
 def _level(level: Row | None, name: str, write: Callable[[float], str]) -> str:
@@ -285,7 +288,7 @@ def _level(level: Row | None, name: str, write: Callable[[float], str]) -> str:
 def _where(rows: Sequence[Row], *, simulated: bool) -> RenderableType:
     """Return where a request's time goes, by the engine's own marks or those of the simulator."""
     names = ("waiting", "prefill", "decode", "elsewhere", "end_to_end", "outside")
-    titles = ["waiting", "prefill", "decode", "elsewhere", "all", "outside", "preemptions"]
+    titles = ["waiting", "prefill", "decode", "front end", "all", "client side", "preemptions"]
     cells = []
     for row in rows:
         parts = row["parts"] or {}
@@ -298,10 +301,9 @@ def _where(rows: Sequence[Row], *, simulated: bool) -> RenderableType:
             ]
         )
     return DataTable(
-        columns("requests/s", figures=titles),
+        columns("req/s", figures=titles),
         cells,
-        title="Where a request's time goes, mean "
-        + ("of the simulated requests" if simulated else "by the engine's own marks"),
+        title="Mean request time, " + ("simulated" if simulated else "by the engine's metrics"),
     )
 
 
@@ -325,23 +327,23 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
             for one in pays["ratios"]
             if one["interval"] is not None and one["rate"] not in lossy
         ]
-        faster = [f"{one['rate']:g}/s" for one in bounded if one["interval"][1] < 1]
-        slower = [f"{one['rate']:g}/s" for one in bounded if one["interval"][0] > 1]
+        faster = [f"{one['rate']:g} req/s" for one in bounded if one["interval"][1] < 1]
+        slower = [f"{one['rate']:g} req/s" for one in bounded if one["interval"][0] > 1]
         if rate is not None:
             said = f"is faster than {base} from {_a_second(rate)} on"
         elif faster:  # and not at one above them
-            said = f"is surely faster than {base} only at {', '.join(faster)}"
+            said = f"is significantly faster than {base} only at {', '.join(faster)}"
         else:
-            said = f"is at no measured rate surely faster than {base}"
+            said = f"is significantly faster than {base} at no tested rate"
         if slower:
-            said += f" and surely slower at {', '.join(slower)}"
+            said += f" and significantly slower at {', '.join(slower)}"
         if lossy:
-            rates = ", ".join(f"{rate:g}/s" for rate in sorted(lossy))
-            said += f" (at {rates} too many requests failed to tell)"
-        lines.append(f"{name} {said}, by its latency per token")
+            rates = ", ".join(f"{rate:g} req/s" for rate in sorted(lossy))
+            said += f" (too many requests failed at {rates})"
+        lines.append(f"{name} {said}, by latency per token")
         lines += [_context_said(name, base, one) for one in pays["contexts"]]
-        tables += [heading(f"{name} over {base}, of the same requests"), _over(pays["ratios"])]
-    return [heading("From where on it pays"), bullets(lines), *tables] if lines else []
+        tables += [heading(f"{name} vs {base}, same requests"), _over(pays["ratios"])]
+    return [heading("Break-even"), bullets(lines), *tables] if lines else []
 
 
 def _over(ratios: Sequence[Row]) -> RenderableType:
@@ -362,51 +364,38 @@ def _over(ratios: Sequence[Row]) -> RenderableType:
         for one in ratios
     ]
     titles = (*(names[name] for name in known), "requests")
-    return SplitTable(columns("requests/s", figures=titles), cells, (1,) * len(titles))
+    return SplitTable(columns("req/s", figures=titles), cells, (1,) * len(titles))
 
 
 def _fit_said(fit: Row) -> str:
     """Say the line through the steps: what a token costs, and each thing it grows with."""
     said, unresolved = [], []
-    value, bounds = fit["intercept_seconds"], fit["intercept_seconds_interval"]
-    if _resolved(value, bounds):
-        said.append(f"a token costs {_seconds(value, bounds)}")
-    else:
-        unresolved.append(_unresolved("a token by itself", value, bounds))
+    costs = [("per-token", "", fit["intercept_seconds"], fit["intercept_seconds_interval"], 1.0)]
     words = {
-        "context": ("1,000 tokens held", 1000.0),
-        "batch": ("request that decodes", 1.0),
-        "prefill": ("1,000 prompt tokens read beside it", 1000.0),
+        "context": ("per-context", " per 1,000 context tokens", 1000.0),
+        "batch": ("per-request", " per decoding request", 1.0),
+        "prefill": ("per-prompt", " per 1,000 prompt tokens", 1000.0),
     }
     for name, found in fit["slopes"].items():
-        what, factor = words[name]
-        bounds = found["seconds_interval"]
-        scaled = None if bounds is None else [one * factor for one in bounds]
-        if _resolved(found["seconds"], bounds):
-            cost = f"{_seconds(found['seconds'] * factor, scaled)} for each {what}"
-            said.append(cost if said else f"a token costs {cost}")
+        called, of, factor = words[name]
+        costs.append((called, of, found["seconds"], found["seconds_interval"], factor))
+    for called, of, value, bounds, factor in costs:
+        if _resolved(value, bounds):
+            scaled = None if bounds is None else [one * factor for one in bounds]
+            said.append(f"{_seconds(value * factor, scaled)}{of}")
         else:
-            unresolved.append(_unresolved(f"each {what}", found["seconds"] * factor, scaled))
-    sentences = []
-    if said:
-        sentences.append(", and ".join((said[0], ", ".join(said[1:]))) if said[1:] else said[0])
+            unresolved.append(called)
+    sentences = [" + ".join(said)] if said else []
     if unresolved:
-        sentences.append(f"not resolved is what it costs for {', for '.join(unresolved)}")
+        sentences.append(f"{listed(unresolved)} cost not significant")
     if fit["left_out"]:
-        sentences.append(f"{' and '.join(fit['left_out'])} did not vary by itself")
-    return "; ".join(sentences)
+        sentences.append(f"{listed(fit['left_out'])} did not vary")
+    return f"Fitted step time: {'; '.join(sentences)}"
 
 
 def _resolved(value: float, bounds: Sequence[float] | None) -> bool:
     """Whether a cost is told: none is below zero, and an interval that goes there tells none."""
     return value > 0 and (bounds is None or bounds[0] > 0)
-
-
-def _unresolved(what: str, value: float, bounds: Sequence[float] | None) -> str:
-    if bounds is None:
-        return f"{what} (no interval)"
-    factor, unit = unit_of([abs(value), *map(abs, bounds)])
-    return f"{what} [{number(bounds[0] * factor)}, {number(bounds[1] * factor)}] {unit}"
 
 
 def _seconds(value: float, bounds: Sequence[float] | None) -> str:
@@ -417,19 +406,22 @@ def _seconds(value: float, bounds: Sequence[float] | None) -> str:
 
 def _context_said(name: str, base: str, found: Row) -> str:
     """Say from which context on, or up to which, a method's steps are shorter."""
-    batch = f"{found['batch']:g} request{'s' if found['batch'] != 1 else ''} at once"
+    batch = f"batch {found['batch']:g}"
     sure = "" if found["certain"] is None else f" ({percent(found['certain'], 0)} of resamples)"
     if found["pays"] in ("always", "never"):
-        return f"{name}'s steps, {batch}: {found['pays']} shorter than {base}'s{sure}"
+        return f"{batch}: {name}'s steps are {found['pays']} shorter than {base}'s{sure}"
     if found["context"] is None:
-        return f"{name}'s steps, {batch}: whether they are shorter than {base}'s is unclear"
+        return f"{batch}: the steps of {name} and {base} do not differ significantly"
     word = "from" if found["pays"] == "from" else "up to"
-    beyond = "" if found["seen"] else "; such contexts were not measured, the lines are drawn on"
+    beyond = "" if found["seen"] else "; extrapolated"
     tokens = f"{found['context']:,.0f}"
     if found["interval"] is not None:
         low, high = found["interval"]
         tokens += f" [{low:,.0f}, {high:,.0f}]"
-    return f"{name}'s steps, {batch}: shorter than {base}'s {word} {tokens} tokens{sure}{beyond}"
+    return (
+        f"{batch}: {name}'s steps are shorter than {base}'s {word} {tokens} context "
+        f"tokens{sure}{beyond}"
+    )
 
 
 # --- What a reader must know.
@@ -438,63 +430,42 @@ def _context_said(name: str, base: str, found: Row) -> str:
 def _missing(data: Mapping[str, Any]) -> Iterator[str]:
     rates = data["rates"]
     if rates and all(row["cache_share"] is None for row in rates):
-        told = "no sample fell into the time that counts"
-        yield "the cache's use: " + (told if data["mode"] == "simulated" else "no server told it")
+        told = "no sample in the counted time"
+        yield "cache use: " + (told if data["mode"] == "simulated" else "no server reports it")
     if rates and all(row["preemptions"] is None for row in rates):
-        yield "preemptions: no server told them"
+        yield "preemptions: no server reports them"
     if rates and all(row["parts"] is None for row in rates):
-        yield "where a request's time goes: no server told its marks"
-    elif rates:
-        who = "the simulator counts" if data["mode"] == "simulated" else "engines count"
-        yield (
-            f"how long preempted requests waited: {who} preemptions without timing them; it lies "
-            "in prefill and decode"
-        )
+        yield "time of a request by phase: no server reports it"
     if not _limits(data["objective"]):
-        yield "requests within an objective: none was named (--slo ttft=2s,tbt=50ms)"
+        yield "requests within an SLO: none was given (--slo ttft=2s,tbt=50ms)"
     for method in data["methods"]:
         rows = _rows(data, method["method"])
         if rows and method["fit"] is None:
             why = "too few tokens came"
             if any(row["preemptions"] for row in rows):
-                why += " at rates at which no request was preempted"
+                why += " at rates without preemption"
             elif any(is_late(row["parts"]) for row in rows):
-                why += " at rates at which its server's front end passed them on in time"
-            yield f"{method['method']}: what a token's time grows with; {why}"
+                why += " at rates at which the server's front end kept up"
+            yield f"{method['method']}: fitted step time; {why}"
         if untold := [
             f"{row['rate']:g}" for row in rows if row["complete"] and row["grows"] is None
         ]:
             yield (
-                f"{method['method']}: whether the queue grows at {', '.join(untold)} requests a "
-                "second; more requests (--requests) would tell"
+                f"{method['method']}: whether the queue grows at {', '.join(untold)} req/s; raise "
+                "--requests"
             )
 
 
 def _notes(data: Mapping[str, Any]) -> list[str]:
     notes = [
-        "latency per token: from a request's arrival to its last token, over the tokens written "
-        "(normalised latency); TTFT: from its arrival to its first token; TBT: its mean time "
-        "between tokens; means with 95 % intervals by batches of neighbouring requests",
-        "counted are requests that arrived in the window: without the first and last tenth, and "
-        "not before the first tenth of the requests has ended",
-        "the queue grows where the slope of the backlog over the second half is surely above 0; it "
-        "is steady where the slope is surely below 2 % of the rate; else that is open, and without "
-        "intervals",
+        "Latency per token: from arrival to the last token, per output token.",
+        "TTFT: from arrival to the first token. TBT: mean time between output tokens.",
+        "Counted: requests after warm-up, except the last tenth of the run.",
+        "Queue: grows, or steady (under 2 % of the rate), at 95 %; otherwise open.",
     ]
     if (limits := _limits(data["objective"])) and data["rates"]:
         share = data["rates"][0].get("objective_share")
-        notes.append(
-            f"within: requests that keep {limits}; a rate is within where {percent(share, 0)} of "
-            "its requests are"
-        )
-    known = any((row["parts"] or {}).get("outside_seconds") is not None for row in data["rates"])
-    if known and data["mode"] == "served":
-        notes.append(
-            "elsewhere: what the server's front end counts beyond its engine's parts; outside: "
-            "what clients waited beyond all of that, by their own clock"
-        )
-    if data["mode"] == "simulated":
-        notes.append("nothing was served: times are simulated from measured parts of a step")
+        notes.append(f"Within: requests that meet {limits}; {percent(share, 0)} have to.")
     return notes
 
 
@@ -528,15 +499,15 @@ def _measured_with(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[s
     return {
         "model": data["shape"].get("name"),
         "layers": inputs.get("layers"),
-        "weights": f"{weights}: times alone mean anything"
+        "weights": f"{weights} (only times are meaningful)"
         if (weights := inputs.get("weights"))
         else weights_row(inputs).get("weights"),
         "engine": ", ".join(engines) or None,
         "engine variables": "; ".join(told) or None,
         "servers": {
-            "served": "started for it, one method after the other",
-            "url": "ran already",
-            "simulated": "none: simulated",
+            "served": "started by kvprof, one method at a time",
+            "url": "already running",
+            "simulated": "simulated",
         }.get(data["mode"]),
         "step times": None if (steps := inputs.get("step_times")) is None else _steps(steps),
         "engine settings": None
@@ -561,8 +532,8 @@ def _steps(steps: Mapping[str, Any]) -> str:
     """Say where a simulation's step times are from, and how near they come to what was measured."""
     widest = max((one["largest_difference"] or 0.0 for one in steps["methods"]), default=0.0)
     return (
-        f"{steps['source']}, of {steps['device']}, {steps['created'][:10]}; measured steps are met "
-        f"to {percent(widest)}"
+        f"{steps['source']}, {steps['device']}, {steps['created'][:10]}; within {percent(widest)} "
+        "of measured steps"
     )
 
 
@@ -624,7 +595,7 @@ def figure(result: Mapping[str, Any]) -> Any:
                 axes,
                 [one for one in curves if one.x],
                 title=said,
-                x_label="requests a second",
+                x_label="request rate (req/s)",
                 y_label=f"mean, {unit}",
             )
             if limits.get(name) is not None:

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 #: Stands where a figure was not measured; a zero or a blank would read as one.
-MISSING = "–"
+MISSING = "n/a"
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -118,7 +118,7 @@ class Bullet:
 def _incomplete(reason: str | None) -> str:
     named = (one for one in (RECORD_DAMAGED, RECORD_ENDS) if (reason or "").startswith(one))
     told = next(named, "the run stopped before its end")
-    return f"INCOMPLETE: {told}; these figures cover what was measured until then."
+    return f"INCOMPLETE: {told}; these figures cover what was measured."
 
 
 def weights_row(described: Mapping[str, Any]) -> dict[str, str]:
@@ -169,7 +169,7 @@ def framed(
 def how_to_read(notes: Iterable[str]) -> list[RenderableType]:
     """Return the part that says what the words of a report mean; nothing without a note."""
     lines = list(notes)
-    return [heading("How to read this"), bullets(lines)] if lines else []
+    return [heading("Notes"), bullets(lines)] if lines else []
 
 
 def warned(result: Mapping[str, Any]) -> list[RenderableType]:

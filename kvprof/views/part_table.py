@@ -67,7 +67,7 @@ class PartTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not (self.cases and (self._times or self.totals)):
-            yield Text("Nothing was timed in parts yet.", style="dim", overflow="fold")
+            yield Text("No part was timed yet.", style="dim", overflow="fold")
             return
         chunks = self._chunks(options.max_width)
         for index, shown in enumerate(chunks):

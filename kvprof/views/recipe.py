@@ -94,7 +94,11 @@ def line_words(line: Mapping[str, Any]) -> str:
     if line["measured"] is None:
         return "not measured"
     if line["holds"] is None:
-        said = "open: limit inside the interval" if line["uncertain"] else "open: doubtful"
+        said = (
+            "inconclusive: limit inside the interval"
+            if line["uncertain"]
+            else "inconclusive: doubtful"
+        )
     else:
         said = "holds" if line["holds"] else "fails"
     return f"{said} (direction)" if line["direction"] else said
@@ -115,7 +119,7 @@ _NEAR = 1.25
 _FARTHEST = 1e99  # that a ratio can be drawn at
 _LEAST_SPAN = 1.1  # the axis reaches at least from 1 / this to this
 _COLOURS = {True: "#0072B2", False: "#D55E00", None: "#555555"}
-_SAID = {True: "", False: " fails", None: " open"}
+_SAID = {True: "", False: " fails", None: " inconclusive"}
 _MARKS = {True: "o", False: "X", None: "s"}
 
 
@@ -202,7 +206,7 @@ class Beside:
     """Rich renderable of ratios."""
 
     ratios: Sequence[Ratio]
-    title: str = "Measured over claimed (1 is what the paper says, or the recipe asks for)"
+    title: str = "Measured over claimed (1: the paper's figure, or the recipe's limit)"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         span = _span(self.ratios)
@@ -268,7 +272,8 @@ def beside_figure(beside: Beside) -> Any:
     axes.set_ylim(len(ratios) - 0.5, -0.5)
     axes.set_yticks(range(len(ratios)), [one.label for one in ratios])
     axes.set_xlabel(
-        "measured / claimed (diamond: published, half-filled: limit; cross: fails, square: open)"
+        "measured / claimed (diamond: published, half-filled: limit; cross: fails, square: "
+        "inconclusive)"
     )
     axes.grid(visible=True, axis="x", linewidth=0.3, alpha=0.6)
     return figure
@@ -328,9 +333,9 @@ def _row(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
 #: From what holds to what is open.
 VERDICT_ORDER = ("reproduced", "trend only", "not reproduced", "not testable here")
 _READ = (
-    "Claimed: the paper's number, then what must hold here, the recipe's tolerance included.",
-    "A limit inside the 95 % interval is neither met nor missed: the line is open.",
-    "Trend only: the direction that the paper states holds, its number does not or is open.",
+    "Claimed: the paper's figure; then what must hold here, tolerance included.",
+    "Inconclusive: the limit lies inside the 95 % interval.",
+    "Trend only: the paper's direction holds; its figure fails or is inconclusive.",
 )
 
 
@@ -352,11 +357,11 @@ def report(
             parts += [heading(title), names(found, key)]
     if found := [entry for entry in entries if entry["reasons"]]:
         why = [f"{entry['recipe']}: {'; '.join(entry['reasons'])}" for entry in found]
-        parts += [heading("Why not testable, or not in full"), bullets(why)]
+        parts += [heading("Not testable, or only in part"), bullets(why)]
     if found := [entry for entry in entries if entry["stand_in"] and entry["lines"]]:
-        parts += [heading("Stand-ins for the paper's own setting"), names(found, "stand_in")]
+        parts += [heading("Stand-ins for the paper's setting"), names(found, "stand_in")]
     if found := list(paper_notes(entries)):
-        parts += [heading("Papers' own settings, and what of them is not the paper's")]
+        parts += [heading("Differences from the papers' settings")]
         parts.append(bullets(found))
     return framed(
         result,
@@ -397,7 +402,7 @@ def _table(entries: Sequence[Mapping[str, Any]]) -> DataTable:
     ]
     rows = [row for entry in entries for row in _rows(entry)]
     # A column without a single entry costs room that the others need.
-    if all(row[3] in ("", "–") for row in rows):
+    if all(row[3] in ("", MISSING) for row in rows):
         columns.pop(3)
         rows = [(*row[:3], row[4]) for row in rows]
     return DataTable(columns, rows)

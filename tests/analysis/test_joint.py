@@ -64,13 +64,13 @@ def test_joint_moments_are_saved_with_the_rest(moments, tmp_path):
 def test_smaller_moments_cannot_give_larger_groups(loaded):
     pairs = last(loaded, RANDOM, replace(options(TOKENS), joint_heads=2))
     assert joint_gram(pairs.layers[0], "v", 1).shape == (4, 16, 16)
-    with pytest.raises(UsageError, match="no v of groups of 4 heads"):
+    with pytest.raises(UsageError, match="the moments have no v for groups of 4 heads"):
         joint_gram(pairs.layers[0], "v", 4)
-    with pytest.raises(UsageError, match="no k_pre of groups of 2 heads"):
+    with pytest.raises(UsageError, match="the moments have no k_pre for groups of 2 heads"):
         joint_gram(pairs.layers[0], "k_pre", 2)
 
 
 def test_heads_that_do_not_divide_are_refused(loaded):
-    with pytest.raises(UsageError, match="groups of 3 heads do not divide the model's 4 KV heads"):
+    with pytest.raises(UsageError, match="groups of 3 heads do not divide 4 KV heads"):
         last(loaded, RANDOM, replace(options(TOKENS), joint_heads=3))
     assert group_size(32, 4) == 4

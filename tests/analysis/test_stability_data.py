@@ -78,7 +78,7 @@ def test_noise_runs_stand_in_when_the_source_is_text_or_has_one_seed(falling):
     at_the_cut = [row["subspace_distance"] for row in floor if row["rank"] == 8]
     assert at_the_cut == pytest.approx([np.sin(0.3) / np.sqrt(8)], abs=1e-8)
     _, warnings = study(falling[:1])
-    assert warnings == ["no noise floor: it takes random tokens with two seeds and the model"]
+    assert warnings == ["no noise floor: it requires the model and two seeds of random tokens"]
 
 
 def test_one_token_count_recommends_nothing():
@@ -106,7 +106,7 @@ def test_a_cost_that_comes_from_the_length_is_warned_about(falling):
     assert row["cost"] == pytest.approx(np.sin(0.8) ** 2 * gap / tail, rel=1e-8)
     assert row["cost_same_length"] == pytest.approx(np.sin(0.1) ** 2 * gap / tail, rel=1e-8)
     assert len(warnings) == 1
-    assert "used at 2,048" in warnings[0]
+    assert "at sequence length 2,048," in warnings[0]
     _, quiet = study(falling, targets=[dataset(angle=0.0, seq_len=2048)], short=[short])
     assert quiet == [], "no warning where the length costs nothing"
 

@@ -251,13 +251,13 @@ def test_without_that_gpu_it_says_what_to_do(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = kvprof("bench", "--device", device)
     assert done.code == 3
-    assert f"--device {device}: torch sees no CUDA GPUs here" in done.error
+    assert f"--device {device}: torch sees no CUDA GPUs" in done.error
     assert "--device cpu" in done.error
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     done = kvprof("bench", "--device", "cuda:3")
     assert done.code == 3
-    assert "torch sees 1 CUDA GPU here; the last one is cuda:0" in done.error
+    assert "torch sees 1 CUDA GPU; the last GPU is cuda:0" in done.error
     assert measured.request is None
 
 

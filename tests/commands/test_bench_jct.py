@@ -122,14 +122,14 @@ def test_without_full_the_first_method_is_the_baseline(asked: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--input-len", "1k"), "--input-len means nothing without --jct"),
-        (("--jct", "--seq", "4k"), "--seq means nothing with --jct"),
+        (("--input-len", "1k"), "--input-len requires --jct"),
+        (("--jct", "--seq", "4k"), "--seq cannot be combined with --jct"),
         (("--jct", "--seq", "4k", "--phase", "decode"), "--seq and --phase"),
-        (("--jct", "--trace", "fdc/arxiv", "--input-len", "1k"), "lengths of its own"),
+        (("--jct", "--trace", "fdc/arxiv", "--input-len", "1k"), "--input-len cannot be"),
         (("--jct", "--requests", "10"), "--trace"),
-        (("--jct", "--composed", "--kernels", "on"), "--kernels is for a real run"),
+        (("--jct", "--composed", "--kernels", "on"), "--kernels requires --real"),
         (("--jct", "--kernels", "maybe"), "auto, on, off"),
-        (("--jct", "--baseline", "kq"), "--baseline kq is not measured"),
+        (("--jct", "--baseline", "kq"), "--baseline kq is not among"),
         (("--jct", "--input-len", "none"), "--input-len"),
         (("--jct", "--input-len", ""), "--input-len"),
         (("--jct", "--output-len", "0"), "--output-len"),
@@ -173,7 +173,7 @@ def test_a_run_leaves_events_and_a_result_and_shows_both_methods(
     run, table = tmp_path / "run", tmp_path / "parts.csv"
     done = kvprof(*run_of(folder, "--out", run, "--csv", table))
     assert done.code == 0, done.stderr
-    assert "Job completion time in parts" in done.stdout
+    assert "JCT by part" in done.stdout
     assert "one layer of" in done.stderr
     result = read_result(run)
     assert (result["kind"], result["complete"]) == ("jct", True)
@@ -270,7 +270,7 @@ def test_a_full_disk_costs_no_measurement(
     assert done.code == 1
     assert "No space left on device" in done.error
     assert done.stderr.count("it is measured on") == 1
-    assert "Job completion time in parts" in done.stdout
+    assert "JCT by part" in done.stdout
     result = read_result(run)
     assert result["complete"]
     assert [case["method"] for case in result["data"]["cases"]] == ["full", "fdc"]

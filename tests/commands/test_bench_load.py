@@ -66,58 +66,58 @@ def load(server: FakeServer, *arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--lengths", "arxiv"], "--lengths means nothing without --load"),
-        (["--jct", "--slo", "ttft=1s", "--url", "x"], "--slo and --url means nothing without"),
-        (["--load", "--jct"], "--jct means nothing with --load"),
-        (["--load", "--seq", "4k", "--repeats", "3"], "--seq and --repeats means nothing with"),
-        (["--load", "--layers", "2"], "--layers is for a shape without weights"),
-        (["--load", "--simulate", "--layers", "2"], "--layers is for a shape without weights"),
+        (["--lengths", "arxiv"], "--lengths requires --load"),
+        (["--jct", "--slo", "ttft=1s", "--url", "x"], "--slo and --url requires --load"),
+        (["--load", "--jct"], "--jct cannot be combined with --load"),
+        (["--load", "--seq", "4k", "--repeats", "3"], "--seq and --repeats cannot"),
+        (["--load", "--layers", "2"], "--layers requires a shape"),
+        (["--load", "--simulate", "--layers", "2"], "--layers requires a shape"),
         (["--load", "--model", "Qwen3-8B"], "Qwen3-8B has QK-norm; random weights are drawn"),
         (["--load", "--device", "cuda", "--trace", "fdc/arxiv"], "--trace and --device"),
         (["--load", "--url", "x", "--methods", "fdc", "--memory", "1GB"], "--methods and --memory"),
-        (["--load", "--url", "x", "--tp", "2,4"], "--tp means nothing with --url"),
-        (["--load", "--url", "x", "--rate", "0.4"], "--rate means nothing with --url"),
-        (["--load", "--url", "x", "--router", "round-robin"], "name several"),
+        (["--load", "--url", "x", "--tp", "2,4"], "--tp cannot be combined with --url"),
+        (["--load", "--url", "x", "--rate", "0.4"], "--rate cannot be combined with --url"),
+        (["--load", "--url", "x", "--router", "round-robin"], "--router requires several"),
         (["--load", "--url", "http://me:pw@x"], "a key belongs into an environment variable"),
         (["--load", "--router", "round-robin"], "--replicas 2"),
         (["--load", "--router", "random", "--replicas", "2"], "--router random"),
-        (["--load", "--key-env", "X"], "--key-env means nothing without --url"),
-        (["--load", "--url", "x", "--key-env", "NOT_THERE"], "there is no such variable"),
-        (["--load", "--rates", "1,x"], "'x' is no rate"),
-        (["--load", "--rates", "0"], "'0' is no rate"),
-        (["--load", "--slo", "ttft=2x"], "'ttft=2x' is no limit"),
-        (["--load", "--slo", "tbt=50"], "'tbt=50' is no limit"),  # seconds or milliseconds?
-        (["--load", "--slo", "share=0.9"], "names no limit"),
-        (["--load", "--slo", f"ttft={400 * '9'}s"], "--slo: 'ttft=999"),
+        (["--load", "--key-env", "X"], "--key-env requires --url"),
+        (["--load", "--url", "x", "--key-env", "NOT_THERE"], "is unset or empty"),
+        (["--load", "--rates", "1,x"], "--rates: 'x'"),
+        (["--load", "--rates", "0"], "--rates: '0'"),
+        (["--load", "--slo", "ttft=2x"], "'ttft=2x'"),
+        (["--load", "--slo", "tbt=50"], "'tbt=50'"),  # seconds or milliseconds?
+        (["--load", "--slo", "share=0.9"], "--slo has no limit"),
+        (["--load", "--slo", f"ttft={400 * '9'}s"], "--slo: cannot read 'ttft=999"),
         (["--load", "--slo", "ttft=1s,share=2"], "share=2"),
-        (["--load", "--slo", "ttft=1s,ttft=2s"], "--slo names ttft twice"),
-        (["--load", "--simulate", "--replicas", "1000000000"], "no load has more than 10,000"),
-        (["--load", "--requests", "5", "--seconds", "9"], "leave one out"),
+        (["--load", "--slo", "ttft=1s,ttft=2s"], "--slo gives ttft twice"),
+        (["--load", "--simulate", "--replicas", "1000000000"], "is not between 1 and 10,000"),
+        (["--load", "--requests", "5", "--seconds", "9"], "--requests and --seconds"),
         (["--load", "--seconds", "-1"], "--seconds -1"),
         (["--load", "--seconds", "1e9", "--rates", "2"], "more than 10,000,000 requests"),
         (["--load", "--refine", "99"], "--refine 99"),
         (["--load", "--timeout", "0"], "--timeout 0"),
-        (["--load", "--memory", "lots"], "--memory: 'lots' is no size"),
+        (["--load", "--memory", "lots"], "--memory: 'lots' is not a size"),
         (["--load", "--arrivals", "weibull"], "--arrivals weibull"),
         (["--load", "--arrivals", "trace"], "has no times"),
         (["--load", "--lengths", "nowhere.jsonl"], "no trace and no file"),
-        (["--load", "--baseline", "kq"], "--baseline kq is not measured"),
+        (["--load", "--baseline", "kq"], "--baseline kq is not among"),
         (["--load", "--requests", "0"], "--requests 0"),
-        (["--load", "--lengths", "in=9,out=9", "--rates", "0.3333333,0.33333334"], "too near"),
+        (["--load", "--lengths", "in=9,out=9", "--rates", "0.3333333,0.33333334"], "too close"),
         (["--load", "--arrivals", "gamma:cv=1e-200"], "between 0.001 and 100"),
         (["--load", "--url", "localhost:9,http://localhost:9/v1"], "localhost:9 twice"),
         (["--load"], "the model has 2,048 positions"),
-        (["--load", "--engine", "--api-key=sk-1"], "--engine --api-key holds a key"),
-        (["--load", "--engine", "--api-k sk-1"], "--engine --api-k holds a key"),
-        (["--load", "--engine", "--kv-cache-dtype fp8"], "given that by --methods"),
-        (["--load", "--engine", "--tensor_parallel=2"], "given that by --tp"),
-        (["--load", "--engine", "--host 0.0.0.0"], "listen on loopback"),
+        (["--load", "--engine", "--api-key=sk-1"], "--engine --api-key would be recorded"),
+        (["--load", "--engine", "--api-k sk-1"], "--engine --api-k would be recorded"),
+        (["--load", "--engine", "--kv-cache-dtype fp8"], ": use --methods"),
+        (["--load", "--engine", "--tensor_parallel=2"], ": use --tp"),
+        (["--load", "--engine", "--host 0.0.0.0"], "sets the servers' addresses"),
         (["--load", "--replicas", "0"], "--replicas"),
         (["--load", "--url", "http://" + 70 * "a"], "aaa is no address; write http"),
         (["--load", "--engine", "'"], "--engine: no closing quotation"),
-        (["--load", "--url", "x", "--engine", "-O0"], "--engine means nothing with --url"),
+        (["--load", "--url", "x", "--engine", "-O0"], "--engine cannot be combined with --url"),
         (["--load", "--methods", "full,fcd"], "fcd"),
-        (["--load", "--plan", "nowhere.plan"], "--plan nowhere.plan: there is no such file"),
+        (["--load", "--plan", "nowhere.plan"], "--plan nowhere.plan: no such file"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], said: str) -> None:
@@ -134,7 +134,7 @@ def test_a_load_is_measured_shown_compared_and_exported(
     done = load(server, "--slo", "ttft=2s,tbt=1s", "--out", run, "--csv", tmp_path / "a.csv")
     assert done.code == 0, done.stderr
     # So few requests do not tell whether the queue grows, and this client may be late.
-    assert re.search(r"served(: no rate can be judged| may serve (80|160) )", done.stdout)
+    assert re.search(r"served(: no rate can be judged| sustained (80|160) )", done.stdout)
     result = read_result(run / "result.json")
     assert (result["kind"], result["complete"]) == ("load", True)
     assert [row["case"] for row in result["data"]["rates"]] == ["served @ 80/s", "served @ 160/s"]
@@ -219,13 +219,13 @@ def test_types_of_cache_that_the_engine_names_are_methods_of_a_load_alone(
 def test_servers_cannot_be_started_without_vllm(tmp_path: Path) -> None:
     done = kvprof("bench", "--load", "--lengths", "in=64,out=8", "--out", tmp_path / "r")
     assert done.code == ExitCode.LACKING
-    assert "needs vLLM" in done.error
+    assert "bench --load requires vLLM" in done.error
     assert "--simulate" in done.error
     assert not (tmp_path / "r").exists()
     # What is wrong with a method is told before what is lacking here.
     done = kvprof("bench", "--load", "--methods", "full,fp8:rate=.2")
     assert done.code == ExitCode.USAGE
-    assert "fp8 is what vLLM itself has, and takes no options here" in done.error
+    assert ": fp8 is vLLM's own and takes no options" in done.error
 
 
 def test_servers_are_started_on_each_number_of_gpus_in_turn(
@@ -264,11 +264,11 @@ def test_a_method_may_have_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     ("method", "why"),
     [
         ("kq:rate=1.5", "--methods kq:rate=1.5: rate 1.5 is not between 0 and 1"),
-        ("kq:rate=half", "--methods kq:rate=half: rate half is no share"),
-        ("kq:rate=nan", "--methods kq:rate=nan: rate nan is no share"),
+        ("kq:rate=half", "--methods kq:rate=half: rate half is not a share"),
+        ("kq:rate=nan", "--methods kq:rate=nan: rate nan is not a share"),
         ("kq:rate=0.1,rate=0.2", "rate is given twice"),
-        ("full:rate=0.5", "full is what vLLM itself has, and takes no options here"),
-        ("fp8:scale=none", "fp8 is what vLLM itself has, and takes no options here"),
+        ("full:rate=0.5", ": full is vLLM's own and takes no options"),
+        ("fp8:scale=none", ": fp8 is vLLM's own and takes no options"),
     ],
 )
 def test_a_rate_that_is_none_is_refused_before_any_method_s_turn(
@@ -367,7 +367,7 @@ def test_a_port_in_use_is_refused_before_anything_is_read() -> None:
         port = other.getsockname()[1]
         done = kvprof("serve", "reference", "--plan", "nowhere.plan", "--port", port)
     assert done.code == ExitCode.USAGE
-    assert f"--port {port}: another program listens there" in done.error
+    assert f"--port {port} is in use" in done.error
 
 
 def test_failures_are_counted_and_said(key: None) -> None:
@@ -450,7 +450,7 @@ def test_a_run_goes_on_beside_the_files_that_it_wrote(
         code, said = ended(*arguments)
         assert code == ExitCode.USAGE
         assert f"{other if arguments else tmp_path / 'a.json'} exists" in said
-        assert "to go on name another file" in said
+        assert "and discards the interrupted run in" in said
         assert (tmp_path / "a.json").read_text() == text
     assert other.read_text() == "mine"
     sent = len(server.bodies)
@@ -494,7 +494,7 @@ def test_rates_that_are_there_are_not_measured_again(
     sent = len(server.bodies)
     done = load(server, "--out", run)
     assert done.code == 0, done.stderr
-    assert "goes on" in done.stderr
+    assert "resuming" in done.stderr
     assert len(server.bodies) - sent == 42  # one rate, the probe and one request alone
     result = read_result(run / "result.json")
     assert [row["complete"] for row in result["data"]["rates"]] == [True, True]
@@ -513,7 +513,7 @@ def test_a_shape_is_served_with_random_weights_alone() -> None:
     ("given", "said"),
     [
         ({"--method": "xkv"}, "xkv cannot be served: several layers share a latent"),
-        ({"--method": "fdc", "--calibrate": "random"}, "--calibrate means nothing for"),
+        ({"--method": "fdc", "--calibrate": "random"}, "--calibrate cannot be"),
     ],
 )
 def test_what_a_shape_s_plan_cannot_be_drawn_for_is_refused(

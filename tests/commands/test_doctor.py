@@ -111,7 +111,7 @@ def test_a_required_package_missing_or_too_old_is_3(
     assert by_name["doctor"]["ready"]
     done = kvprof("doctor")
     assert done.code == 3
-    assert done.stdout.startswith("Not usable here: torch missing or out of range.")
+    assert done.stdout.startswith("kvprof cannot run here: torch missing or out of range.")
     assert "'torch>=2.11'" in done.stdout
 
 

@@ -87,7 +87,7 @@ def test_a_frontier_is_measured_reported_and_resumed(
 
     done = kvprof("frontier", tiny_folder, *over(SMALL, methods))
     assert done.code == 0
-    assert "evaluations of this model on this data are in" in done.stderr
+    assert "cached evaluations of this model on this data" in done.stderr
     # Of random weights it is chance which one.
     sure = {
         label: method["max_rate_interval"][0] or 0

@@ -76,8 +76,8 @@ def test_bench_names_the_file_that_it_took_of_a_folder(file: Path, tmp_path: Pat
     assert several.code == 2
     assert "2 GGUF files; choose with --gguf a.gguf" in several.error
     assert "no file 'c.gguf'" in kvprof("bench", "--model", folder, "--gguf", "c.gguf").error
-    assert "--model names" in kvprof("bench", "--gguf", "b.gguf").error
-    assert "--model names" in kvprof("bench", "--load", "--gguf", "b.gguf").error
+    assert "requires --model" in kvprof("bench", "--gguf", "b.gguf").error
+    assert "requires --model" in kvprof("bench", "--load", "--gguf", "b.gguf").error
     (folder / "a.gguf").unlink()
     assert load_shape(str(folder)).name == "b.gguf"
     assert has_weights(str(folder))

@@ -105,10 +105,10 @@ def test_what_exists_is_refused_before_the_work_unless_forced(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"json": "a", "csv": "a"}, "--json and --csv both go to"),
-        ({"json": "a", "csv": "b/../a"}, "--json and --csv both go to"),
-        ({"svg": "a", "png": "a"}, "--svg and --png both go to"),
-        ({"json": "run/result.json", "out": "run"}, "--json and --out both go to"),
+        ({"json": "a", "csv": "a"}, "--json and --csv both name"),
+        ({"json": "a", "csv": "b/../a"}, "--json and --csv both name"),
+        ({"svg": "a", "png": "a"}, "--svg and --png both name"),
+        ({"json": "run/result.json", "out": "run"}, "--json and --out both name"),
     ],
 )
 def test_two_outputs_in_one_place_are_refused(
@@ -128,35 +128,35 @@ def test_what_is_read_is_not_written_over_by_force(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(result)
     outputs = Outputs(json=result, csv=table, force=True)
     for read in ([result], [None, ["prose", str(tmp_path / "link.json")]], [run]):
-        with pytest.raises(UsageError, match=r"--json .*: that is read here; name another file"):
+        with pytest.raises(UsageError, match=r"--json .* reads that file; name another"):
             outputs.check(read=read)
-    with pytest.raises(UsageError, match=r"--save .*that is read here"):
+    with pytest.raises(UsageError, match=r"--save .*reads that file"):
         Outputs(force=True).check({"--save": events}, read=[run])
     outputs.check(read=[table.with_name("other.csv"), "a/hub-id", None])
     outputs.check(read=["x" * 300])  # which whoever reads it tells
     (run / "config.json").touch()
     outputs.check(read=[run])  # a model's folder, whose result of a run nobody reads
-    with pytest.raises(UsageError, match=r"config\.json: that is read here"):
+    with pytest.raises(UsageError, match=r"config\.json: this command reads that file"):
         replace(outputs, json=run / "config.json").check(read=[run])
     (run / "config.json").unlink()
     replace(outputs, json=None).check(read=[run])  # what was made of a run may lie beside it
 
 
 def test_stdout_holds_one_of_them(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--json and --csv both go to -"):
+    with pytest.raises(UsageError, match="--json and --csv both name -; give each its own"):
         Outputs(json=Path("-"), csv=Path("-")).check()
-    with pytest.raises(UsageError, match="--png -: a figure goes to a file"):
+    with pytest.raises(UsageError, match="--png -: a figure cannot go to stdout"):
         Outputs(png=Path("-")).check()
-    with pytest.raises(UsageError, match="--save -: this output goes to a file; only --json and"):
+    with pytest.raises(UsageError, match="--save -: only --json and --csv"):
         Outputs().check({"--save": Path("-")})
     run = Outputs(json=tmp_path / "r" / "result.json", out=tmp_path / "r", force=True)
-    with pytest.raises(UsageError, match="--json and --out both go to"):
+    with pytest.raises(UsageError, match="--json and --out both name"):
         run.check({"--out": run.events})
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "result.json").touch()
     with pytest.raises(UsageError, match=r"result\.json exists"):
         replace(run, json=None, force=False).check({"--out": run.events})
-    with pytest.raises(UsageError, match="--json and --save both go to"):
+    with pytest.raises(UsageError, match="--json and --save both name"):
         Outputs(json=tmp_path / "a").check({"--save": tmp_path / "a"})
 
 
@@ -173,7 +173,7 @@ def test_a_figure_without_matplotlib_is_lacking(
         return None if name == "matplotlib" else ModuleSpec(name, None)
 
     monkeypatch.setattr(output, "find_spec", find)
-    with pytest.raises(LackingError, match=r"--svg needs .* -m pip install .*matplotlib"):
+    with pytest.raises(LackingError, match=r"--svg requires .* -m pip install .*matplotlib"):
         Outputs(svg=tmp_path / "f.svg").check()
     Outputs(json=tmp_path / "r.json").check()
 
@@ -253,7 +253,7 @@ def test_what_has_come_to_exist_is_left_alone_and_the_result_is_beside_it(
     outputs.check()
     other = some_result(warnings=["the other run's"])
     Outputs(out=tmp_path).finish(other, lambda *_: None)
-    with pytest.raises(FailedError, match=r"left alone; .* is in .*result-2\.json"):
+    with pytest.raises(FailedError, match=r"was not overwritten; .* is in .*result-2\.json"):
         outputs.finish(some_result(), lambda *_: "the report")
     assert read_result(tmp_path) == other
     assert read_result(tmp_path / "result-2.json") == some_result()
@@ -308,7 +308,7 @@ def test_a_journal_in_which_nothing_was_measured_ends_without_a_result(
     with pytest.raises(typer.Exit) as left:
         outputs.end_recorded(journal, interrupted=True)
     assert left.value.exit_code == 130
-    assert "there is no result" in capsys.readouterr().err
+    assert "no result" in capsys.readouterr().err
     assert not (tmp_path / "run" / "result.json").exists()
 
 

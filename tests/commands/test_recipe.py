@@ -49,7 +49,7 @@ def run(path: Path, out: Path, rates: dict[str, Any], **more: Any) -> None:
         ),
         (
             ("--rate {rate}", "--rate much"),
-            "small-claim.yaml: smoke, cell plan-fdc: --rate much is no share",
+            "small-claim.yaml: smoke, cell plan-fdc: --rate much is not a share",
         ),
     ],
 )
@@ -59,19 +59,19 @@ def test_validate_names_file_place_and_way_out(
     done = kvprof("recipe", "validate", write(tmp_path, TEXT.replace(*change)))
     assert done.code == ExitCode.USAGE
     assert re.search(said, " ".join(done.stdout.split())), done.stdout
-    assert "1 of 1 recipes cannot be run" in done.error
+    assert "1 of 1 recipes are invalid" in done.error
 
 
 @pytest.mark.parametrize(
     ("load", "said"),
     [
-        ("--load --model Llama-3.1-8B --methods full:rate={rate}", "full is what vLLM itself has"),
-        ("--load --model Llama-3.1-8B --methods full --slo ttft=soon", "--slo: 'ttft=soon' is no"),
-        ("--load --simulate --methods full --rates 0", "--rates: '0' is no rate"),
-        ("--load --simulate --methods full --seconds 5", "--requests and --seconds both say"),
+        ("--load --model Llama-3.1-8B --methods full:rate={rate}", "full is vLLM's own"),
+        ("--load --model Llama-3.1-8B --methods full --slo ttft=soon", "'ttft=soon'"),
+        ("--load --simulate --methods full --rates 0", "--rates: '0'"),
+        ("--load --simulate --methods full --seconds 5", "--requests and --seconds"),
         (
             "--load --model Llama-3.1-8B --methods full,{method}:rate=0.3 --baseline {method}",
-            "--baseline fdc is not measured; --methods has full,fdc:rate=0.3",
+            "--baseline fdc is not among --methods full,fdc:rate=0.3",
         ),
         ("--load --simulate --methods full --arrivals often", "--arrivals often"),
         ("--load --model Llama-3.1-8B --methods full,{method}:rate={rate}", None),
@@ -81,7 +81,7 @@ def test_validate_names_file_place_and_way_out(
         ),
         (
             "--load --simulate --methods {method}:rate={rate}",
-            "fdc:rate=0.30: a rate of its own is for what is served",
+            "fdc:rate=0.30: --simulate has recorded rates",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_wrong_recipe_is_refused_before_anything_is_run_or_written(tmp_path: P
         (("nowhere.yaml",), "nowhere.yaml: there is no such file"),
         (("fcd-table-1",), "fcd-table-1: no recipe has this name; kvprof recipe list"),
         (("example-sweep", "--profile", "large"), "--profile large: there are smoke, small, paper"),
-        (("example-sweep", "--set", "rate"), "--set rate: write a placeholder and its value"),
+        (("example-sweep", "--set", "rate"), "--set rate: give KEY=VALUE"),
         (("example-sweep", "--set", "colour=red"), "--set colour: none of the recipes"),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_folder_that_is_something_elses_is_refused(tmp_path: Path) -> None:
     write_result(tmp_path / "result.json", benchmark_result())
     done = kvprof("recipe", "run", "example-sweep", "--out", tmp_path)
     assert done.code == ExitCode.USAGE
-    assert "holds a result of benchmark; name another folder" in done.error
+    assert "has a benchmark result; name another folder" in done.error
 
 
 def test_a_falsified_claim_ends_in_4_with_the_table_printed(
@@ -143,7 +143,7 @@ def test_a_falsified_claim_ends_in_4_with_the_table_printed(
 
 
 def test_a_failed_cell_ends_in_1_and_lacking_everything_in_3(tmp_path: Path) -> None:
-    with pytest.raises(FailedError, match=r"a cell failed.*small-claim"):
+    with pytest.raises(FailedError, match=r"runs failed.*small-claim"):
         run(write(tmp_path), tmp_path / "a", {"fdc": 0.96, "kq": "ended by signal 9"})
     text = TEXT.replace("    matrix:", "    needs: {gpu: true}\n    matrix:")
     with pytest.raises(LackingError, match="it needs a GPU"):
@@ -172,7 +172,7 @@ def test_a_folder_gathers_runs_and_the_report_shows_them(tmp_path: Path) -> None
 def test_report_of_what_is_no_ledger(tmp_path: Path) -> None:
     done = kvprof("recipe", "report", tmp_path)
     assert done.code == ExitCode.USAGE
-    assert "name the --out of a kvprof recipe run" in done.error
+    assert "give the --out folder" in done.error
 
 
 def test_new_writes_a_recipe_that_is_valid(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_new_writes_a_recipe_that_is_valid(tmp_path: Path) -> None:
     assert "name: my-sweep" in path.read_text()
     assert kvprof("recipe", "validate", path).stdout == "1 recipe is valid.\n"
     assert kvprof("recipe", "new", path).code == ExitCode.USAGE
-    assert "ends in .yaml" in kvprof("recipe", "new", tmp_path / "x.txt").error
+    assert "does not end in .yaml" in kvprof("recipe", "new", tmp_path / "x.txt").error
     assert "is no recipe's name" in kvprof("recipe", "new", tmp_path / "My Sweep.yaml").error
 
 
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED, stderr
-    assert "the same command goes on" in stderr
+    assert "interrupted; the same command resumes from" in stderr
     assert not read_result(out / "result.json")["complete"]
 
 

@@ -51,7 +51,9 @@ class TestWithoutATerminal:
         done = kvprof("tui", run)
         assert done.code == 0
         assert "attention" in done.stdout
-        assert done.stderr == "stdin is no terminal: here is the report instead of the live view\n"
+        assert (
+            done.stderr == "stdin is not a terminal: showing the report instead of the live view\n"
+        )
 
     def test_it_is_the_report_that_show_prints(self, run):
         assert kvprof("tui", run).stdout == kvprof("show", run).stdout
@@ -63,7 +65,7 @@ class TestWithoutATerminal:
     def test_a_command_runs_and_its_exit_code_counts(self, fake, tmp_path, capfd):
         done = kvprof("tui", "--", "bench", "--jct", "--out", tmp_path / "new")
         assert done.code == 0
-        assert "stdin is no terminal: the command runs without the live view" in done.stderr
+        assert "stdin is not a terminal: running without the live view" in done.stderr
         assert "the report of bench --jct --out" in capfd.readouterr().out
         assert (tmp_path / "new" / "events.jsonl").exists()
         failed = kvprof("tui", "--", "bench", "--jct", "--fail", "--out", tmp_path / "other")
@@ -84,15 +86,15 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "line"),
         [
-            (("tui", "missing"), "missing: there is no such file"),
-            (("tui", "--demo", "run"), "--demo plays the recorded run; leave out run"),
-            (("tui", "run", "--speed", "0"), "--speed 0 plays nothing"),
-            (("tui", "run", "--speed", "nan"), "--speed nan plays nothing"),
-            (("tui", "--speed", "2"), "--speed is for a recorded run"),
-            (("tui", "--", "bench", "--seq", "4k"), "watches kvprof bench --jct and --load, not"),
-            (("tui", "--", "spectrum", "--jct"), "watches kvprof bench --jct and --load, not"),
-            (("tui", "one", "two"), "watches kvprof bench --jct and --load, not"),
-            (("tui", "bench"), "watches kvprof bench --jct and --load, not"),
+            (("tui", "missing"), "missing: no such file"),
+            (("tui", "--demo", "run"), "--demo cannot be combined with run"),
+            (("tui", "run", "--speed", "0"), "--speed 0 is not above 0"),
+            (("tui", "run", "--speed", "nan"), "--speed nan is not above 0"),
+            (("tui", "--speed", "2"), "--speed requires"),
+            (("tui", "--", "bench", "--seq", "4k"), "starts bench --jct or bench --load"),
+            (("tui", "--", "spectrum", "--jct"), "starts bench --jct or bench --load"),
+            (("tui", "one", "two"), "starts bench --jct or bench --load"),
+            (("tui", "bench"), "starts bench --jct or bench --load"),
         ],
     )
     def test_what_makes_no_sense_is_said(self, arguments, line, tmp_path, monkeypatch):
@@ -104,8 +106,8 @@ class TestBadInput:
     def test_a_folder_without_a_run_is_said(self, tmp_path):
         done = kvprof("tui", tmp_path)
         assert done.code == 2
-        assert "it is no run's folder" in done.error
-        assert "here is the report" not in done.stderr
+        assert "neither result.json nor" in done.error
+        assert ": showing the report instead of the live view" not in done.stderr
 
     def test_a_newer_record_is_refused(self, run):
         lines = (run / "events.jsonl").read_text().splitlines()
@@ -135,7 +137,7 @@ class TestOpening:
         from kvprof.commands.tui import open_run
 
         record = "records/kernels-h200.json"
-        with pytest.raises(UsageError, match=f"of kind benchmark.*kvprof show {record} prints it"):
+        with pytest.raises(UsageError, match=f"benchmark results .*kvprof show {record}"):
             open_run(record)
 
     def test_a_result_alone_cannot_be_played(self, tmp_path):
@@ -198,7 +200,7 @@ def test_every_stream_must_be_a_terminal(lacking, monkeypatch):
 
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, Stream(name != lacking))
-    assert tui.missing_terminal() == f"{lacking} is no terminal"
+    assert tui.missing_terminal() == f"{lacking} is not a terminal"
 
 
 class Terminal:

@@ -198,7 +198,7 @@ def test_a_cache_that_is_larger_than_its_account_is_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(CompressedCache, "nbytes", property(lambda cache: int(1.02 * held(cache))))
     found = evaluator(decode=True).evaluate(plan("kq", 0.4, 15))
     (warning,) = found["warnings"]
-    assert "its account says" in warning
+    assert "tokens, its plan accounts for" in warning
 
 
 def test_batches_and_lack_of_room_change_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
         Evaluator(model("Llama"), [text(), text(tokens=18, name="b")], [], EvaluationSettings())
     items, _ = questions(model("Llama"))
     long = replace(items[0], prompt=[5] * 127)
-    with pytest.raises(UsageError, match="does not fit the context"):
+    with pytest.raises(UsageError, match="tokens exceeds the context of"):
         Evaluator(model("Llama"), [text()], [long], EvaluationSettings())
     with pytest.raises(UsageError, match="the plan is for"):
         evaluator("Qwen3").evaluate(plan("kq", 0.5, 15))

@@ -43,11 +43,11 @@ def test_the_budget_is_a_share_of_what_is_free(
 @pytest.mark.parametrize(
     ("sequences", "free", "advice"),
     [
-        (16, 2**40, "--batch-size 8 would fit"),  # never what has just failed
-        (16, 7 * 2**20, "--batch-size 3 would fit"),
-        (16, 2**20, "--batch-size 1 would fit"),
-        (16, 2**19, "take a shorter --seq-len"),
-        (1, 2**40, "take a shorter --seq-len"),
+        (16, 2**40, "--batch-size 8 fits"),  # never what has just failed
+        (16, 7 * 2**20, "--batch-size 3 fits"),
+        (16, 2**20, "--batch-size 1 fits"),
+        (16, 2**19, "give a shorter --seq-len"),
+        (1, 2**40, "give a shorter --seq-len"),
     ],
 )
 def test_what_would_fit(
@@ -56,7 +56,7 @@ def test_what_would_fit(
     monkeypatch.setattr(workload, "_free", lambda device: free)
     message = shortage(loaded, sequences, 2**20)
     assert advice in message
-    assert f"kq with {sequences} sequences of 64 tokens takes" in message
+    assert f": kq with {sequences} sequences of 64 tokens needs" in message
     assert "\n" not in message
 
 

@@ -56,8 +56,8 @@ def test_options_of_combinations_and_of_the_calibration_are_known() -> None:
         ("full:grid=16", "it has none"),
         ("grid=32", "belongs to no method"),
         ("fdc,grid=32", "belongs to no method"),
-        ("fdc,kq,fdc", "fdc is named twice"),
-        ("kq,kq:grid=8,kq:grid=8", "kq:grid=8 is named twice"),
+        ("fdc,kq,fdc", "--methods names fdc twice"),
+        ("kq,kq:grid=8,kq:grid=8", "--methods names kq:grid=8 twice"),
         ("kq:grid=8,kq:grid=many", "--methods kq:grid=many"),
         ("kq:allocation", "KEY=VALUE"),
         ("fdc,kq:", "'kq:' has a colon"),
@@ -73,9 +73,9 @@ def test_mistakes_are_named(text: str, says: str) -> None:
 
 
 def test_a_common_option_that_nothing_takes_is_refused() -> None:
-    with pytest.raises(UsageError, match="allocation=budget: none of the methods takes this"):
+    with pytest.raises(UsageError, match="allocation=budget: none of the methods has this option"):
         parse("kivi,h2o", allocation="budget")
-    with pytest.raises(UsageError, match="scale=none: none of the methods takes this option"):
+    with pytest.raises(UsageError, match="scale=none: none of the methods has this option"):
         parse("full", scale="none")
 
 

@@ -237,7 +237,7 @@ def test_architectures_that_are_not_supported(folder, tmp_path):
 
 def test_devices_and_dtypes(folder, monkeypatch):
     _refused(UsageError, "--device: 'gpu' is none of", folder, device="gpu")
-    _refused(UsageError, "--dtype: 'int8' is none of", folder, dtype="int8")
+    _refused(UsageError, "--dtype 'int8'", folder, dtype="int8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _refused(LackingError, "shows 0 usable", folder, device="cuda:1")
     _refused(LackingError, "needs two GPUs", folder, device="balanced")

@@ -60,5 +60,5 @@ def test_a_rate_is_a_share_as_people_write_it() -> None:
     by_share = kvprof.plan(tiny("Llama"), "kq", "40%", calibrate="random:8k", **FINE)
     assert 0.4 <= rate(by_share, 96) < 0.45
     for wrong in ({"rate": "a third"}, {"removal": "a third"}):
-        with pytest.raises(UsageError, match="a third is no share; write for example 30%"):
+        with pytest.raises(UsageError, match="a third is not a share"):
             kvprof.plan("no model is looked for", "fdc", **wrong)

@@ -209,7 +209,7 @@ def test_a_model_whose_outputs_are_gated_loses_one_pair_only(tmp_path):
     save_moments(before, tmp_path / "m.safetensors")
     moments = load_moments(tmp_path / "m.safetensors")
     assert torch.equal(pair_gram(moments, 0, "v"), pair_gram(before, 0, "v"))
-    with pytest.raises(UsageError, match="gated"):
+    with pytest.raises(UsageError, match="gates"):
         pair_gram(moments, 0, "vo")
 
 

@@ -77,7 +77,7 @@ def test_the_same_file_is_known_without_reading_it(tmp_path: Path) -> None:
 def test_saved_moments_that_do_not_tell_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("some text")
-    with pytest.raises(UsageError, match="keep no trace"):
+    with pytest.raises(UsageError, match="do not record their tokens"):
         check_separate({"calibration": {"source": "notes.txt"}}, [parse_source(str(path))])
     check_separate({"calibration": {"source": "other.txt"}}, [parse_source(str(path))])
 

@@ -128,7 +128,7 @@ def test_factors_do_not_grow_with_the_number_of_tokens(llama):
         torch.testing.assert_close(
             found.gram[1] * (1 if pair == "vo" else 256), pair_gram(moments, 1, pair)
         )
-    with pytest.raises(UsageError, match="'w_v' is no pair with a basis to compare"):
+    with pytest.raises(UsageError, match="'w_v' has no basis to compare"):
         pair_factors(moments, "w_v")
 
 

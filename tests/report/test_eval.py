@@ -57,7 +57,7 @@ def test_a_task_at_chance_has_no_cell_and_is_in_no_mean() -> None:
     titles, chance, base, *methods = table(result, "Tasks")
     assert [row[0] for row in (chance, base, *methods)] == ["chance", "uncompressed", "fp8", "kq"]
     copied = titles.index("copy")
-    assert [row[copied] for row in (chance, base, *methods)] == ["0", "0/6", "–", "–"]
+    assert [row[copied] for row in (chance, base, *methods)] == ["0", "0/6", "n/a", "n/a"]
     tasks = result["data"]["evaluations"][2]["tasks"]
     judging = [tasks[name]["accuracy"] for name in ("needle", "variables", "frequent_words")]
     assert titles[-1] == "mean of 3"
@@ -77,7 +77,7 @@ def test_answers_by_depth_and_length() -> None:
 @pytest.mark.parametrize(
     ("interval", "never", "told"),
     [
-        (None, 0.0, "–"),
+        (None, 0.0, "n/a"),
         ([0.9, 1.2], 0.0, "not significantly longer"),
         ([0.8, 0.9], 0.0, "shorter"),
         ([1.1, 1.2], 0.0, "longer: steps must take 12.3 % less time"),

@@ -144,7 +144,7 @@ def test_nothing_compared_and_nothing_measured_are_said() -> None:
     result = made()
     for row in result["data"]["curves"]:
         row |= dict.fromkeys(row.keys() & {"extra_energy_loss", "subspace_distance", "ratio"})
-    assert "–" in rows(blocks(Table, result)[2])[0].values()
+    assert "n/a" in rows(blocks(Table, result)[2])[0].values()
     result["data"] |= {"curves": [], "claims": [], "recommendation": None, "clusters": []}
     assert said(result)[0] == "Nothing was compared."
     lengths = made("lengths")

@@ -146,11 +146,11 @@ def test_code_of_a_model_needs_whoever_runs_it(tmp_path: Path) -> None:
     trusted = prepare([load_recipe(path)], "smoke", {}, None, CPU, "v", trusted=True)
     assert len(trusted[0].cells) == 2
     done = kvprof("recipe", "run", write(tmp_path), "--trust-remote-code")
-    assert (done.code, "no cell of these recipes" in done.error) == (2, True)
+    assert (done.code, "none of these recipes" in done.error) == (2, True)
 
 
 def test_a_new_recipe_makes_no_folders(tmp_path: Path) -> None:
     done = kvprof("recipe", "new", tmp_path / "a" / "b" / "mine.yaml")
     assert done.code == 2
-    assert "there is no folder" in done.error
+    assert "does not exist" in done.error
     assert list(tmp_path.iterdir()) == []

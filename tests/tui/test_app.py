@@ -59,7 +59,7 @@ def test_space_holds_the_view_and_nothing_is_lost(tmp_path):
 
     async def steps(app, pilot):
         shown = await press(app, pilot, "space")
-        assert "view paused" in shown
+        assert "‖ paused" in shown
         assert "space resume" in shown
         before = session.state.version
         lines = write(tmp_path / "rest.jsonl", events).read_bytes().splitlines(keepends=True)
@@ -89,7 +89,7 @@ class TestFilter:
         written, entered = in_turn(tmp_path, ("2", "slash", "q", "m", "x"), ("enter",))
         assert written["mode"] == "layers"
         assert written["choice"].method is None
-        assert "! 'qmx' is no filter: write layers" in entered["text"]
+        assert "! 'qmx' is not a filter" in entered["text"]
         assert "q quit" not in entered["text"]
 
 
@@ -136,7 +136,7 @@ def test_the_help_names_every_key_and_below_it_the_others_do_nothing(tmp_path):
     shown, below, closed = in_turn(tmp_path, *turns, size=(100, 60))
     for key in KEYS:
         assert key.help in shown["text"]
-    assert "? or Escape closes this page" in shown["text"]
+    assert "? or Escape closes this help" in shown["text"]
     assert below["mode"] == "overview"
     assert below["choice"].method is None
     assert list(tmp_path.glob("*.svg")) == []

@@ -157,7 +157,7 @@ class TestQuittingWhileItMeasures:
             await until(app, pilot, begun(session))
             lines = (await press(app, pilot, "q")).splitlines()
             row = next(i for i, line in enumerate(lines) if "in the background" in line)
-            await pilot.click(offset=(lines[row].index("leave") + 2, row))
+            await pilot.click(offset=(lines[row].index("quit") + 2, row))
             await pilot.pause(0.1)
 
         try:
@@ -188,7 +188,7 @@ def test_a_model_that_fails_half_way_shows_its_last_words(folder):
         await settle(app, pilot)
         shown = text(app)
         assert "✖ the measurement failed" in shown
-        assert "exit code 1: kvprof: the GPU fell off the bus" in shown
+        assert "code 1: kvprof: the GPU fell off the bus" in shown
         assert "so far" in shown  # what was measured stays in sight
         await press(app, pilot, "4")
         assert "says" in text(app)
@@ -250,8 +250,8 @@ def test_a_truncated_record_is_shown_up_to_the_damage(tmp_path):
         await settle(app, pilot)
         shown = text(app)
         assert "! line 151 " in shown
-        assert "shown is what comes before it" in " ".join(shown.split())
-        assert "reading ended" in shown
+        assert "showing what precedes it" in " ".join(shown.split())
+        assert "cannot read further" in shown
         assert "attention" in shown
         await press(app, pilot, "e")
         await until(app, pilot, lambda: (tmp_path / "kvprof-result.json").exists())

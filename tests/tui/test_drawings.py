@@ -258,7 +258,7 @@ class TestTelemetry:
 
     def test_slowing_down_comes_first(self):
         line = self.line({"power_w": 700.0}, ("power cap",))
-        assert line.index("slowed down: power cap") < line.index("700 W")
+        assert line.index("throttled: power cap") < line.index("700 W")
 
     def test_what_does_not_fit_is_left_out_whole(self):
         line = self.line({"power_w": 700.0, "temperature_c": 61.0, "sm_mhz": 1980.0}, width=24)

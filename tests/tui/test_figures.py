@@ -136,8 +136,8 @@ class TestCurve:
 @pytest.mark.parametrize(
     ("value", "base", "words"),
     [
-        (0.66, 1.0, "−34 %"), (1.021, 1.0, "+2.1 %"), (1.0, 1.0, "same"), (1.0, 0.0, "–"),
-        (None, 1.0, "–"), (1.0, None, "–"), (0.9999, 1.0, "same"), (3.0, 1.0, "+200 %"),
+        (0.66, 1.0, "−34 %"), (1.021, 1.0, "+2.1 %"), (1.0, 1.0, "same"), (1.0, 0.0, "n/a"),
+        (None, 1.0, "n/a"), (1.0, None, "n/a"), (0.9999, 1.0, "same"), (3.0, 1.0, "+200 %"),
     ],
 )  # fmt: skip
 def test_a_difference_is_written_with_its_sign(value, base, words):

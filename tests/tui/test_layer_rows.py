@@ -44,7 +44,7 @@ def test_a_filter_lets_through_what_it_says(case, text, layers):
 
 @pytest.mark.parametrize("text", ["x", "ms>", "ms>1.2.3", "rank<3", "1-", "-1", "k<1e999"])
 def test_what_is_no_filter_is_said_with_the_way_out(text):
-    with pytest.raises(ValueError, match="write layers"):
+    with pytest.raises(ValueError, match="give layers"):
         LayerFilter.parse(text)
 
 

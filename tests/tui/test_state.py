@@ -131,7 +131,7 @@ class TestWhileItRuns:
         for reasons in ((), ("power cap",), ("power cap",), ()):
             state.add(TelemetrySample(1.0, "gpu 0", {"power_w": 700.0}, reasons))
         lines = [line.text for line in state.log if line.kind == "device"]
-        assert lines == ["gpu 0: slowed down: power cap", "gpu 0: no longer slowed down"]
+        assert lines == ["gpu 0: throttled: power cap", "gpu 0: no longer throttled"]
 
     def test_how_a_run_ended_early_is_in_the_log(self):
         state = RunState()

@@ -50,15 +50,15 @@ def emptied(result: dict[str, Any], *, keep: int | None = None) -> dict[str, Any
 
 
 def test_time_is_drawn_against_context_only_where_there_are_several() -> None:
-    assert "time against context" not in text_of(bench_result())
+    assert "time by context" not in text_of(bench_result())
     text = text_of(bench_result(**SWEEP))
-    assert text.count("time against context") == 4
+    assert text.count("time by context") == 4
 
 
 def test_a_curve_is_in_milliseconds_by_growing_context() -> None:
     result = bench_result(**SWEEP, phases=("decode",), batches=(8,))
     first, *methods = context_curves(groups(result))
-    assert first.label == "best full width"
+    assert first.label == "fastest uncompressed"
     assert [one.label for one in methods] == list(METHODS)
     for one in methods:
         assert list(one.x) == [4096, 32_768, 102_400]

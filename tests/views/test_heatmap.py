@@ -79,8 +79,8 @@ def test_ragged_layers_and_heads_not_measured():
     text = render_text(HeatMap([[1.0, 2.0, None], [3.5], [0.25, 0.75]], "cost"), 60)
     rows = [line for line in text.splitlines() if re.match(r" +[012] ", line)]
     assert [len(re.findall(rf"[{_BARS}]", row)) for row in rows[-3:]] == [2, 1, 2]
-    assert rows[-3].rstrip().endswith("–")
-    assert "– not measured" in text
+    assert rows[-3].rstrip().endswith("n/a")
+    assert "n/a not measured" in text
 
 
 def test_all_alike_and_nothing():

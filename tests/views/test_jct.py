@@ -18,7 +18,7 @@ from kvprof.records.parts import PARTS, UNTIMED, part_of
 from kvprof.records.schema import validate_result
 from kvprof.views.bars import Bar, StackedBars, columns
 from kvprof.views.figure import figure_bytes
-from kvprof.views.jct import figure, notes, report, to_csv
+from kvprof.views.jct import figure, report, to_csv
 from kvprof.views.jct_data import (
     byte_unit,
     detailed,
@@ -88,7 +88,6 @@ def test_a_difference_has_an_interval_where_both_times_have_one() -> None:
         assert group.apart(group.baseline) is None
         first = text(result, 200).splitlines()[0]
         assert f" [{signed_percent(ends[0])}, {signed_percent(ends[1])}])" in first
-        assert "In brackets" in text(result, 200)
 
 
 @pytest.mark.parametrize("known", range(len(WHOLE["data"]["cases"])))
@@ -209,7 +208,7 @@ def misfit_result(factor: float) -> dict[str, Any]:
 def test_parts_that_do_not_add_up_are_told_beside_their_bar_and_have_no_share() -> None:
     result = misfit_result(1.5)
     shown = text(result, 120)
-    bars = shown.split("Job completion time in parts")[1].splitlines()[1:4]
+    bars = shown.split("JCT by part")[1].splitlines()[1:4]
     assert re.search(rf"fdc +{part_of(UNTIMED).fill}+ .*! parts sum to 1[45]\d % of it", bars[2])
     assert "!" not in bars[0] + bars[1]
     # Not longer than its time says.
@@ -255,8 +254,8 @@ def test_a_sweep_plots_ratios_where_its_curves_would_be_one() -> None:
 
 
 def test_a_run_that_has_only_begun_has_a_report() -> None:
-    assert "No request was measured to its end." in text(result_of(stream()[:1]))
-    assert "No request was measured to its end." in text(result_of(stream()[:5]))
+    assert "No request was measured completely." in text(result_of(stream()[:1]))
+    assert "No request was measured completely." in text(result_of(stream()[:5]))
 
 
 def test_one_method_twice_in_a_request_goes_by_its_case() -> None:
@@ -271,8 +270,8 @@ def test_a_sweep_shows_shares_by_length_and_the_longest_in_full() -> None:
     assert [(sweep.varied, len(sweep.members)) for sweep in swept] == [("input_len", 4)]
     assert [group.input_len for group in detailed(SWEEP)] == [65536]
     shown = text(SWEEP, 100)
-    assert "full: shares of the parts, by input tokens" in shown
-    assert "3 more requests were measured" in shown
+    assert "full: share of JCT by part and input tokens" in shown
+    assert "3 more requests" in shown
 
 
 def test_requests_of_a_trace_are_shown_when_measured() -> None:
@@ -290,7 +289,7 @@ def test_what_is_told_of_one_request_names_it() -> None:
     for case in cases:
         case["labels"] = {"error": f"after {case['input_len']} tokens"}
     cases[0]["labels"]["kernel"] = "slow"
-    found = notes(result)
+    found = " ".join(text(result, 500).split())
     first = groups(result)[0]
     assert f"Error ({first.name}): after {first.input_len} tokens." in found
     assert f"Kernel ({cases[0]['case']}): slow." in found
@@ -340,7 +339,7 @@ def test_times_have_the_unit_that_suits_them() -> None:
         "41.2 ms",
         "410 µs",
         "0 s",
-        "–",
+        "n/a",
         "−2.00 ms",
     ]
     assert unit_of([1e-7, None, 0.5]) == (1e3, "ms")
@@ -349,7 +348,7 @@ def test_times_have_the_unit_that_suits_them() -> None:
         "+2.1 %",
         "0.0 %",
         "0.0 %",
-        "–",
+        "n/a",
     ]
 
 

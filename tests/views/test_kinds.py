@@ -90,7 +90,7 @@ def test_a_page_shows_what_the_report_says() -> None:
     page = page_of("jct")
     assert page.count("<svg") == 3  # bars, steps, memory
     assert "<th class=w>part (ms)</th>" in page
-    assert "Time between tokens against context" in page
+    assert "Time between tokens by context" in page
 
 
 @pytest.mark.parametrize("kind", ["eval", "frontier", "jct", "bench"])
@@ -144,7 +144,7 @@ def test_every_kind_has_a_report() -> None:
 def test_a_load_without_a_stated_memory_says_that_caches_need_not_be_alike() -> None:
     made = RESULTS["load"]
     free = {**made, "inputs": made["inputs"] | {"memory": None}}
-    said = "each method's cache had the memory that its engine found free"
+    said = "each server sized its own cache"
     texts = [
         " ".join(render_text(report(one, 100, colour=False), 100).split()) for one in (made, free)
     ]

@@ -112,10 +112,7 @@ class _ComposedCase:
         stored = bytes_at(plan, tokens, **sizes).total
         labels = {key: text for point in named for key, text in point.labels.items()}
         if composer.bench.machine.is_gpu:
-            labels["host"] = (
-                "of a pass taken to be a CUDA graph, a prompt's too: its start, and its token on "
-                "the host"
-            )
+            labels["host"] = "launch of the (assumed) CUDA graph and sampling on the CPU"
         else:
             labels["host"] = "counted in the parts that it calls"
         if request.input_len > composer.longest:

@@ -261,12 +261,12 @@ def parse_tasks(text: str) -> tuple[str, ...]:
     for name in (part.strip().replace("-", "_") for part in text.split(",")):
         if name in ABSENT:
             raise UsageError(
-                f"--tasks {name}: RULER asks it of {ABSENT[name]}, which does not come with "
-                "kvprof; --harness ruler_qa_squad,ruler_qa_hotpot downloads both"
+                f"--tasks {name} needs {ABSENT[name]}, which kvprof does not ship; use --harness "
+                "ruler_qa_squad,ruler_qa_hotpot"
             )
         if name and name not in TASKS and name not in GROUPS:
             known = ", ".join((*GROUPS, "none", *TASKS))
-            raise UsageError(f"--tasks: {name!r} is no task; choose from {known}")
+            raise UsageError(f"--tasks: {name!r} is unknown; give some of {known}")
         chosen.update(GROUPS.get(name, (name,)))
     return tuple(task for task in TASKS if task in chosen)
 
@@ -290,8 +290,7 @@ def select_tasks(
     generated = [name for name in names if TASKS[name].draw is not None]
     if lengths and not generated:
         raise UsageError(
-            "--task-lengths: none of the tasks is generated; the embedded ones have lengths of "
-            "their own"
+            "--task-lengths requires a generated task; embedded tasks have fixed lengths"
         )
     lengths = _lengths(loaded, lengths) if generated else ()
     items: list[TaskItem] = []
@@ -320,14 +319,14 @@ def _lengths(loaded: OpenedModel, asked: Sequence[int] | None) -> tuple[int, ...
     for length in asked or ():
         if length > longest:
             raise UsageError(
-                f"--task-lengths {length:,} is over the context of {loaded.spec}, {longest:,}"
+                f"--task-lengths {length:,} exceeds the context of {loaded.spec}, {longest:,}"
             )
     usual = _usual_lengths(loaded)
     found = tuple(dict.fromkeys(asked or (length for length in usual if length <= longest)))
     if not found:
         raise UsageError(
-            f"--tasks: generated questions have {usual[0]:,} tokens by default, over the context "
-            f"of {loaded.spec}, {longest:,}; give --task-lengths"
+            f"--tasks: generated questions have {usual[0]:,} tokens, over the context of "
+            f"{loaded.spec}, {longest:,}; give --task-lengths"
         )
     return found
 
@@ -353,8 +352,8 @@ def _generated(
             found = largest_fitting(seeded, room, task.least, task.most, near.get(length))
             if not isinstance(found, Fitted):
                 raise UsageError(
-                    f"--task-lengths {length:,}: a question of {name} takes "
-                    f"{found + task.limit:,} tokens of {loaded.spec} at least"
+                    f"--task-lengths {length:,}: {name} needs at least {found + task.limit:,} "
+                    f"tokens with {loaded.spec}"
                 )
             near[length] = found.size
             items.append(_item(name, length, found.question, found.ids))

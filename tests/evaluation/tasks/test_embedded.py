@@ -58,7 +58,7 @@ def test_names() -> None:
     assert parse_tasks("all") == EMBEDDED
     assert parse_tasks("none") == ()
     assert parse_tasks("frequent-words, needle") == ("needle", "frequent_words")
-    with pytest.raises(UsageError, match="'needles' is no task"):
+    with pytest.raises(UsageError, match="'needles' is unknown"):
         parse_tasks("needles")
 
 
