@@ -30,7 +30,7 @@ CEILINGS: Measures = {
     "modules_with_one_importer": 99,
     "test_lines": 58_417,
     "test_functions": 2693,
-    "tests_of_wording": 722,
+    "tests_of_wording": 720,
     "document_words": 20_571,
     "readme_lines": 110,
     "tracked_megabytes_outside_the_package": 6.1,

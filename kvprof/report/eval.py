@@ -344,7 +344,7 @@ def _longer(found: AnswerLengths) -> str:
     if high < 1:
         return "shorter"
     least = percent(1 - 1 / found.ratio)
-    return "not significantly longer" if low <= 1 else f"longer; steps must be {least} faster"
+    return "not significantly longer" if low <= 1 else f"longer; steps must take {least} less time"
 
 
 # --- How figures are written.

@@ -223,7 +223,7 @@ def _head_table(rows: Sequence[HeadRemoval]) -> Table:
         grid = span([row.grid for row in rows])
         columns += [
             Column("stored_dims_rounded", f"dims in multiples of {grid}", count, goes=1),
-            Column("grouped_dims_rounded", "grouped, multiples of {grid}", count, goes=2),
+            Column("grouped_dims_rounded", f"grouped, multiples of {grid}", count, goes=2),
         ]
     return Table(columns, rows)
 

@@ -107,7 +107,7 @@ def test_the_thresholds_are_the_papers():
 def test_a_claim_about_8k_tokens_needs_8k_tokens():
     entry = by_paper(verdicts(prose=comparison({4096: (0.001, 0.0)})), "FDC §6.7")[0]
     assert (entry["holds"], entry["measured"], entry["interval"], entry["cost"]) == (None,) * 4
-    assert entry["verdict"] == "cannot be judged: needs 8,192 tokens or more"
+    assert entry["verdict"] == "not testable: needs 8,192 tokens or more"
 
 
 def test_from_8k_on_means_at_every_count_from_there():

@@ -80,8 +80,8 @@ def test_answers_by_depth_and_length() -> None:
         (None, 0.0, "n/a"),
         ([0.9, 1.2], 0.0, "not significantly longer"),
         ([0.8, 0.9], 0.0, "shorter"),
-        ([1.1, 1.2], 0.0, "longer: steps must take 12.3 % less time"),
-        ([1.1, 1.2], 0.6, "mostly cut at their limit"),
+        ([1.1, 1.2], 0.0, "longer; steps must take 12.3 % less time"),
+        ([1.1, 1.2], 0.6, "mostly truncated"),
     ],
 )
 def test_longer_answers_say_what_they_cost(interval: Any, never: float, told: str) -> None:
@@ -112,7 +112,7 @@ def test_engines_and_kernels_are_told_of_the_plans_that_have_them() -> None:
     plan = result["data"]["evaluations"][2]["plan"]
     plan["made"] |= {"engine": "llama.cpp", "flag": "-ctk q8_0"}
     plan["kernel"] = {"layers": 0, "of": 4, "reason": "no kernel"}
-    assert table(result, "Asked for in engines")[1:] == [["q8_0", "llama.cpp", "-ctk q8_0"]]
+    assert table(result, "Formats by engine")[1:] == [["q8_0", "llama.cpp", "-ctk q8_0"]]
     assert table(result, "Without kernels")[1:] == [["q8_0", "0 of 4", "no kernel"]]
 
 

@@ -20,7 +20,7 @@ def test_the_verdict_is_where_the_texts_part() -> None:
     for changes, position in (({}, "token 3 of 3"), ({"position": 0, **none}, "the first of 3")):
         assert position in said(generate_result(**changes))[0]
     same = generate_result(position=None, **none)
-    assert said(same)[0].startswith("All 3 new tokens are")
+    assert said(same)[0].startswith("All 3 new tokens equal the uncompressed model's.")
     assert not blocks(Table, same)
 
 
@@ -45,9 +45,9 @@ def test_divergences_are_a_curve_where_there_are_two() -> None:
 
 def test_a_cache_and_how_steps_were_launched_are_told() -> None:
     result = generate_result(diff=False)
-    assert "9 tokens holds 2.0 KiB (plan: 2.0 KiB; uncompressed: 4.0 KiB" in said(result)[0]
+    assert "2.0 KiB for 9 tokens (plan: 2.0 KiB; uncompressed: 4.0 KiB" in said(result)[0]
     decoding: dict[str, Any] = {"replayed_steps": 38, "graph_bytes": 22 * 2**20, "reason": None}
-    for changes, told in (({}, "38 decoding"), ({"reason": "it asks"}, "one by one: it asks")):
+    for changes, told in (({}, "38 decoding"), ({"reason": "it asks"}, "CUDA graphs: it asks")):
         result["data"]["decoding"] = decoding | changes
         assert told in str(decoding_line(decoding | changes))
         assert any(told in line for line in said(result))
@@ -58,7 +58,7 @@ def test_a_cache_and_how_steps_were_launched_are_told() -> None:
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [
-        ((57, 45, True, True), "after 57 tokens, the uncompressed model's after 45: 1.27 times"),
+        ((57, 45, True, True), "after 57 tokens, the uncompressed model's after 45: 1.27×"),
         ((128, 45, False, True), "not within 128 tokens, the uncompressed model's after 45: at le"),
         ((45, 128, True, False), "the uncompressed model's not within 128: at most"),
         ((128, 128, False, False), "Neither text ends within 128 tokens"),

@@ -75,7 +75,7 @@ def test_what_the_first_tokens_explain_and_what_wholes_cost() -> None:
     budget = result["data"]["budgets"][0]
     budget |= {"like": None, "rate_asked": 0.7, "uniform": None}
     budget["choices"][0]["setting"] = "2 bits"
-    assert blocks(Table, result)[-1].title == "mixed, at the rate asked for (70.0 %)"
+    assert blocks(Table, result)[-1].title == "mixed, at rate 70.0 %"
     assert blocks(Table, result)[-1].cells()[0] == ["0", "2 bits", "4 bits"]
 
 

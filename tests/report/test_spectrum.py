@@ -37,7 +37,7 @@ def test_the_tables_are_the_data() -> None:
         half = [head[63] for head in flat(pair["energy_kept"])]
         assert (cells["pair"], cells["dims"]) == (name, "128")
         assert cells["effective rank"] == f"{np.mean(flat(pair['effective_rank'])):.1f}"
-        assert cells["energy at half width"] == f"{100 * np.mean(half):.1f} %"
+        assert cells["energy at half of dims"] == f"{100 * np.mean(half):.1f} %"
         assert cells["lowest head"] == f"{100 * min(half):.1f} %"
 
 
@@ -72,5 +72,5 @@ def test_bases_per_query_head_are_held_against_grouped_ones() -> None:
         assert cells["dims stored"] == f"{row['stored_dims']:,}"
         assert cells["of grouped"] == f"{row['stored_dims'] / row['grouped_dims']:.2f}×"
     alone = spectrum_result(heads=[1], widths=[8], group=1)
-    assert any("both bases are the same" in one.text for one in blocks(Paragraph, alone))
+    assert any("both bases are equal" in one.text for one in blocks(Paragraph, alone))
     assert len(blocks(Table, alone)) == 2

@@ -14,12 +14,12 @@ from tests.views.synthetic_stability import SMALL, averages, made, stability_res
     ("costs", "ratio", "answer"),
     [
         ((0.3, 0.2, 0.1, 0.02), 0.1, "qk does not hold (30.0 % extra lost energy on prose); vo"),
-        ((0.3, 0.002, 0.001, 0.02), 0.1, "does not hold on prose, holds by its cost on code and"),
-        ((0.01, 0.01, 0.0, 0.02), 0.1, "qk holds by its cost, not by its elements"),
+        ((0.3, 0.002, 0.001, 0.02), 0.1, "does not hold on prose, holds by cost on code and"),
+        ((0.01, 0.01, 0.0, 0.02), 0.1, "qk holds by cost, not by elements"),
         ((0.01, 0.01, 0.0, 0.02), 0.004, "qk holds; vo holds."),
-        ((0.03, 0.02, 0.01, 0.04), 0.1, "is undecided (another seed costs as much)"),
-        ((0.03, 0.05, 0.01, 0.04), 0.1, "does not hold on code, is undecided"),
-        ((None, None, None, None), 0.1, "cannot be judged"),
+        ((0.03, 0.02, 0.01, 0.04), 0.1, "is inconclusive (another seed costs as much)"),
+        ((0.03, 0.05, 0.01, 0.04), 0.1, "does not hold on code, is inconclusive"),
+        ((None, None, None, None), 0.1, "not testable"),
         ((None, 0.5, None, None), None, "does not hold (50.0 % extra lost energy on code)"),
     ],
 )
@@ -37,7 +37,7 @@ def test_the_verdict_follows_the_cost_and_the_noise_floor(
 def test_what_is_like_random_tokens_never_costs_surely_more_than_another_seed(target: str) -> None:
     """Its tokens are only drawn anew: with few of them its cost lies above or below the floor."""
     shape = {**SMALL, "counts": (256, 512), "targets": (target,)}
-    for apart, answer in ((0.0, "is undecided"), (1.0, "does not hold")):
+    for apart, answer in ((0.0, "is inconclusive"), (1.0, "does not hold")):
         result = stability_result(**{**shape, "apart": apart})
         assert said(result)[0].count(answer) == 2
         # A source without a seed, such as a text, beside a floor that has several.
@@ -74,7 +74,7 @@ def test_clusters_are_counted_in_columns() -> None:
     for entry in result["data"]["clusters"]:
         entry["sizes"] = {"1": 3, "2": 2, "5": 1}  # 12 columns
     cells = rows(blocks(Table, result)[1])[0]
-    assert (cells["columns aligned alone"], cells["largest cluster"]) == ("25.0 %", "5")
+    assert (cells["columns aligned singly"], cells["largest cluster"]) == ("25.0 %", "5")
 
 
 def test_costs_are_read_at_the_rank_that_the_result_names() -> None:
@@ -89,7 +89,7 @@ def test_costs_are_read_at_the_rank_that_the_result_names() -> None:
 def test_the_map_is_the_mean_over_seeds_of_the_worst_target() -> None:
     result = made("ragged")
     drawn = blocks(HeatMap, result)[0]
-    assert "against tasks, 16k tokens, rank 4" in drawn.title
+    assert "on tasks, 16k tokens, rank 4" in drawn.title
     assert [len(row) for row in drawn.values] == [3, 1]
     for layer, row in enumerate(drawn.values):
         for head, value in enumerate(row):
@@ -129,7 +129,7 @@ def test_costs_far_apart_get_a_log_axis() -> None:
 def test_advice_says_whether_the_cost_still_falls() -> None:
     result = made()
     found = result["data"]["recommendation"]
-    for falls, advice in ((False, "4k random tokens or more"), (True, "4k random tokens: more do")):
+    for falls, advice in ((False, "4k random tokens or more"), (True, "4k random tokens; more do")):
         found |= {"tokens": 4096, "stopped_falling": falls}
         assert any(advice in one.text for one in blocks(Paragraph, result))
     steps = [step for one in found["pairs"].values() for step in one["evidence"]]

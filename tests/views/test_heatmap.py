@@ -85,8 +85,8 @@ def test_ragged_layers_and_heads_not_measured():
 
 def test_all_alike_and_nothing():
     assert "all 61" in shown([[61, 61]], 60)
-    assert "nothing was measured" in shown([[None]], 60)
-    assert "nothing was measured" in shown([], 60)
+    assert "nothing measured" in shown([[None]], 60)
+    assert "nothing measured" in shown([], 60)
 
 
 def test_a_scale_too_narrow_is_widened():

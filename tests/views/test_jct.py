@@ -190,7 +190,7 @@ def test_a_real_run_that_was_killed_shows_what_it_measured() -> None:
     walked = sum(event.seconds for event in events[:first] if event.event == "step")
     shown = text(result)
     assert f"{duration(walked)} so far" in shown
-    assert "Nothing was timed in parts yet." in shown
+    assert "No part was timed yet." in shown
     assert re.search(rf"full {part_of(UNTIMED).fill}+ ", shown)
 
 
