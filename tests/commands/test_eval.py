@@ -73,7 +73,7 @@ def test_report_and_csv(tiny_folder: Path, notes: Path) -> None:
     done = kvprof(*arguments, "--text", notes, "--decode")
     assert done.code == 0, done.stderr
     assert "kq saves 50" in done.stdout
-    assert "step by step" in " ".join(done.stdout.split())
+    assert "token by token" in " ".join(done.stdout.split())
     done = kvprof(*arguments, "--text", notes, "--csv", "-")
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert {row["method"] for row in rows} == {"full", "fp8", "kq"}
