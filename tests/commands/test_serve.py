@@ -88,7 +88,7 @@ def test_what_is_wrong_with_a_plan_is_told_before_what_is_lacking(
     monkeypatch.setattr(serve_command, "find_spec", lambda name: None)
     done = kvprof("serve", "reference", "--plan", tmp_path / "nothere.plan")
     assert done.code == ExitCode.USAGE
-    assert "nothere.plan: no such file" in done.error
+    assert "nothere.plan: there is no such file" in done.error
     (tmp_path / "cut.plan").write_bytes(b"no plan at all")
     done = kvprof("serve", "reference", "--plan", tmp_path / "cut.plan")
     assert done.code == ExitCode.FAILED
