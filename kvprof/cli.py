@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from kvprof import console, interrupt
 from kvprof.child import child_environment
 from kvprof.errors import ExitCode, KvprofError, UsageError, no_memory, options_named, usage_message
-from kvprof.leash import follow_parent
+from kvprof.leash import die_with_parent
 from kvprof.version import __version__
 
 __all__ = ["COMMANDS", "CommandEntry", "app", "main"]
@@ -150,7 +150,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; whatever it raises ends here, as a line and an exit code."""
         with _errors_in_a_line(debug=ctx.params["debug"]), interrupt.raising():
-            follow_parent()
+            die_with_parent()
             return super().invoke(ctx)
 
 

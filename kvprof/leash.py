@@ -11,14 +11,14 @@ from typing import Any
 
 from kvprof.child import child_environment
 
-__all__ = ["Leash", "follow_parent"]
+__all__ = ["Leash", "die_with_parent"]
 
 _VARIABLE = "KVPROF_LEASH"
 _GRACE_SECONDS = 10.0  # for the step in hand
 
 
 class Leash:
-    """A pipe by which a child that calls `follow_parent` notices that this process has ended."""
+    """A pipe by which a child that calls `die_with_parent` notices that this process has ended."""
 
     def __init__(self) -> None:
         self._write = -1
@@ -48,7 +48,7 @@ class Leash:
             self._write = -1
 
 
-def follow_parent() -> None:
+def die_with_parent() -> None:
     """End when the parent that holds this process's `Leash` does; do nothing without one.
 
     As at SIGTERM at first; what does not end within seconds is killed.

@@ -174,7 +174,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 PARENT = """
 import sys, time
 from kvprof.leash import Leash
-child = "from kvprof.leash import follow_parent; follow_parent(); print('ready', flush=True)\\n"
+child = "from kvprof.leash import die_with_parent; die_with_parent(); print('ready', flush=True)\\n"
 child += "import time; time.sleep(60)"
 leash = Leash()
 process = leash.start([sys.executable, "-c", child])
@@ -206,7 +206,7 @@ def test_a_child_ends_with_a_parent_that_is_killed_unless_released(released: boo
 
 def test_a_leash_is_not_handed_on() -> None:
     code = (
-        "from kvprof.leash import follow_parent; follow_parent()\n"
+        "from kvprof.leash import die_with_parent; die_with_parent()\n"
         "import os, sys; print(sorted(name for name in os.environ if 'LEASH' in name))"
     )
     leash = Leash()

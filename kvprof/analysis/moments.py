@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.analysis.across import AcrossMoments
-from kvprof.analysis.magnitudes import empty_counts, magnitude_counts
+from kvprof.analysis.cross_layer import AcrossMoments
+from kvprof.analysis.outliers import empty_counts, magnitude_counts
 from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import UsageError
 
@@ -62,7 +62,7 @@ class LayerMoments:
         projection of the layer's input (MLA, normalised values).
     magnitudes : dict of str to Tensor
         Where kept, of ``k`` and ``v`` how many values have which magnitude, ``[num_kv_heads,
-        bins]``, all positions together (`kvprof.analysis.magnitudes`).
+        bins]``, all positions together (`kvprof.analysis.outliers`).
     pairs : RotaryPairs or None
         How the layer rotates keys; None where that is not known, and then the two below are too.
     cross : Tensor or None

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvprof.analysis.kinds import KindChooser, Lattice, left_sums, spread_ranks
 from kvprof.analysis.spectrum import removal_ranks, round_up
+from kvprof.analysis.width_clusters import KindChooser, Lattice, left_sums, spread_ranks
 from kvprof.errors import UsageError
 
 __all__ = [
@@ -248,8 +248,8 @@ def allocation_losses(
 
     ``removal``, ``uniform`` and ``tail`` keep the fewest columns of which at most a share is lost:
     of ``Σ s_i``, of the dimensions, of a layer's predicted error. They are the least
-    ``Σ loss + knob · Σ rank`` of `kvprof.analysis.kinds.left_sums` of that share, so that no
-    allocation of the same columns has a smaller sum. ``budget`` has its weighed errors. Ranks
+    ``Σ loss + knob · Σ rank`` of `kvprof.analysis.width_clusters.left_sums` of that share, so that
+    no allocation of the same columns has a smaller sum. ``budget`` has its weighed errors. Ranks
     in proportion to F, ``fisher``'s, are the least ``-Σ F log rank`` of as many columns.
 
     Parameters

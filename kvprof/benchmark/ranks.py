@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvprof.analysis.kinds import KindChooser, Lattice, left_sums
+from kvprof.analysis.width_clusters import KindChooser, Lattice, left_sums
 from kvprof.benchmark.plans import Widths, check_heads, measured_layer
 from kvprof.benchmark.shapes import Shape
 from kvprof.errors import KvprofError, UsageError

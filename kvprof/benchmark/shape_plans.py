@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from kvprof.analysis.kinds import KINDS
+from kvprof.analysis.width_clusters import KINDS
 from kvprof.benchmark.plans import Widths, layer_words, of_shape
 from kvprof.benchmark.ranks import ranks_from, resampled_layers
 from kvprof.benchmark.shapes import Rope, Shape, layout_of
@@ -24,7 +24,7 @@ from kvprof.methods.accounting import compression_ratio, paper_rate
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_for_rate
 from kvprof.methods.named import (
     BENCHED,
-    Modifier,
+    Wrapper,
     installed_points,
     method_entries,
     method_names,
@@ -34,7 +34,7 @@ from kvprof.methods.named import (
 )
 from kvprof.methods.plan import Plan
 from kvprof.methods.quantisers import per_token
-from kvprof.methods.registry import METHODS, calibration_needs, on_top, plan_family, typed_options
+from kvprof.methods.registry import METHODS, calibration_needs, compose, plan_family, typed_options
 from kvprof.methods.tale import PUBLISHED_BITS, PUBLISHED_SHARE
 from kvprof.models.layout import ModelLayout
 from kvprof.moments.uncalibrated import Laid, stand_in_family
@@ -74,7 +74,7 @@ class Asked:
     name: str  # as written, for example `fdc-4bit` or `tale:bits=none`
     base: str  # the method, without what comes on top and without options
     registered: str  # what `kvprof plan` calls it
-    modifiers: tuple[Modifier, ...] = ()  # what comes on top
+    modifiers: tuple[Wrapper, ...] = ()  # what comes on top
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -246,7 +246,7 @@ def _of_ranks(
     plan = replace(found.plan, method=asked.base)
     if asked.modifiers:
         drawn = PlanFamily(asked.base, "rate", lambda _: plan)
-        plan = on_top(asked.name, asked.base, asked.modifiers, drawn, {}).build(0.0)
+        plan = compose(asked.name, asked.base, asked.modifiers, drawn, {}).build(0.0)
     return replace(found, plan=plan)
 
 

@@ -12,7 +12,7 @@ from kvprof.evaluation.data import TextSample, default_shape, text_samples
 from kvprof.evaluation.decode import mean_context
 from kvprof.evaluation.sensitivity import Sensitivity, answers, layers_that_stay, refuse_shared
 from kvprof.interrupt import Stop
-from kvprof.methods.budget import Handout, Offer, offer_of, parts_of_layers
+from kvprof.methods.budget import BitAllocation, CandidateSet, offer_of, parts_of_layers
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
@@ -223,16 +223,16 @@ def _measured(
 
 def _budgets(
     measuring: Sensitivity,
-    offer: Offer,
+    offer: CandidateSet,
     settings: list[Setting],
     data: dict[str, Any],
-    asked: Handout | None,
+    asked: BitAllocation | None,
 ) -> Iterator[_Whole]:
     """Hand out settings at the rate asked for, and at the bytes of each that all could take."""
     sizes = offer.sizes(measuring.context)
     full = sum(sizes[part, FULL] for part in offer.parts)
 
-    def entry(handout: Handout, **more: Any) -> dict[str, Any]:
+    def entry(handout: BitAllocation, **more: Any) -> dict[str, Any]:
         names = {x: FULL if one is None else one.spec.name for x, one in handout.chosen.items()}
         own = sum(sizes[part, name] for part, name in names.items())
         return {

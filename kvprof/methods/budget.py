@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvprof.analysis.cheapest import Choice, cheapest
+from kvprof.analysis.lagrangian import Choice, cheapest
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import SERVED_BYTES, full_bytes
 from kvprof.methods.family import MethodInputs
@@ -26,8 +26,8 @@ from kvprof.methods.storage import Levels, SideQuantiser
 from kvprof.models.layout import ModelLayout
 
 __all__ = [
-    "Handout",
-    "Offer",
+    "BitAllocation",
+    "CandidateSet",
     "allocation",
     "heads_in",
     "in_one_plan",
@@ -40,7 +40,7 @@ _METHOD = "budget"
 
 
 @dataclass(frozen=True, eq=False)
-class Handout:
+class BitAllocation:
     """Settings that were handed out.
 
     Attributes
@@ -114,7 +114,7 @@ def allocation(
 
 
 @dataclass(frozen=True, eq=False)
-class Offer:
+class CandidateSet:
     """Parts, what each costs at each setting, and how plans of them are made.
 
     Attributes
@@ -146,7 +146,7 @@ class Offer:
             for one in (None, *self.settings)
         }
 
-    def within(self, sizes: Mapping[tuple[Part, str], float], size: float) -> Handout | None:
+    def within(self, sizes: Mapping[tuple[Part, str], float], size: float) -> BitAllocation | None:
         """Return what is handed out within so many bytes per token; None where nothing fits."""
         every = [
             found
@@ -156,7 +156,7 @@ class Offer:
         if not every:
             return None
         chosen, predicted = min(every, key=lambda found: found[1])
-        return Handout(chosen, predicted, self._plan(chosen, predicted))
+        return BitAllocation(chosen, predicted, self._plan(chosen, predicted))
 
     def least(self, sizes: Mapping[tuple[Part, str], float]) -> float:
         """Return the bytes per token that all parts take at least."""
@@ -165,7 +165,7 @@ class Offer:
             sum(min(sizes[part, name] for name in names) for part in self.parts) for names in every
         )
 
-    def at_rate(self, wanted: float, tokens: int) -> Handout:
+    def at_rate(self, wanted: float, tokens: int) -> BitAllocation:
         """Return what is handed out at a rate of the whole cache."""
         self.check_reach(wanted, tokens)
         sizes = self.sizes(tokens)
@@ -296,7 +296,7 @@ def offer_of(
     asked: Mapping[str, Any],
     settings: Sequence[Setting],
     cells: Sequence[Mapping[str, Any]],
-) -> Offer:
+) -> CandidateSet:
     """Return what the cells of ``kvprof sensitivity`` offer."""
     layers = sorted({*asked["layers"]} - inputs.skip)
     held = [one for one in settings if not one.spec.exact_first]
@@ -312,7 +312,7 @@ def offer_of(
         if asked["ranks"] and moments is not None
         else {}
     )
-    return Offer(
+    return CandidateSet(
         inputs,
         tuple(parts_of_layers(inputs.layout, layers, by_head=asked["by"] == "head")),
         tuple(held),

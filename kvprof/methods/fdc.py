@@ -1,6 +1,6 @@
 """``fdc``: joint bases of Q and K and of V and W_O, one removal rate for all (FDC §5)."""
 
-from kvprof.analysis.kinds import KINDS
+from kvprof.analysis.width_clusters import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Count, KeyBasis, Positive, ValueBasis
@@ -42,7 +42,7 @@ def fdc(
     kinds : int
         Distinct pairs of K's and V's rank that the heads of all layers may have, 0 for no limit.
         They are chosen to lose the least by the allocation's own measure at the same columns
-        (`kvprof.analysis.kinds`); the kernels are compiled for each of them.
+        (`kvprof.analysis.width_clusters`); the kernels are compiled for each of them.
     """
     return projected(
         "fdc",

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from kvprof.analysis.magnitudes import E4M3_LARGEST, clipped_shares, flushed_shares, scales_for
 from kvprof.analysis.moments import Moments
+from kvprof.analysis.outliers import E4M3_LARGEST, clipped_shares, flushed_shares, scales_for
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.full import full_plan

@@ -1,6 +1,6 @@
 """``kq``: the optimal pairs of bases for ``Q Kᵀ`` and for ``V W_O`` (KQ-SVD, arXiv 2512.05916)."""
 
-from kvprof.analysis.kinds import KINDS
+from kvprof.analysis.width_clusters import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Count, KeyBasis, Positive, ValueBasis

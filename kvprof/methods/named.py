@@ -26,7 +26,7 @@ __all__ = [
     "MEASURED_QUANTISERS",
     "METHOD_NAMES",
     "MODIFIERS",
-    "Modifier",
+    "Wrapper",
     "check_names",
     "installed_points",
     "listed",
@@ -136,7 +136,7 @@ _GROUPS: dict[str, int | None] = {"palu": None}
 
 
 @dataclass(frozen=True)
-class Modifier:
+class Wrapper:
     """What comes on top of a method.
 
     Attributes
@@ -184,7 +184,7 @@ def _changed(place: str) -> int:
         return 0
 
 
-def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Modifier]] | None:
+def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Wrapper]] | None:
     """Split a name into its method and what comes on top, with the bits where they are given."""
     known = set(bases)
     if name in known:
@@ -193,11 +193,11 @@ def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Modifier]] | No
     base, *rest = (match[1] if match else name).split("+")
     if base not in known or any(part not in MODIFIERS for part in rest):
         return None
-    modifiers = [Modifier(part) for part in rest]
+    modifiers = [Wrapper(part) for part in rest]
     if match:
         group = None if match[5] else int(match[4] or 0) or _GROUPS.get(plain_name(base), _GROUP)
         bits = int(match[2]) if match[2] else match[3]
-        modifiers.append(Modifier("per-token", bits, group))
+        modifiers.append(Wrapper("per-token", bits, group))
     return base, modifiers
 
 

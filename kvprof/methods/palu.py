@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvprof.analysis.kinds import KINDS
 from kvprof.analysis.rank_allocation import Grid
+from kvprof.analysis.width_clusters import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import (
     KNOBS,

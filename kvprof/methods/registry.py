@@ -33,7 +33,7 @@ from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.named import (
     COMBINATIONS,
     ENGINE_FORMATS,
-    Modifier,
+    Wrapper,
     method_names,
     parts_of,
     plain_name,
@@ -60,10 +60,10 @@ __all__ = [
     "base_method",
     "calibration_needs",
     "centred_by_default",
+    "compose",
     "follows_from_rate",
     "has_one_setting",
     "has_removal_rate",
-    "on_top",
     "option_of",
     "plan_family",
     "skips_layers",
@@ -251,7 +251,7 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
         return installed[name].needs(_TEXT)
     if name not in METHODS:
         base, modifiers = _parts(name)
-        return calibration_needs(base, **_own(options, base, modifiers))
+        return calibration_needs(base, **_base_options(options, base, modifiers))
     if name not in _NEEDS:
         return None
     needs = _NEEDS[name]
@@ -268,7 +268,7 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     return replace(needs, joint_heads=heads or _ALL_HEADS)
 
 
-def _parts(name: str) -> tuple[str, list[Modifier]]:
+def _parts(name: str) -> tuple[str, list[Wrapper]]:
     """Split a name into its method and what comes on top of it.
 
     Raises
@@ -285,20 +285,20 @@ def _parts(name: str) -> tuple[str, list[Modifier]]:
 def _combined(
     name: str,
     base: str,
-    modifiers: list[Modifier],
+    modifiers: list[Wrapper],
     inputs: MethodInputs,
     options: dict[str, Any],
 ) -> PlanFamily:
     # Centred or not is decided for the combination, above.
     own = {"centre": False} if skips_layers(base) else {}
-    family = _family(base, inputs, {**_own(options, base, modifiers), **own})
+    family = _family(base, inputs, {**_base_options(options, base, modifiers), **own})
     if base == "full" and "skip" in options:
         given = replace(inputs, skip=_skipped(name, options["skip"], inputs))
         family = _leaving_out(family, given)
-    return on_top(name, base, modifiers, family, options)
+    return compose(name, base, modifiers, family, options)
 
 
-def _types_on_top(base: str, modifiers: Sequence[Modifier]) -> dict[str, Any]:
+def _types_on_top(base: str, modifiers: Sequence[Wrapper]) -> dict[str, Any]:
     """Return the options of what comes on top, and what each takes.
 
     ``skip`` is among them where the method itself leaves every layer as it is.
@@ -312,16 +312,18 @@ def _types_on_top(base: str, modifiers: Sequence[Modifier]) -> dict[str, Any]:
     return types
 
 
-def _own(options: Mapping[str, Any], base: str, modifiers: Sequence[Modifier]) -> dict[str, Any]:
+def _base_options(
+    options: Mapping[str, Any], base: str, modifiers: Sequence[Wrapper]
+) -> dict[str, Any]:
     """Return the options of a combination that are its method's."""
     beside = _types_on_top(base, modifiers)
     return {key: value for key, value in options.items() if key not in beside}
 
 
-def on_top(
+def compose(
     name: str,
     base: str,
-    modifiers: Sequence[Modifier],
+    modifiers: Sequence[Wrapper],
     family: PlanFamily,
     options: Mapping[str, Any],
 ) -> PlanFamily:
@@ -331,7 +333,7 @@ def on_top(
     ----------
     name, base : str
         Of the combination, and of the method that `family` has the plans of.
-    modifiers : sequence of Modifier
+    modifiers : sequence of Wrapper
         From `kvprof.methods.named.parts_of`.
     family : PlanFamily
     options : mapping

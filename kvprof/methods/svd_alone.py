@@ -1,6 +1,6 @@
 """``svd-k``, ``svd-v`` and ``svd-kv``: bases of K or V alone, the plain choice (ZACK §3.1)."""
 
-from kvprof.analysis.kinds import KINDS
+from kvprof.analysis.width_clusters import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Count, Positive

@@ -1,6 +1,6 @@
 """``zack``: as ``fdc``, and Q and K folded too where the model has no RoPE (ZACK §4, §5)."""
 
-from kvprof.analysis.kinds import KINDS
+from kvprof.analysis.width_clusters import KINDS
 from kvprof.methods.family import MethodInputs, PlanFamily
 from kvprof.methods.low_rank import projected
 from kvprof.methods.option_types import Allocation, Count, KeyBasis, Positive, ValueBasis

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvprof.analysis.across import AcrossMoments, layer_groups
+from kvprof.analysis.cross_layer import AcrossMoments, layer_groups
 from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments, group_size, join_heads
 from kvprof.analysis.pairs import PAIRS
 from kvprof.analysis.rotary import RotaryPairs

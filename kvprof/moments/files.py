@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.analysis.magnitudes import empty_counts
 from kvprof.analysis.moments import LayerMoments, Moments
+from kvprof.analysis.outliers import empty_counts
 from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import FailedError, UsageError
 from kvprof.records.files import parse_json

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvprof.analysis.magnitudes import magnitude_counts
 from kvprof.analysis.moments import LayerMoments, Moments
+from kvprof.analysis.outliers import magnitude_counts
 from kvprof.analysis.rank_allocation import ALLOCATIONS
 from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily, by_head
 from kvprof.methods.registry import (

@@ -31,7 +31,7 @@ from kvprof.runtime.attention import (
 )
 from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN
-from kvprof.runtime.keeping import Keeper, OwnTokens
+from kvprof.runtime.retention import EvictionPolicy, OwnTokens
 from kvprof.runtime.rotary import rebuilds, rotated
 from kvprof.runtime.rows import Part, RowGroup
 from kvprof.runtime.tensors import index_of, unflatten
@@ -92,7 +92,7 @@ class LayerRuntime:
         self.plan = plan
         self.layer: LayerPlan = plan.layers[index]
         self.facts = facts  # the model's layer
-        self.keeper = Keeper(plan, self.layer, facts)
+        self.keeper = EvictionPolicy(plan, self.layer, facts)
         if plan.lazy and (self.layer.keys.fold_down or self.layer.keys.fold_up):
             raise UsageError(
                 f"layer {index}: a lazy prefill needs exact Q and K, so nothing can be folded into "

@@ -24,9 +24,9 @@ from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part
 from kvprof.runtime.folding import OutputSwitch
 from kvprof.runtime.graphs import DecodingGraphs
-from kvprof.runtime.keeping import OwnTokens
 from kvprof.runtime.layer import LayerRuntime
 from kvprof.runtime.masks import mask_facts, visible_keys
+from kvprof.runtime.retention import OwnTokens
 from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import index_of
 

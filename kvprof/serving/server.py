@@ -3,7 +3,7 @@
 import sys
 
 from kvprof.errors import KvprofError, options_named
-from kvprof.leash import follow_parent
+from kvprof.leash import die_with_parent
 from kvprof.printable import printable
 from kvprof.serving.plugin import register
 
@@ -34,5 +34,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    follow_parent()
+    die_with_parent()
     sys.exit(main(sys.argv[1:]))

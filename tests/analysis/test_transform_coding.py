@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.analysis.across import AcrossMoments, layer_groups
+from kvprof.analysis.cross_layer import AcrossMoments, layer_groups
 from kvprof.analysis.transform_coding import (
     BITS,
     OVERHEAD,

@@ -15,7 +15,7 @@ from kvprof.evaluation.decode import decoded_logits, last_states, prefill_length
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.sensitivity import Sensitivity
 from kvprof.methods.accounting import bytes_at, rate
-from kvprof.methods.budget import Offer, heads_in, in_one_plan, offer_of, parts_of_layers
+from kvprof.methods.budget import CandidateSet, heads_in, in_one_plan, offer_of, parts_of_layers
 from kvprof.methods.family import MethodInputs, plan_at
 from kvprof.methods.kq import kq
 from kvprof.methods.plan import HeadGroup, Plan
@@ -42,7 +42,7 @@ def offered(
     bits: Sequence[str] = BITS,
     quantiser: str = "per-token",
     ranks: Sequence[int] = (),
-) -> Offer:
+) -> CandidateSet:
     """Return cells that cost what nobody measured, more the fewer bits there are."""
     bases = kq(replace(own, skip=frozenset()), grid=1, minimum=1) if ranks else None
     choices = settings_of(own, quantiser, bits, ranks, 0, bases)
@@ -59,7 +59,7 @@ def offered(
     return offer_of(own, asked, choices, cells)
 
 
-def cost(plan: Plan, offer: Offer) -> float:
+def cost(plan: Plan, offer: CandidateSet) -> float:
     """Return what the cells say that a plan costs, read from the plan itself."""
     total = 0.0
     for index, layer in enumerate(plan.layers):

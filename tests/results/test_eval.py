@@ -65,7 +65,7 @@ def test_what_is_compared_is_known_by_method_and_task(result: dict[str, Any]) ->
     task = found[(*kq, ("task", "copy")), "task_accuracy"]
     assert task.value == row["tasks"]["copy"]["accuracy"]
     assert task.interval is not None
-    assert len(found) == len(result["data"]["evaluations"]) * (5 + len(row["tasks"]))
+    assert len(found) == len(result["data"]["evaluations"]) * (6 + len(row["tasks"]))
 
 
 def test_a_task_at_chance_is_not_compared() -> None:

@@ -13,8 +13,9 @@ from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.registry import plan_family
 from kvprof.methods.storage import Eviction
 from kvprof.models.load import LoadedModel
+from kvprof.runtime import retention
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.keeping import gumbel, snapped
+from kvprof.runtime.retention import gumbel
 from tests.methods.models import FINE, inputs, model
 from tests.models.tiny import seeded, token_ids
 from tests.runtime.plans import loaded, make_plan, ragged
@@ -181,7 +182,7 @@ def test_snapkv_looks_again_at_every_pass_of_several_tokens(sizes: tuple[int, ..
     probabilities = torch.rand(1, 2, 2, sizes[0], sizes[0]).tril().double()
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     sums = probabilities[..., -4:, :].sum((2, 3)).float()
-    found = snapped(eviction, sums, sizes[0], torch.tensor([2, 2]), sizes[0])
+    found = retention.snapkv_scores(eviction, sums, sizes[0], torch.tensor([2, 2]), sizes[0])
     mean = probabilities[..., -4:, : sizes[0] - 4].mean((2, 3))
     padded = torch.nn.functional.pad(mean, (1, 1))
     wanted = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3

@@ -19,7 +19,7 @@ from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
 from kvprof.models.load import LoadedModel
-from kvprof.runtime import keeping
+from kvprof.runtime import retention
 from kvprof.runtime.backends import segments, stages
 from kvprof.runtime.codecs import Codec, codec_for
 from kvprof.runtime.compressed import compressed
@@ -176,7 +176,7 @@ def from_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
         bits = column_bits[0][1] if column_bits else side.bits[level]
         return _FromTheMiddle(bits, side.group)
 
-    monkeypatch.setattr(keeping, "codec_for", chosen)
+    monkeypatch.setattr(retention, "codec_for", chosen)
 
 
 @pytest.mark.parametrize("arch", ["Llama", "GPT2"])

@@ -11,8 +11,8 @@ from kvprof.methods.family import plan_at
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import plan_family
 from kvprof.runtime.compressed import compressed
-from kvprof.runtime.keeping import OwnTokens
 from kvprof.runtime.layer import LayerRuntime
+from kvprof.runtime.retention import OwnTokens
 from kvprof.runtime.rows import RowGroup
 from tests.methods.models import FINE, inputs, model
 from tests.models.tiny import VOCABULARY, seeded

@@ -12,8 +12,8 @@ from kvprof.methods.plan import Placement
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Levels
 from kvprof.runtime.codecs import PLAIN
-from kvprof.runtime.keeping import OwnTokens
 from kvprof.runtime.layer import LayerRuntime
+from kvprof.runtime.retention import OwnTokens
 from kvprof.runtime.rows import RowGroup
 from tests.runtime.plans import loaded, make_plan
 

@@ -41,8 +41,8 @@ _LEAST, _MOST = 2**12, 2**30  # bytes
 _ALL_REDUCE_SECONDS = 300
 # One process per GPU: NCCL, then medians of a graph's replays as elsewhere.
 _PROGRAM = """
-from kvprof.leash import follow_parent
-follow_parent()
+from kvprof.leash import die_with_parent
+die_with_parent()
 import gc, json, os, sys, statistics, torch, torch.distributed as dist
 rank, world, sizes = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 torch.cuda.set_device(rank)

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 
-from kvprof.leash import follow_parent
+from kvprof.leash import die_with_parent
 
 __all__ = ["main"]
 
@@ -24,5 +24,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    follow_parent()
+    die_with_parent()
     main(sys.argv[1:])

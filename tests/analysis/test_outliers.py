@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.analysis.magnitudes import clipped_shares, flushed_shares, magnitude_counts, scales_for
+from kvprof.analysis.outliers import clipped_shares, flushed_shares, magnitude_counts, scales_for
 
 
 def vectors(seed: int, spread: float, dtype: torch.dtype) -> torch.Tensor:

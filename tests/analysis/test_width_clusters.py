@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.analysis.kinds import KindChooser, Lattice, left_sums, spread_ranks
+from kvprof.analysis.width_clusters import KindChooser, Lattice, left_sums, spread_ranks
 from kvprof.errors import UsageError
 
 STEP = 16

@@ -28,7 +28,14 @@ from kvprof.runtime.rotary import RotaryTable
 from kvprof.runtime.rows import Part, RowGroup, joined, picked, plain_part
 from kvprof.runtime.tensors import index_of, unflatten
 
-__all__ = ["Keeper", "OwnTokens", "gumbel", "snapped", "survivors", "token_scores"]
+__all__ = [
+    "EvictionPolicy",
+    "OwnTokens",
+    "gumbel",
+    "kept_token_indices",
+    "snapkv_scores",
+    "token_scores",
+]
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,9 @@ def token_scores(
     return torch.stack(totals, dim=1)
 
 
-def snapped(eviction: Eviction, scores: Tensor, tokens: int, heads: Tensor, seen: int) -> Tensor:
+def snapkv_scores(
+    eviction: Eviction, scores: Tensor, tokens: int, heads: Tensor, seen: int
+) -> Tensor:
     """Return SnapKV's scores after a pass over more than one token."""
     window = min(eviction.window, tokens)
     before = scores[..., : scores.shape[-1] - window] / (window * heads[:, None])
@@ -124,7 +133,7 @@ def written(start: int, stop: int, device: torch.device) -> Tensor:
     return torch.arange(start + 2, stop + 2, device=device, dtype=torch.float32)
 
 
-def survivors(
+def kept_token_indices(
     eviction: Eviction, seen: int, candidates: int, scores: Tensor | None, device: torch.device
 ) -> Tensor:
     """Return the indices of the tokens that stay."""
@@ -145,7 +154,7 @@ def survivors(
 # --- What a layer keeps after a pass: eviction, token levels, quantisation.
 
 
-class Keeper:
+class EvictionPolicy:
     """Decides, for one layer, which tokens stay and how they are stored.
 
     Parameters
@@ -315,14 +324,14 @@ class Keeper:
                 if self.eviction.kind == "snapkv" and own.several:
                     assert row_group.scores is not None
                     heads = [heads * self._group for _, heads in self.units]
-                    row_group.scores = snapped(
+                    row_group.scores = snapkv_scores(
                         self.eviction,
                         row_group.scores,
                         own.tokens,
                         torch.tensor(heads, device=device),
                         row_group.seen,
                     )
-                index = survivors(
+                index = kept_token_indices(
                     self.eviction, row_group.seen, candidates, row_group.scores, device
                 )
                 index = index.expand(len(row_group.rows), len(self.units), -1)
