@@ -43,8 +43,10 @@ EXACT = (
         ),
         "frontier": f"frontier --methods fdc,kq --points 2 --no-cache {_SMALL}",
         "sensitivity": "sensitivity --layers 0,1 --bits 4 --tokens 512 --seq-len 128",
-        "load": f"{_LOAD} --rates 2,8,32 --methods full,fp8,fdc",
-        "load-replicas": f"{_LOAD} --rates 4 --methods kq --replicas 2 --arrivals gamma:cv=2",
+        "load": f"{_LOAD} --request-rate 2,8,32 --methods full,fp8,fdc",
+        "load-replicas": (
+            f"{_LOAD} --request-rate 4 --methods kq --replicas 2 --arrivals gamma:cv=2"
+        ),
         "recipe-run": "recipe run example-sweep",
         "generate": "generate --method kq --rate 0.3 --max-new-tokens 12 --prompt 'The cat' --diff",
     }

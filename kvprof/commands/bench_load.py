@@ -322,14 +322,14 @@ def _rates(text: str | None) -> tuple[float, ...]:
             value = math.nan
         if not 1e-4 <= value <= 1e6:
             raise UsageError(
-                f"--rates: {piece.strip()[:20]!r} is not between 0.0001 and 1000000 req/s; write "
-                "0.5,1,2"
+                f"--request-rate: {piece.strip()[:20]!r} is not between 0.0001 and 1000000 "
+                "req/s; write 0.5,1,2"
             )
         found.append(value)
     rates = sorted(set(found))
     for low, high in pairwise(rates):
         if load_case("", low) == load_case("", high):
-            raise UsageError(f"--rates: {low!r} and {high!r} are too close; leave one out")
+            raise UsageError(f"--request-rate: {low!r} and {high!r} are too close; leave one out")
     return tuple(rates)
 
 

@@ -61,7 +61,7 @@ ArrivalsOption = Annotated[
 RatesOption = Annotated[
     str | None,
     _option(
-        "--rates",
+        "--request-rate",
         metavar="LIST",
         text="Request rates in req/s, such as 0.5,1,2.  [default: auto, doubled until the queue "
         "grows]",

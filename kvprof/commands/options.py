@@ -76,6 +76,7 @@ GONE = {
     "bench --against": "use kvprof compare",
     "bench --capacity": "use kvprof advise",
     "bench --check": "run --real, then --composed",
+    "bench --rates": "use --request-rate",
     "bench --sample-steps": "use kvprof bench --jct",
     "bench --schedule": "leave it out; only one schedule remains",
     "bench --step-times": "--simulate uses the step times that ship with kvprof",

@@ -63,7 +63,7 @@ _READ = frozenset(
         "--model",
         "--plan",
         "--ranks",
-        "--rates",
+        "--request-rate",
         "--tokenizer",
         "--trace",
     )

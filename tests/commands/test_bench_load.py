@@ -34,7 +34,7 @@ from kvprof.serving.load.lengths import load_lengths
 from tests.commands.running import kvprof, over, process_of
 from tests.serving.load.fake_server import Behaviour, FakeServer
 
-SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--rates", "80,160")
+SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--request-rate", "80,160")
 
 #: Inputs of a load that starts its servers.
 SERVED = {
@@ -83,8 +83,8 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--router", "random", "--replicas", "2"], "--router random"),
         (["--load", "--key-env", "X"], "--key-env requires --url"),
         (["--load", "--url", "x", "--key-env", "NOT_THERE"], "is unset or empty"),
-        (["--load", "--rates", "1,x"], "--rates: 'x'"),
-        (["--load", "--rates", "0"], "--rates: '0'"),
+        (["--load", "--request-rate", "1,x"], "--request-rate: 'x'"),
+        (["--load", "--request-rate", "0"], "--request-rate: '0'"),
         (["--load", "--slo", "ttft=2x"], "'ttft=2x'"),
         (["--load", "--slo", "tbt=50"], "'tbt=50'"),  # seconds or milliseconds?
         (["--load", "--slo", "share=0.9"], "--slo has no limit"),
@@ -94,7 +94,7 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--simulate", "--replicas", "1000000000"], "is not between 1 and 10,000"),
         (["--load", "--requests", "5", "--seconds", "9"], "--requests and --seconds"),
         (["--load", "--seconds", "-1"], "--seconds -1"),
-        (["--load", "--seconds", "1e9", "--rates", "2"], "more than 10,000,000 requests"),
+        (["--load", "--seconds", "1e9", "--request-rate", "2"], "more than 10,000,000 requests"),
         (["--load", "--refine", "99"], "--refine 99"),
         (["--load", "--timeout", "0"], "--timeout 0"),
         (["--load", "--memory", "lots"], "--memory: 'lots' is not a size"),
@@ -103,7 +103,10 @@ def load(server: FakeServer, *arguments: Any) -> Any:
         (["--load", "--lengths", "nowhere.jsonl"], "no trace and no file"),
         (["--load", "--baseline", "kq"], "--baseline kq is not among"),
         (["--load", "--requests", "0"], "--requests 0"),
-        (["--load", "--lengths", "in=9,out=9", "--rates", "0.3333333,0.33333334"], "too close"),
+        (
+            ["--load", "--lengths", "in=9,out=9", "--request-rate", "0.3333333,0.33333334"],
+            "too close",
+        ),
         (["--load", "--arrivals", "gamma:cv=1e-200"], "between 0.001 and 100"),
         (["--load", "--url", "localhost:9,http://localhost:9/v1"], "localhost:9 twice"),
         (["--load"], "the model has 2,048 positions"),
@@ -397,7 +400,7 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(
 ) -> None:
     run = tmp_path / "run"
     arguments = (
-        "--lengths", "in=64,out=8", "--requests", 40, "--rates", "5,20", "--out", run,
+        "--lengths", "in=64,out=8", "--requests", 40, "--request-rate", "5,20", "--out", run,
     )  # fmt: skip
     # The slow rate comes first: it is under way when the signal comes, and nothing is complete.
     child = started(server, *arguments)
@@ -416,7 +419,7 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(
     other = load(server, "--out", run)
     assert other.code == ExitCode.USAGE
     assert "other options (rates)" in other.error
-    other = load(server, "--out", run, "--rates", "5,20", "--slo", "ttft=2s")
+    other = load(server, "--out", run, "--request-rate", "5,20", "--slo", "ttft=2s")
     assert "other options (objective)" in other.error
 
 

@@ -11,7 +11,7 @@ from kvprof.models.load import token_counter
 from kvprof.records.files import read_result
 from tests.commands.running import kvprof
 
-SHORT = ("--lengths", "in=2000,out=20", "--requests", 60, "--rates", "1,6")
+SHORT = ("--lengths", "in=2000,out=20", "--requests", 60, "--request-rate", "1,6")
 
 
 def simulate(*arguments, short=SHORT):
@@ -96,7 +96,7 @@ def test_a_load_is_simulated_shown_and_compared(tmp_path):
 
 
 def test_a_simulated_rate_has_enough_requests_to_be_sure():
-    few = ("--lengths", "in=64,out=2", "--rates", "4", "--methods", "full", "--json", "-")
+    few = ("--lengths", "in=64,out=2", "--request-rate", "4", "--methods", "full", "--json", "-")
     done = simulate(*few, short=())
     assert done.code == 0, done.stderr
     result = json.loads(done.stdout)
@@ -117,7 +117,7 @@ def test_texts_are_as_long_as_a_named_tokenizer_says(tmp_path):
     chats = tmp_path / "chats.jsonl"
     line = {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]}
     chats.write_text(json.dumps(line) + "\n")
-    lengths = ("--lengths", chats, "--requests", 20, "--rates", 1, "--methods", "full")
+    lengths = ("--lengths", chats, "--requests", 20, "--request-rate", 1, "--methods", "full")
     refused = simulate(*lengths, short=())
     assert refused.code == ExitCode.USAGE
     assert "name a model that has one with --tokenizer" in refused.error
@@ -143,7 +143,16 @@ def test_events_that_were_cut_off_before_the_first_are_begun_anew(tmp_path: Path
 
 def test_no_rate_is_judged_before_the_system_has_filled():
     # Twenty long prompts wait minutes each and have all arrived before a first one ends.
-    long = ("--lengths", "in=100k,out=16", "--requests", 20, "--rates", 1, "--methods", "full,fdc")
+    long = (
+        "--lengths",
+        "in=100k,out=16",
+        "--requests",
+        20,
+        "--request-rate",
+        1,
+        "--methods",
+        "full,fdc",
+    )
     done = simulate(*long, short=())
     assert done.code == 0, done.stderr
     text = " ".join(done.stdout.split())
@@ -154,7 +163,16 @@ def test_no_rate_is_judged_before_the_system_has_filled():
 
 
 def test_arrivals_that_came_at_another_rate_are_told():
-    drawn = ("--lengths", "in=500,out=20", "--requests", 120, "--rates", 2, "--methods", "full")
+    drawn = (
+        "--lengths",
+        "in=500,out=20",
+        "--requests",
+        120,
+        "--request-rate",
+        2,
+        "--methods",
+        "full",
+    )
     done = simulate(*drawn, "--arrivals", "gamma:cv=5", "--json", "-", short=())
     assert done.code == 0, done.stderr
     (row,) = json.loads(done.stdout)["data"]["rates"]

@@ -19,7 +19,7 @@ from tests.records.sample import benchmark_result
 from tests.reproduction.written import CPU, TEXT, FakeRunner, write
 
 # A command that is soon done, as it loads no torch, and always finds the same.
-CELL = "bench --load --simulate --methods {method} --rates 1 --requests {rate}"
+CELL = "bench --load --simulate --methods {method} --request-rate 1 --requests {rate}"
 REAL = (
     TEXT.replace("method: [fdc, kq]", "method: [full]")
     .replace('"0.30"', '"8"')
@@ -67,7 +67,7 @@ def test_validate_names_file_place_and_way_out(
     [
         ("--load --model Llama-3.1-8B --methods full:rate={rate}", "full is vLLM's own"),
         ("--load --model Llama-3.1-8B --methods full --slo ttft=soon", "'ttft=soon'"),
-        ("--load --simulate --methods full --rates 0", "--rates: '0'"),
+        ("--load --simulate --methods full --request-rate 0", "--request-rate: '0'"),
         ("--load --simulate --methods full --seconds 5", "--requests and --seconds"),
         (
             "--load --model Llama-3.1-8B --methods full,{method}:rate=0.3 --baseline {method}",
@@ -88,7 +88,7 @@ def test_validate_names_file_place_and_way_out(
 def test_a_served_load_of_a_recipe_may_give_a_method_its_rate(
     tmp_path: Path, load: str, said: str | None
 ) -> None:
-    cell = f"bench {load} --requests 8" + " --rates 1" * ("--rates" not in load)
+    cell = f"bench {load} --requests 8" + " --request-rate 1" * ("--request-rate" not in load)
     text = TEXT.replace("plan reference --method {method} --rate {rate}", cell)
     done = kvprof("recipe", "validate", write(tmp_path, text))
     assert done.code == (0 if said is None else ExitCode.USAGE)

@@ -7,7 +7,7 @@ from kvprof.reproduction.on_ray import ray_pool
 from kvprof.reproduction.resolve import Cell
 
 # It loads no torch.
-CELL = ("bench", "--load", "--simulate", "--rates", "1", "--requests", "8")
+CELL = ("bench", "--load", "--simulate", "--request-rate", "1", "--requests", "8")
 
 
 @pytest.mark.slow
