@@ -41,7 +41,7 @@ COMMANDS = (
     CommandEntry("spectrum", "How compact are Q, K and V? Singular values and ranks per head."),
     CommandEntry("stability", "Does a rotation calibrated offline suit real data?"),
     CommandEntry("sensitivity", "Which layers and heads tolerate lower precision?"),
-    CommandEntry("plan", "What does a method store and run? What fits in this memory?"),
+    CommandEntry("plan", "What does a method store, fold into weights and run online?"),
     CommandEntry("eval", "What does a compressed cache cost in accuracy?"),
     CommandEntry("frontier", "How far does each method go before accuracy falls below a target?"),
     CommandEntry("generate", "Generate text with a compressed cache, and show where it differs."),

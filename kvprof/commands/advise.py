@@ -47,7 +47,7 @@ def _keeps_a_share(request: "AdviseRequest") -> str | None:
 
 
 class AdviseRequest(LoadOptions, FigureOptions):
-    """Say which cache to use for a model, a GPU and a context: how many users fit, at what cost.
+    """Advise a cache format for a model, a GPU and a context: users that fit, accuracy, time.
 
     MODEL may also name a shape (Llama-3.1-8B). Without --minutes no weights are read.
 
@@ -60,33 +60,33 @@ class AdviseRequest(LoadOptions, FigureOptions):
 
     gpu: Annotated[
         AdvisedGpu,
-        typer.Option("--gpu", help=f"here, or one of {', '.join(GPUS)}."),
+        typer.Option("--gpu", help=f"here (this machine's first), or one of {', '.join(GPUS)}."),
         Parsed(_read_gpu),
         Mark.FREE,
     ] = written("here")
     context: Annotated[
         int,
-        typer.Option("--context", help="Tokens of a request; k is 1,024."),
+        typer.Option("--context", help="Context length in tokens; k is 1,024."),
         Parsed(parse_count),
         Mark.FREE,
         Input(),
     ] = written("32k")
     users: Annotated[
         int,
-        typer.Option("--users", min=1, help="Requests at a time, of the time between tokens."),
+        typer.Option("--users", min=1, help="Concurrent requests in the step time."),
         Mark.FREE,
         Input(),
     ] = 1
     keep: Annotated[
         float,
-        typer.Option("--keep", help="Share of accuracy that the interval must hold."),
+        typer.Option("--keep", help="Accuracy to keep: lower end of the interval."),
         Parsed(parse_share),
         Mark.FREE,
         Input(),
     ] = written("0.99")
     weights: Annotated[
         int | None,
-        typer.Option("--weights", metavar="SIZE", help="Of the weights, where nothing says it."),
+        typer.Option("--weights", metavar="SIZE", help="Weights' size, if unknown."),
         Parsed(parse_bytes),
         Mark.FREE,
     ] = None
@@ -95,14 +95,14 @@ class AdviseRequest(LoadOptions, FigureOptions):
         typer.Option(
             "--minutes",
             min=0.1,
-            help="Load the model and measure what plans keep, as long; again goes on from there.",
+            help="Load the model and measure plans for this long; a second run resumes.",
         ),
         Mark.FREE,
         Input(),
     ] = None
     save: Annotated[
         Path | None,
-        typer.Option("--save", help="Keep the best plan of kvprof's own in this file."),
+        typer.Option("--save", help="Save the best plan of kvprof's own."),
         Mark.WRITES,
     ] = None
 

@@ -71,7 +71,7 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
     context: ContextOption = None
     transfer: Annotated[
         bool,
-        typer.Option("--transfer", help="What moving a context's cache takes, by method."),
+        typer.Option("--transfer", help="Time to move a cache over a link, by method."),
         Mark.FREE,
     ] = False
     shape: Annotated[
@@ -79,8 +79,7 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
         typer.Option(
             "--shape",
             metavar="SHAPE|PATH",
-            help="Of --transfer: instead of MODEL, a shape as bench --model takes it; no weights "
-            "are needed.",
+            help="With --transfer: a shape as of bench --model, instead of MODEL.",
         ),
         Mark.READS,
     ] = None
@@ -89,14 +88,14 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
         typer.Option(
             "--link",
             metavar="LINK",
-            help="Of --transfer: pcie5x16, nvlink4, 100Gbit/s, or a measured one, rdma=46.2GB/s; "
+            help="With --transfer: pcie5x16, nvlink4, 100Gbit/s, or a measured one, rdma=46.2GB/s; "
             "repeatable.",
         ),
         Mark.FREE,
     ] = None
     seq: Annotated[
         list[int] | None,
-        typer.Option("--seq", metavar="LIST", help="Of --transfer: contexts in tokens, 4k,32k."),
+        typer.Option("--seq", metavar="LIST", help="With --transfer: context lengths, 4k,32k."),
         Parsed(read_counts),
         Mark.FREE,
         Input(),
@@ -111,23 +110,23 @@ class PlanRequest(LoadOptions, CalibrationOptions, OutputOptions):
     ] = None
     describe: Annotated[
         bool,
-        typer.Option("--describe", help="Also in words, with every layer's ranks."),
+        typer.Option("--describe", help="Print every layer's ranks too."),
         Mark.FREE,
         Input(),
     ] = False
     compare: Annotated[
         Path | None,
-        typer.Option("--compare", help="Show where another saved plan differs."),
+        typer.Option("--compare", help="Show differences from another saved plan."),
         Mark.READS,
     ] = None
     save: Annotated[
         Path | None,
-        typer.Option("--save", help="Keep the plan in this file (safetensors)."),
+        typer.Option("--save", help="Save the plan to this file (safetensors)."),
         Mark.WRITES,
     ] = None
     servable: Annotated[
         bool,
-        typer.Option("--servable", help="Refuse, before calibrating, what serve cannot serve."),
+        typer.Option("--servable", help="Refuse at once what serve cannot serve."),
         Mark.FREE,
     ] = False
 

@@ -1,8 +1,5 @@
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -226,26 +223,6 @@ def test_a_real_cell_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_ctrl_c_ends_in_130_and_keeps_the_ledger(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    text = REAL.replace(CELL, "spectrum --tokens 512k").replace('"plan-{method}"', "plan-full")
-    path = write(tmp_path, text)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvprof", "recipe", "run", str(path), "--out", str(out)],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # What a shell starts in the background ignores Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    time.sleep(8)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == ExitCode.INTERRUPTED, stderr
-    assert "interrupted; the same command resumes from" in stderr
-    assert not read_result(out / "result.json")["complete"]
-
-
 def test_two_runs_into_one_folder_lose_neither(tmp_path: Path) -> None:
     """The second one runs whole while the first one's cell does."""
     out, rates = tmp_path / "out", {"fdc": 0.96, "kq": 0.95}
