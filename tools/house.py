@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 58_416,
     "test_functions": 2692,
     "tests_of_wording": 719,
-    "document_words": 20_569,
+    "document_words": 20_599,
     "readme_lines": 110,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
