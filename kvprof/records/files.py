@@ -245,7 +245,9 @@ def parse_json(content: bytes | str) -> Any:
         try:
             content = content.decode("utf-8")
         except UnicodeDecodeError as problem:
-            raise ValueError(f"is no text (byte {problem.start} is not UTF-8)") from None
+            if problem.reason != "unexpected end of data":  # else cut off within a character
+                raise ValueError(f"is no text (byte {problem.start} is not UTF-8)") from None
+            content = problem.object.decode("utf-8", "replace")
     if content.startswith("\ufeff"):
         raise ValueError("begins with a byte order mark, which JSON has not; save it without one")
     if not content.strip():
