@@ -22,21 +22,21 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 95_277,
+    "package_lines": 95_287,
     "package_files": 429,
     "docstring_share": 0.119,
     "raises": 1087,
     "functions_with_12_parameters": 67,
     "modules_with_one_importer": 99,
-    "test_lines": 58_416,
+    "test_lines": 58_417,
     "test_functions": 2692,
     "tests_of_wording": 719,
     "document_words": 20_599,
-    "readme_lines": 110,
+    "readme_lines": 111,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
-    "files_executed_spectrum": 138,
-    "files_executed_eval": 142,
+    "files_executed_spectrum": 57,
+    "files_executed_eval": 141,
     "files_executed_bench": 191,
 }
 

@@ -19,7 +19,12 @@ from kvprof.interrupt import graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.advice import GPUS, AdvisedGpu, Question, advised
 from kvprof.methods.engine_cache import cache_layers, text_config
-from kvprof.models.config_files import hub_id, named_parameters, read_config_file, weight_bytes
+from kvprof.models.config_files import (
+    named_parameters,
+    read_config_file,
+    served_name,
+    weight_bytes,
+)
 from kvprof.results.advise import AdvisedPlan, best_of
 from kvprof.sizes import format_count, parse_bytes, parse_count, parse_share
 
@@ -129,7 +134,7 @@ def advise(request: AdviseRequest) -> Outcome:
     weights, source = told
     total, read = named_parameters(model) or (1.0, 1.0)
     question = Question(
-        model=hub_id(model),
+        model=served_name(model),
         model_type=own["model_type"],
         layers=layers,
         weights=weights,

@@ -20,7 +20,7 @@ from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.frontier import Half
 from kvprof.evaluation.tasks.registry import default_task_items, select_tasks
 from kvprof.interrupt import Stop
-from kvprof.methods.advice import EXACT, PLANS
+from kvprof.methods.advice import PLANS
 from kvprof.methods.named import options_in
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import typed_options
@@ -109,9 +109,9 @@ class Measuring:
             self.warnings.append(f"not finished: {names}; the same command goes on from here")
 
         if any(x.keeps and not x.served and x.depth == WEIGHTS for x in self.rows):
-            tokens = self._samples[0].ids.shape[1]
+            tokens, exact = self._samples[0].ids.shape[1], max(one.exact for one in PLANS)
             self.warnings.append(
-                f"plans that are torch only leave {EXACT} tokens of each sequence uncompressed: of "
+                f"plans that are torch only leave {exact} tokens of each sequence uncompressed: of "
                 f"{tokens:,} here, of {self._context:,} where they serve; they may keep less there"
             )
 

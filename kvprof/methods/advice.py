@@ -12,7 +12,7 @@ from kvprof.errors import UsageError
 from kvprof.methods.engine_cache import CacheLayer, Pool, plan_pool, token_bytes
 from kvprof.methods.named import ENGINE_FORMATS
 
-__all__ = ["EXACT", "GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised"]
+__all__ = ["GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised"]
 
 _GIB = 1 << 30
 
@@ -64,7 +64,6 @@ class Plan:
     engine: str  # who serves it; torch only for what nothing serves yet
     flag: str  # what asks an engine for it; empty where nothing has to
     bits: float = 16.0  # of a value with its scales, where vLLM does not plan the pages
-    exact: int = 0  # tokens of a sequence that stay at 16 bits
     own: str = ""  # the method that stores so; empty where it has the plan's name
     options: tuple[str, ...] = ()  # the method's, as --option takes them
     rate: float | None = None  # the method's; None where it has one rate
@@ -80,6 +79,12 @@ class Plan:
         return self.engine != "torch only"
 
     @property
+    def exact(self) -> int:
+        """How many tokens of a sequence stay at 16 bits: sinks and a window."""
+        given = (one.partition("=") for one in self.options)
+        return sum(int(value) for name, _, value in given if name in ("sink", "window"))
+
+    @property
     def dtype(self) -> str:
         """What vLLM calls it."""
         return self.flag.rpartition(" ")[2] or "auto"
@@ -87,8 +92,6 @@ class Plan:
 
 _UBATCH = 512  # tokens of a step in llama.cpp, for which windows keep room
 _TORCH = "torch only"
-#: Uncompressed tokens of kvprof's own plans: 4 sinks and a window of 32.
-EXACT = 36
 _OPEN = ("sink=4", "window=32")
 _VLLM = (
     *("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
@@ -98,10 +101,10 @@ PLANS = (
     Plan("16 bits", "vLLM", ""),
     *(Plan(name, *ENGINE_FORMATS[name]) for name in _VLLM),
     Plan("q8_0", *ENGINE_FORMATS["q8_0"], bits=8.5),
-    Plan("hadamard 4/4", _TORCH, "", 4.25, EXACT, "hadamard-int4", _OPEN),
-    Plan("hadamard 3/2", _TORCH, "", 2.75, EXACT, "hadamard-int3", ("bits=k3v2", *_OPEN)),
+    Plan("hadamard 4/4", _TORCH, "", 4.25, "hadamard-int4", _OPEN),
+    Plan("hadamard 3/2", _TORCH, "", 2.75, "hadamard-int3", ("bits=k3v2", *_OPEN)),
     Plan(
-        *("kq-wf 7x", _TORCH, "", 16 / 7, EXACT, "kq-wf"),
+        *("kq-wf 7x", _TORCH, "", 16 / 7, "kq-wf"),
         ("allocation=output", "centre=true", *_OPEN),
         rate=1 - 1 / 7,
     ),
