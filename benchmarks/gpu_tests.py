@@ -28,8 +28,7 @@ import pytest
 from recording import RECORDS, add_only, add_out, keep, measure_parts
 
 from kvprof.child import child_python
-from kvprof.environment import usable_threads
-from kvprof.gpus import read_gpus
+from kvprof.environment import read_gpus, usable_threads
 from kvprof.records.files import read_result
 
 ROOT = Path(__file__).resolve().parents[1]

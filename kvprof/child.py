@@ -5,14 +5,26 @@ A child runs this very file instead, by its path: it takes kvprof from where its
 everything else from where Python is installed.
 """
 
+import contextlib
 import os
 import runpy
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
-__all__ = ["child_environment", "child_python", "module_command"]
+__all__ = [
+    "Leash",
+    "child_environment",
+    "child_python",
+    "die_with_parent",
+    "module_command",
+]
 
 # Python's own switches: no folder of a script or of the shell on the path, of children's too.
 _SAFE_FLAG = "-P"
@@ -44,6 +56,64 @@ def _run(module: str) -> None:
     sys.modules["kvprof"] = own = module_from_spec(spec)
     spec.loader.exec_module(own)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+# --- A child that ends when its parent has gone, also where the parent was killed.
+
+
+_VARIABLE = "KVPROF_LEASH"
+_GRACE_SECONDS = 10.0  # for the step in hand
+
+
+class Leash:
+    """A pipe by which a child that calls `die_with_parent` notices that this process has ended."""
+
+    def __init__(self) -> None:
+        self._write = -1
+
+    def start(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> "subprocess.Popen[Any]":
+        """Start the child, as `subprocess.Popen` does with the same options."""
+        theirs, self._write = os.pipe()
+        if os.name == "posix":  # elsewhere a child keeps no open files
+            options["pass_fds"] = (theirs,)
+        environment = {**child_environment(env), _VARIABLE: str(theirs)}
+        try:
+            return subprocess.Popen(command, env=environment, **options)
+        finally:
+            os.close(theirs)
+
+    def release(self) -> None:
+        """Let the child go on when this process ends."""
+        with contextlib.suppress(OSError):  # it has ended
+            os.write(self._write, b"!")
+
+    def close(self) -> None:
+        """Give the pipe back; a child that still runs, and was not released, ends."""
+        if self._write >= 0:
+            os.close(self._write)
+            self._write = -1
+
+
+def die_with_parent() -> None:
+    """End when the parent that holds this process's `Leash` does; do nothing without one.
+
+    As at SIGTERM at first; what does not end within seconds is killed.
+    """
+    if (stated := os.environ.pop(_VARIABLE, None)) is None:
+        return
+    leash = int(stated)
+    os.set_inheritable(leash, False)
+
+    def watch() -> None:
+        if os.read(leash, 1):
+            return  # released
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_SECONDS)
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+    threading.Thread(target=watch, name="kvprof-leash", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvprof import console, interrupt
-from kvprof.child import child_environment
+from kvprof.child import child_environment, die_with_parent
 from kvprof.errors import ExitCode, KvprofError, UsageError, no_memory, options_named, usage_message
-from kvprof.leash import die_with_parent
 from kvprof.version import __version__
 
 __all__ = ["COMMANDS", "CommandEntry", "app", "main"]

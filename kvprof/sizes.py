@@ -1,4 +1,4 @@
-"""Numbers as people write them: ``100k`` tokens, ``4M`` parameters, ``30%`` of the bytes."""
+"""Numbers and dtypes as people write them: ``100k`` tokens, ``30%`` of the bytes, ``bf16``."""
 
 import math
 import re
@@ -6,13 +6,16 @@ import re
 from kvprof.errors import UsageError
 
 __all__ = [
+    "DTYPE_BYTES",
     "MOST",
     "format_bytes",
     "format_count",
+    "long_name",
     "parse_bytes",
     "parse_count",
     "parse_counts",
     "parse_share",
+    "read_dtype",
     "second_reading",
 ]
 
@@ -118,3 +121,27 @@ def format_bytes(value: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+# --- The dtypes that a model computes and a cache is counted in, by name.
+
+
+#: Bytes of a value.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def long_name(name: str) -> str | None:
+    """Return a dtype's name as torch has it, for ``bf16`` as for ``bfloat16``; else None."""
+    found = _LONG.get(name, name)
+    return found if found in DTYPE_BYTES else None
+
+
+def read_dtype(name: str, device_type: str) -> str:
+    """Read ``--dtype``: ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return "float32" if device_type == "cpu" else "bfloat16"
+    found = long_name(name)
+    if found is None:
+        raise UsageError(f"--dtype {name!r}: give auto, {', '.join(DTYPE_BYTES)}")
+    return found

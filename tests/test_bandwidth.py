@@ -1,7 +1,7 @@
 import pytest
 
 from kvprof.bandwidth import cpu_read_bandwidth, gpu_read_bandwidth
-from kvprof.gpus import read_gpus
+from kvprof.environment import read_gpus
 
 
 def test_memory_is_read_at_a_rate_that_hardware_has() -> None:

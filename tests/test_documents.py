@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvprof.cli import COMMANDS
-from kvprof.methods.papers import PAPERS
+from kvprof.methods.named import PAPERS
 from kvprof.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvprof import cli
+from kvprof.child import Leash
 from kvprof.interrupt import graceful_interrupt, raising
-from kvprof.leash import Leash
 from kvprof.scratch import alone_in
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, locks and pipes are POSIX's")
@@ -173,8 +173,8 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 
 PARENT = """
 import sys, time
-from kvprof.leash import Leash
-child = "from kvprof.leash import die_with_parent; die_with_parent(); print('ready', flush=True)\\n"
+from kvprof.child import Leash
+child = "from kvprof.child import die_with_parent; die_with_parent(); print('ready', flush=True)\\n"
 child += "import time; time.sleep(60)"
 leash = Leash()
 process = leash.start([sys.executable, "-c", child])
@@ -206,7 +206,7 @@ def test_a_child_ends_with_a_parent_that_is_killed_unless_released(released: boo
 
 def test_a_leash_is_not_handed_on() -> None:
     code = (
-        "from kvprof.leash import die_with_parent; die_with_parent()\n"
+        "from kvprof.child import die_with_parent; die_with_parent()\n"
         "import os, sys; print(sorted(name for name in os.environ if 'LEASH' in name))"
     )
     leash = Leash()

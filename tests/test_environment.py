@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvprof import environment, gpus
+from kvprof import environment
 from kvprof.environment import collect_environment
 from kvprof.records.result import build_result
 from kvprof.records.schema import validate_result
@@ -116,8 +116,8 @@ def test_without_git_there_is_no_state(tmp_path: Path, monkeypatch: pytest.Monke
 class FakeDriver:
     """Stands for NVML on a machine with one GPU whose free memory it does not tell."""
 
-    NVMLError = gpus.pynvml.NVMLError
-    NVML_CLOCK_MEM = gpus.pynvml.NVML_CLOCK_MEM
+    NVMLError = environment.pynvml.NVMLError
+    NVML_CLOCK_MEM = environment.pynvml.NVML_CLOCK_MEM
 
     def __getattr__(self, name: str) -> Any:
         answers = {
@@ -139,8 +139,8 @@ class FakeDriver:
 
 
 def test_a_gpus_peak_bandwidth_is_what_its_datasheet_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "pynvml", FakeDriver())
-    found = gpus.read_gpus()
+    monkeypatch.setattr(environment, "pynvml", FakeDriver())
+    found = environment.read_gpus()
     assert (found.driver, found.driver_cuda) == ("570.1", "12.8")
     (gpu,) = found.devices
     assert gpu.peak_tb_per_s == pytest.approx(3.35, abs=0.01)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from kvprof.loading import loading
+from kvprof.commands.request import loading
 
 
 class Circle:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvprof.cli import COMMANDS
-from kvprof.methods.papers import PAPERS
+from kvprof.methods.named import PAPERS
 from kvprof.methods.registry import COMMON_OPTIONS, METHODS, calibration_needs
 
 # Parameters that are no options.

@@ -8,8 +8,7 @@ where kernels like it and heads are of few kinds.
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
 
-from kvprof.analysis.lagrangian import Choice, cheapest
-from kvprof.analysis.rank_allocation import RankTarget, few_kinds, head_units
+from kvprof.analysis.rank_allocation import Choice, RankTarget, cheapest, few_kinds, head_units
 
 __all__ = ["ColumnBits", "bit_loss", "blocks_of", "few_column_bits", "water_filled"]
 
@@ -36,8 +35,8 @@ def water_filled(
     quantiser's squared error of a column of energy 1 and ``D(0) = 1``. With ``D(b) = 4^-b`` and any
     number of bits that is reverse water-filling: ``b_i = max(0, ½ log₂(w σ_i² / θ))``. Here every
     block steps down the lower convex hull of its (bits, loss), which is optimal where the budget is
-    met exactly (`kvprof.analysis.lagrangian`); otherwise less than a step of it is left. The first
-    block of a target keeps some bits: a head without any could not be attended to.
+    met exactly (`cheapest`); otherwise less than a step of it is left. The first block of a target
+    keeps some bits: a head without any could not be attended to.
 
     Parameters
     ----------

@@ -14,20 +14,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvprof.analysis.spectrum import removal_ranks, round_up
 from kvprof.analysis.width_clusters import KindChooser, Lattice, left_sums, spread_ranks
 from kvprof.errors import UsageError
 
 __all__ = [
     "ALLOCATIONS",
+    "Choice",
     "Grid",
     "RankTarget",
     "allocation_losses",
     "budget_ranks",
+    "cheapest",
     "few_kinds",
     "fisher_ranks",
     "head_units",
+    "removal_ranks",
     "removal_ranks_of",
+    "round_up",
     "share_of",
     "tail_ranks",
     "uniform_ranks",
@@ -84,6 +87,36 @@ class Grid:
     def ranks(self, width: int) -> list[int]:
         """Return every rank that is allowed, ascending."""
         return [*range(self.up(1, width), width, self.step), width]
+
+
+def removal_ranks(values: Tensor, removal_rate: float) -> Tensor:
+    """Return the fewest leading dimensions whose removed rest is at most `removal_rate`.
+
+    FDC eq. 1, ZACK eq. 6: ``Σ_removed s_i / Σ s_i ≤ r``, singular values and not their squares.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``[..., d]``, descending.
+    removal_rate : float
+        Between 0 and 1.
+
+    Returns
+    -------
+    Tensor
+        ``[...]`` int64, at least 1.
+    """
+    # Sum from the small end, so that the tail is exact and rounding never keeps one too many.
+    tail = values.flip(-1).cumsum(-1).flip(-1)
+    removed = torch.cat([tail[..., 1:], torch.zeros_like(tail[..., :1])], dim=-1)
+    # A share that equals the rate up to rounding counts as equal.
+    allowed = removed <= removal_rate * tail[..., :1] * (1 + 1e-12)
+    return allowed.to(torch.int64).argmax(-1) + 1
+
+
+def round_up(rank: int, grid: int, width: int) -> int:
+    """Round a rank up to a multiple of `grid`, at most the full `width`."""
+    return min(math.ceil(rank / grid) * grid, width)
 
 
 def removal_ranks_of(targets: Sequence[RankTarget], rate: float, grid: Grid) -> list[int]:
@@ -426,4 +459,86 @@ def _lower_hull(points: list[tuple[float, float, int]]) -> list[tuple[float, flo
                 break
             hull.pop()
         hull.append(point)
+    return hull
+
+
+# --- Which of several settings each part of a cache should take, for the least cost at a size.
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to store one part.
+
+    Attributes
+    ----------
+    name : str
+    size : float
+        Bytes.
+    cost : float
+        What it costs, in a unit in which costs of parts add up.
+    """
+
+    name: str
+    size: float
+    cost: float
+
+
+def cheapest(parts: Sequence[Sequence[Choice]], size: float) -> list[Choice] | None:
+    """Choose for each part, greedily, by cost per byte saved, until all fit a size.
+
+    Each part steps down its lower convex hull of cost over size, so that of all steps left the one
+    with the least cost per byte is the best one: where the sum is met exactly, no choice costs
+    less. What another choice beats in both is never taken.
+
+    Parameters
+    ----------
+    parts : sequence of sequence of Choice
+        The choices of each part.
+    size : float
+        Bytes of all parts together, at most.
+
+    Returns
+    -------
+    list of Choice or None
+        One per part; None where even the smallest choices do not fit.
+    """
+    hulls = [_hull(choices) for choices in parts]
+    taken = [0] * len(hulls)
+    steps = sorted(
+        (_slope(hull[index], hull[index + 1]), part, index + 1)
+        for part, hull in enumerate(hulls)
+        for index in range(len(hull) - 1)
+    )
+    total = sum(hull[0].size for hull in hulls)
+    for _, part, index in steps:
+        if total <= size:
+            break
+        hull = hulls[part]
+        total += hull[index].size - hull[index - 1].size
+        taken[part] = index
+    if total > size * (1 + 1e-12):
+        return None
+    return [hull[index] for hull, index in zip(hulls, taken, strict=True)]
+
+
+def _slope(larger: Choice, smaller: Choice) -> float:
+    """Return the cost of each byte that a step saves."""
+    return (smaller.cost - larger.cost) / (larger.size - smaller.size)
+
+
+def _hull(choices: Sequence[Choice]) -> list[Choice]:
+    """Return the choices that some price of a byte makes the best ones, the cheapest first."""
+    hull: list[Choice] = []
+    least = min(choice.cost for choice in choices)
+    best = min((c for c in choices if c.cost == least), key=lambda c: c.size)
+    for choice in sorted(choices, key=lambda c: (-c.size, c.cost)):
+        if choice.size > best.size or (choice.size == best.size and choice is not best):
+            continue
+        if hull and choice.size == hull[-1].size:
+            continue  # the same size for more
+        while hull and choice.cost <= hull[-1].cost:
+            hull.pop()
+        while len(hull) > 1 and _slope(hull[-1], choice) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(choice)
     return hull

@@ -1,6 +1,5 @@
 """Singular-value spectra and the ranks that a removal rate picks (FDC §3.2, §5.2; ZACK §5.2)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,19 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.analysis.moments import Moments, resolution
+from kvprof.analysis.moments import Moments, from_eigenvalues
 from kvprof.analysis.pairs import VALUE_WEIGHT_TOKENS, pair_gram, query_head_gram
+from kvprof.analysis.rank_allocation import removal_ranks, round_up
 
 __all__ = [
     "Removal",
     "coefficient_of_variation",
     "effective_rank",
     "energy_kept",
-    "from_eigenvalues",
     "query_head_data",
     "removal",
-    "removal_ranks",
-    "round_up",
     "singular_values",
     "spectrum_data",
 ]
@@ -41,12 +38,6 @@ def singular_values(gram: Tensor) -> Tensor:
         noise of the Gram matrix and returned as exact zeros.
     """
     return from_eigenvalues(torch.linalg.eigvalsh(gram).flip(-1))
-
-
-def from_eigenvalues(eigenvalues: Tensor) -> Tensor:
-    """Return singular values from a Gram matrix's eigenvalues ``[..., d]``, noise cut to zero."""
-    values = eigenvalues.clamp_min(0.0).sqrt()
-    return torch.where(values >= resolution(values.shape[-1]) * values[..., :1], values, 0.0)
 
 
 def effective_rank(values: Tensor) -> Tensor:
@@ -80,36 +71,6 @@ def coefficient_of_variation(values: list[Tensor]) -> float:
     largest = torch.cat([layer[:, 0].cpu() for layer in values])
     mean = float(largest.mean())
     return float(largest.std(correction=0)) / mean if mean > 0 else 0.0
-
-
-def removal_ranks(values: Tensor, removal_rate: float) -> Tensor:
-    """Return the fewest leading dimensions whose removed rest is at most `removal_rate`.
-
-    FDC eq. 1, ZACK eq. 6: ``Σ_removed s_i / Σ s_i ≤ r``, singular values and not their squares.
-
-    Parameters
-    ----------
-    values : Tensor
-        ``[..., d]``, descending.
-    removal_rate : float
-        Between 0 and 1.
-
-    Returns
-    -------
-    Tensor
-        ``[...]`` int64, at least 1.
-    """
-    # Sum from the small end, so that the tail is exact and rounding never keeps one too many.
-    tail = values.flip(-1).cumsum(-1).flip(-1)
-    removed = torch.cat([tail[..., 1:], torch.zeros_like(tail[..., :1])], dim=-1)
-    # A share that equals the rate up to rounding counts as equal.
-    allowed = removed <= removal_rate * tail[..., :1] * (1 + 1e-12)
-    return allowed.to(torch.int64).argmax(-1) + 1
-
-
-def round_up(rank: int, grid: int, width: int) -> int:
-    """Round a rank up to a multiple of `grid`, at most the full `width`."""
-    return min(math.ceil(rank / grid) * grid, width)
 
 
 @dataclass(frozen=True)

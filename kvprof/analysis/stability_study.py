@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprof.analysis.spectrum import from_eigenvalues, removal_ranks
+from kvprof.analysis.moments import from_eigenvalues
+from kvprof.analysis.rank_allocation import removal_ranks
 from kvprof.analysis.stability import (
     Run,
     Stack,

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvprof import console
 from kvprof.commands.options import grouped_option, read_counts, resolve_device
 from kvprof.commands.output import Outputs
-from kvprof.dtypes import read_dtype
+from kvprof.commands.request import loading
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
-from kvprof.loading import loading
 from kvprof.records.journal import Journal
-from kvprof.sizes import parse_count
+from kvprof.sizes import parse_count, read_dtype
 
 if TYPE_CHECKING:
     from kvprof.benchmark.jct.request import JctRequest

@@ -11,9 +11,8 @@ from packaging.specifiers import SpecifierSet
 from kvprof import console
 from kvprof.bandwidth import cpu_read_bandwidth, gpu_read_bandwidth
 from kvprof.commands.output import ForceOption, JsonOption, OutOption, Outputs
-from kvprof.environment import memory_bytes, package_version
+from kvprof.environment import Gpu, Gpus, memory_bytes, package_version, read_gpus
 from kvprof.errors import ExitCode
-from kvprof.gpus import Gpu, Gpus, read_gpus
 from kvprof.requirements import (
     COMMAND_NEEDS,
     PackageState,

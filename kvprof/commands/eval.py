@@ -12,10 +12,9 @@ from kvprof import console
 from kvprof.analysis.stats import RESAMPLES, SEED
 from kvprof.commands.options import DATA, MethodOptions, ModelOptions, SampleOptions
 from kvprof.commands.output import Outcome, TableOptions, end_without_result, measuring
-from kvprof.commands.request import Mark, Parsed, Rule, excludes, needs
+from kvprof.commands.request import Mark, Parsed, Rule, excludes, loading, needs
 from kvprof.errors import Interrupted, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
-from kvprof.loading import loading
 from kvprof.methods.named import ALWAYS, ENGINE_FORMATS, check_names, listed
 
 if TYPE_CHECKING:
@@ -209,10 +208,10 @@ def _check_rates(run: _Run, laid: "Laid", context: int) -> None:
 
 def _harness(request: EvalRequest) -> "HarnessSettings | None":
     """Return what of lm-evaluation-harness is run; None where nothing was asked for."""
-    from kvprof.evaluation.harness import HarnessSettings, check_harness
-
     if request.harness is None:
         return None
+    from kvprof.evaluation.harness import HarnessSettings, check_harness
+
     limits = request.harness_limit, request.harness_include
     settings = HarnessSettings(request.harness, *limits, request.batch_size or 1)
     check_harness(settings)
@@ -223,13 +222,14 @@ def _plans(run: _Run, sample: "Sample", stop: Stop) -> "list[Plan]":
     """Make every plan before anything is evaluated: what cannot be planned is found out first."""
     from kvprof.commands.steps import calibration_interrupts, calibration_options, plan_of
     from kvprof.methods.family import plan_at
-    from kvprof.methods.plan_files import load_plan
     from kvprof.moments.calibrator import Calibrator
     from kvprof.moments.tokens import check_separate
 
     asked, evaluator, saved = run.request, sample.evaluator, []
     loaded = evaluator.loaded
     if (file := asked.plan_file) is not None:
+        from kvprof.methods.plan_files import load_plan
+
         saved = [load_plan(file, fingerprint=loaded.fingerprint, layout=loaded.layout)]
     there = "fp8" in (*run.methods, *(plan.method for plan in saved))
     methods = [*([] if there else ["fp8"]), *run.methods]
@@ -283,7 +283,7 @@ def _evaluate(run: _Run, sample: "Sample", plans: "list[Plan]", stop: Stop) -> N
     """
     from kvprof.methods.accounting import dim_rate, paper_rate
     from kvprof.moments.tokens import chosen_on
-    from kvprof.runtime.backends.route import kernel_facts
+    from kvprof.runtime.backends.support import kernel_facts
 
     evaluator = sample.evaluator
     loaded = evaluator.loaded

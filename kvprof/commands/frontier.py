@@ -17,20 +17,18 @@ from kvprof.commands.options import (
     method_option,
 )
 from kvprof.commands.output import FigureOptions, Outcome, end_without_result, measuring
-from kvprof.commands.request import Mark, Rule, excludes
+from kvprof.commands.request import Mark, Rule, excludes, loading
 from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.targets import check_metric, parse_targets
 from kvprof.interrupt import Stop, graceful_interrupt
-from kvprof.loading import loading
 from kvprof.methods.named import ALWAYS, COMPARED, check_names, method_entries
 
 if TYPE_CHECKING:
     from kvprof.commands.steps import Sample
-    from kvprof.evaluation.data import TextSample
+    from kvprof.evaluation.data import TaskSelection, TextSample
     from kvprof.evaluation.evaluator import Evaluator
     from kvprof.evaluation.frontier import Frontier, FrontierOptions, Half
     from kvprof.evaluation.requests import MethodRequest
-    from kvprof.evaluation.tasks.registry import TaskSelection
     from kvprof.methods.family import PlanFamily
     from kvprof.methods.plan import Plan
     from kvprof.models.load import LoadedModel
@@ -302,7 +300,7 @@ def _facts(loaded: "LoadedModel", plan: "Plan") -> dict[str, Any]:
     """Return what running a plan takes, and what it stores of a long context."""
     from kvprof.methods.accounting import SERVED_BYTES, bytes_at, rate
     from kvprof.methods.needs import runtime_needs
-    from kvprof.runtime.backends.route import kernel_facts
+    from kvprof.runtime.backends.support import kernel_facts
 
     stored = bytes_at(plan, _LONG_CONTEXT, itemsize=SERVED_BYTES).total
     return {

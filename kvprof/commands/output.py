@@ -16,7 +16,7 @@ from kvprof import console
 from kvprof.commands.options import OUTPUT
 from kvprof.commands.request import Mark, Request, command
 from kvprof.environment import collect_environment
-from kvprof.errors import ExitCode, FailedError, KvprofError, LackingError, UsageError
+from kvprof.errors import ExitCode, FailedError, KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.records.files import (
     EVENTS_NAME,
@@ -27,9 +27,8 @@ from kvprof.records.files import (
     write_bytes_atomic,
 )
 from kvprof.records.result import build_result
-from kvprof.requirements import extra_command
 from kvprof.views import kinds
-from kvprof.views.figure import figure_bytes
+from kvprof.views.figure import figure_bytes, no_matplotlib
 
 if TYPE_CHECKING:
     from kvprof.records.journal import Journal
@@ -218,7 +217,7 @@ class Outputs:
             if path == _STDOUT:
                 raise UsageError(f"{option} -: a figure cannot go to stdout; name a file")
             if path is not None and find_spec("matplotlib") is None:
-                raise LackingError(f"{option} requires matplotlib: {extra_command('plot')}")
+                raise no_matplotlib(option)
         more = {option: path for option, path in (extra or {}).items() if path is not None}
         for option, path in more.items():
             if path == _STDOUT:

@@ -22,13 +22,12 @@ from kvprof.commands.options import (
     read_counts,
 )
 from kvprof.commands.output import Outcome, OutputOptions, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, excludes, needs
-from kvprof.dtypes import DTYPE_BYTES, long_name
+from kvprof.commands.request import Input, Mark, Parsed, Rule, excludes, loading, needs
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
-from kvprof.loading import loading
 from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, method_entries
+from kvprof.sizes import DTYPE_BYTES, long_name
 
 if TYPE_CHECKING:
     from kvprof.methods.plan import Plan
@@ -183,7 +182,7 @@ def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:
         )
         from kvprof.methods.plan_files import load_plan, save_plan
         from kvprof.methods.plan_report import comparison, plan_report
-        from kvprof.runtime.backends.route import kernel_facts
+        from kvprof.runtime.backends.support import kernel_facts
         from kvprof.serving.refusals import check_method, check_servable
 
     file, lost = request.file, list[str]()

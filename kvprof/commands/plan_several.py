@@ -11,7 +11,6 @@ from kvprof.benchmark.shapes import layout_of, load_shape
 from kvprof.commands.loading import load_for_command, model_inputs
 from kvprof.commands.output import Outcome
 from kvprof.commands.steps import calibration_options, check_plan_file, evaluation_context
-from kvprof.dtypes import read_dtype
 from kvprof.errors import FailedError, Interrupted, KvprofError, UsageError
 from kvprof.evaluation.requests import MethodRequest, parse_methods
 from kvprof.interrupt import Stop, graceful_interrupt
@@ -26,7 +25,7 @@ from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.moments.calibrator import Calibrator
 from kvprof.moments.uncalibrated import uncalibrated_family
-from kvprof.sizes import parse_count
+from kvprof.sizes import parse_count, read_dtype
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN
 
 if TYPE_CHECKING:

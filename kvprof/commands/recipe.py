@@ -11,7 +11,7 @@ from kvprof.commands.options import Command, Examples
 from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, check_command, run_recipes
 from kvprof.errors import KvprofError, UsageError
-from kvprof.methods.papers import SOURCES, papers_named
+from kvprof.methods.named import SOURCES, papers_named
 from kvprof.records.files import (
     RESULT_NAME,
     ensure_writable,

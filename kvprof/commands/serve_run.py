@@ -12,10 +12,9 @@ import typer
 from kvprof import console
 from kvprof.benchmark.shape_plans import Bare
 from kvprof.benchmark.shapes import has_weights, layout_of, load_shape
-from kvprof.child import child_environment, module_command
+from kvprof.child import Leash, child_environment, module_command
 from kvprof.errors import ExitCode, UsageError
 from kvprof.interrupt import raising
-from kvprof.leash import Leash
 from kvprof.methods.named import options_in
 from kvprof.methods.plan_files import save_plan
 from kvprof.models.locate import locate

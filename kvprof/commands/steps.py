@@ -15,19 +15,12 @@ from kvprof.commands.loading import load_for_command
 from kvprof.commands.options import read_counts
 from kvprof.commands.output import end_without_result
 from kvprof.errors import Interrupted, UsageError
-from kvprof.evaluation.data import TextSample, default_shape, text_samples
+from kvprof.evaluation.data import TaskSelection, TextSample, default_shape, text_samples
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
-from kvprof.evaluation.tasks.registry import (
-    TaskSelection,
-    default_task_items,
-    parse_tasks,
-    select_tasks,
-)
 from kvprof.interrupt import Stop
 from kvprof.methods.family import PlanFamily, check_rate, plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan import Plan
-from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, has_one_setting, has_removal_rate
 from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
@@ -150,7 +143,7 @@ def load_sample(
     length = parse_count(seq_len, what="--seq-len") if seq_len else None
     lengths = read_counts(task_lengths, what="--task-lengths") if task_lengths else None
     sources = tuple(parse_source(name, what="--text") for name in text or _DEFAULT_TEXT)
-    names = parse_tasks(tasks)
+    select = _selecting(tasks, task_items, lengths)
     read: list[tuple[list[TextSample], TaskSelection]] = []
 
     def before(opened: OpenedModel) -> None:
@@ -160,8 +153,7 @@ def load_sample(
         samples = text_samples(
             opened, sources, seq_len=length or longest, sequences=sequences or number
         )
-        items = task_items or default_task_items(opened)
-        read.append((samples, select_tasks(opened, names, items, lengths)))
+        read.append((samples, select(opened)))
 
     loaded = load_for_command(
         **how, compressed=True, before=before, laid=lambda one: laid(one, *read[0])
@@ -182,9 +174,23 @@ def load_sample(
     return Sample(sources, evaluator, selection, tuple(warnings))
 
 
+def _selecting(
+    tasks: str, items: int | None, lengths: list[int] | None
+) -> Callable[[OpenedModel], TaskSelection]:
+    """Return what takes the questions for a model; unknown tasks are refused at once."""
+    if tasks == "none" and lengths is None:
+        return lambda _: TaskSelection([])
+    from kvprof.evaluation.tasks.registry import default_task_items, parse_tasks, select_tasks
+
+    names = parse_tasks(tasks)
+    return lambda opened: select_tasks(opened, names, items or default_task_items(opened), lengths)
+
+
 def check_plan_file(opened: OpenedModel, plan_file: Path | None) -> None:
     """Refuse a saved plan that is damaged or another model's, where files say which model it is."""
     if plan_file is not None:
+        from kvprof.methods.plan_files import load_plan
+
         load_plan(plan_file, fingerprint=opened.stored)
 
 
@@ -223,6 +229,8 @@ def make_plan(
 ) -> Plan:
     """Read the plan that was given, or calibrate the method that was named and make one."""
     if plan_file is not None:
+        from kvprof.methods.plan_files import load_plan
+
         return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
     assert method is not None
     calibrator = method_calibrator(loaded, calibrate, calibrate_tokens, seq_len=seq_len, stop=stop)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kvprof import console
-from kvprof.child import child_environment
+from kvprof.child import Leash, child_environment
 from kvprof.commands.output import check_folder
 from kvprof.commands.run_source import (
     DEMO,
@@ -23,7 +23,6 @@ from kvprof.commands.run_source import (
     runs_folder,
 )
 from kvprof.errors import ExitCode, FailedError, UsageError
-from kvprof.leash import Leash
 from kvprof.records.events import CaseStarted
 from kvprof.records.files import RESULT_NAME, ensure_writable, read_result, what_was_read
 from kvprof.records.journal import EVENTS_NAME, Follower, find_events, read_events

@@ -14,12 +14,15 @@ from torch import Tensor
 from kvprof.analysis.stats import RESAMPLES, SEED
 from kvprof.environment import cpu_model, package_version
 from kvprof.errors import FailedError, Interrupted, UsageError
-from kvprof.evaluation.data import TextSample
+from kvprof.evaluation.data import TaskAnswer, TaskItem, TextSample, scored
 from kvprof.evaluation.decode import (
     Advance,
     TaskBatch,
+    TextBatch,
+    Workload,
     checked_answers,
     decoded_logits,
+    explained_shortage,
     greedy_answers,
     last_states,
     state_logits,
@@ -34,8 +37,6 @@ from kvprof.evaluation.scores import (
     text_figures,
     worst_tokens,
 )
-from kvprof.evaluation.tasks.items import TaskAnswer, TaskItem, scored
-from kvprof.evaluation.workload import TextBatch, Workload, explained_shortage
 from kvprof.methods.accounting import SERVED_BYTES, bytes_at, rate
 from kvprof.methods.across import read_alike
 from kvprof.methods.family import MethodInputs

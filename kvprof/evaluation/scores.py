@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvprof.analysis.stats import binomial_tail, quantile, ratio_interval
-from kvprof.evaluation.tasks.items import Scoring, TaskAnswer, TaskItem
+from kvprof.evaluation.data import Scoring, TaskAnswer, TaskItem
 
 __all__ = [
     "Pair",

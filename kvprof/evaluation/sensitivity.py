@@ -19,7 +19,7 @@ from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.scores import text_figures
 from kvprof.methods.budget import plan_of
 from kvprof.methods.family import MethodInputs
-from kvprof.methods.full import full_plan
+from kvprof.methods.low_rank import full_plan
 from kvprof.methods.settings import FULL, Part, Setting, bytes_per_token
 from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kvprof.analysis.transform_coding import BITS, Blocks, packed_bytes
 from kvprof.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvprof.analysis.transform_coding import Blocks
 
 __all__ = ["Across", "LayerGroup", "check_across", "coded_layers", "coded_tokens", "read_alike"]
 
@@ -45,7 +47,7 @@ class LayerGroup:
     rank: int
     basis: Tensor | None = None
     mean: Tensor | None = None
-    blocks: Blocks = ()
+    blocks: "Blocks" = ()
     measured: tuple[int, ...] = ()
 
     @property
@@ -57,7 +59,11 @@ class LayerGroup:
     @property
     def token_bytes(self) -> Fraction:
         """Bytes of a token at rest: exact, or after DEFLATE what the sample took on average."""
-        return Fraction(*self.measured) if self.measured else Fraction(packed_bytes(self.blocks))
+        if self.measured:
+            return Fraction(*self.measured)
+        from kvprof.analysis.transform_coding import packed_bytes
+
+        return Fraction(packed_bytes(self.blocks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +197,8 @@ def _check_stored(name: str, group: LayerGroup, across: Across) -> None:
         if group.mean is not None:
             raise UsageError(f"{name}: latents that are decoded from have no mean")
         return
+    from kvprof.analysis.transform_coding import BITS
+
     if group.basis is None or group.mean is None:
         raise UsageError(f"{name}: what is coded at rest has a basis and a mean of the plan's own")
     if sum(width for width, _ in group.blocks) != group.rank or any(

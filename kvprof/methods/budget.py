@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvprof.analysis.lagrangian import Choice, cheapest
+from kvprof.analysis.rank_allocation import Choice, cheapest
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import SERVED_BYTES, full_bytes
 from kvprof.methods.family import MethodInputs
-from kvprof.methods.full import full_plan
+from kvprof.methods.low_rank import full_plan
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.methods.settings import (
     FULL,

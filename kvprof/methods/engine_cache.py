@@ -15,10 +15,9 @@ from math import ceil
 from typing import Any
 
 from kvprof.errors import UsageError
+from kvprof.methods.named import EDGE, TURBOQUANT
 
 __all__ = [
-    "EDGE",
-    "TURBOQUANT",
     "CacheLayer",
     "Pool",
     "cache_layers",
@@ -30,15 +29,6 @@ __all__ = [
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _MOST = 100_000  # layers, or heads
 _BLOCK = 16  # tokens of a page, where nothing makes it larger
-#: First layers, and last ones, that vLLM leaves at 16 bits in turboquant_*.
-EDGE = 2
-#: Bits of its keys (8 is FP8) and values.
-TURBOQUANT = {
-    "turboquant_k8v4": (8, 4),
-    "turboquant_4bit_nc": (4, 4),
-    "turboquant_k3v4_nc": (3, 4),
-    "turboquant_3bit_nc": (3, 3),
-}
 
 
 @dataclass(frozen=True)

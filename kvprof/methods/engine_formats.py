@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kvprof.analysis.bases import block_hadamard
 from kvprof.errors import UsageError
-from kvprof.methods.engine_cache import EDGE, TURBOQUANT
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.hadamard import rotated_layer
 from kvprof.methods.low_rank import identity_layer
-from kvprof.methods.named import ENGINE_FORMATS
+from kvprof.methods.named import EDGE, ENGINE_FORMATS, TURBOQUANT
 from kvprof.methods.plan import LayerPlan, Plan
-from kvprof.methods.rotated import rotated_layer
 from kvprof.methods.soundness import refuse_latent_attention
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.models.layout import LayerLayout
@@ -28,31 +27,21 @@ _BLOCK = 32  # columns of llama.cpp's blocks
 _TURNED = 64  # least width, and what widths are multiples of, where llama.cpp turns heads
 _SEED = 0x9E3779B9  # of the signs that vLLM draws
 # Of vLLM's, those that turn a head by one Hadamard matrix.
-_WHOLE = ("int4_per_token_head", *(f"turboquant_{x}_nc" for x in ("4bit", "k3v4", "3bit")))
+_WHOLE = ("int4_per_token_head", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 
 
-def _both(kind: str, bits: int, group: int | None = None, scales: str = "float16") -> Quantiser:
-    side = SideQuantiser((bits,), group=group)
-    return Quantiser(kind, side, side, scale_dtype=scales)
-
-
-def _turboquant(keys: int, values: int) -> Quantiser:
-    kind = "fp8" if keys == 8 else "lloyd-max-unit"
-    return Quantiser("minimum", SideQuantiser((keys,), kind=kind), SideQuantiser((values,)))
-
-
-_QUANTISERS = {
-    "fp8_e4m3": _both("fp8", 8),
-    "fp8_e5m2": _both("fp8-e5m2", 8),
-    "int8_per_token_head": _both("absmax", 8, scales="float32"),
-    "int4_per_token_head": _both("hidden-zero", 4, scales="float32"),
-    **{name: _turboquant(*bits) for name, bits in TURBOQUANT.items()},
-    "q8_0": _both("absmax", 8, _BLOCK),
-    "q5_1": _both("minimum", 5, _BLOCK),
-    "q5_0": _both("signed-max", 5, _BLOCK),
-    "q4_1": _both("minimum", 4, _BLOCK),
-    "q4_0": _both("signed-max", 4, _BLOCK),
-    "iq4_nl": _both("iq4_nl", 4, _BLOCK),
+# Kind, bits, columns of a group, and the dtype of scales.
+_ALIKE: dict[str, tuple[str, int, int | None, str]] = {
+    "fp8_e4m3": ("fp8", 8, None, "float16"),
+    "fp8_e5m2": ("fp8-e5m2", 8, None, "float16"),
+    "int8_per_token_head": ("absmax", 8, None, "float32"),
+    "int4_per_token_head": ("hidden-zero", 4, None, "float32"),
+    "q8_0": ("absmax", 8, _BLOCK, "float16"),
+    "q5_1": ("minimum", 5, _BLOCK, "float16"),
+    "q5_0": ("signed-max", 5, _BLOCK, "float16"),
+    "q4_1": ("minimum", 4, _BLOCK, "float16"),
+    "q4_0": ("signed-max", 4, _BLOCK, "float16"),
+    "iq4_nl": ("iq4_nl", 4, _BLOCK, "float16"),
 }
 
 
@@ -80,7 +69,7 @@ def engine_format(name: str, inputs: MethodInputs) -> PlanFamily:
     """
     refuse_latent_attention(inputs.layout)
     engine, flag = ENGINE_FORMATS[name]
-    quantiser, layers = _QUANTISERS[name], inputs.layout.layers
+    quantiser, layers = _quantiser(name), inputs.layout.layers
     made = {**inputs.made, "engine": engine, "flag": flag}
     edge = min(EDGE, len(layers) // 2) if name.startswith("turboquant") else 0
     plan = Plan(
@@ -98,6 +87,16 @@ def engine_format(name: str, inputs: MethodInputs) -> PlanFamily:
     sides = (quantiser.keys, quantiser.values)
     mean = sum(side.bits[0] for side in sides if side is not None) / 2
     return PlanFamily(name, "bits", lambda _: plan, settings=(mean,))
+
+
+def _quantiser(name: str) -> Quantiser:
+    if name in TURBOQUANT:
+        keys, values = TURBOQUANT[name]
+        kind = "fp8" if keys == 8 else "lloyd-max-unit"
+        return Quantiser("minimum", SideQuantiser((keys,), kind=kind), SideQuantiser((values,)))
+    kind, bits, group, scales = _ALIKE[name]
+    side = SideQuantiser((bits,), group=group)
+    return Quantiser(kind, side, side, scale_dtype=scales)
 
 
 def _layer(name: str, facts: LayerLayout, layers: tuple[LayerLayout, ...]) -> LayerPlan:

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
-from kvprof.methods.full import full_plan
+from kvprof.methods.low_rank import full_plan
 from kvprof.methods.option_types import Count
 from kvprof.methods.plan import Plan
 from kvprof.methods.storage import Eviction

@@ -61,7 +61,7 @@ class CalibrationNeeds:
         Moments of what each query head puts out.
     across : tuple of (int, int) or None
         Moments of so many layers together, 0 for all, without so many first tokens
-        (`kvprof.analysis.cross_layer`).
+        (`kvprof.analysis.moments`).
     sized : bool
         Whether nothing is known of plans without these data, not even bytes (entropy coding).
     shares : bool

@@ -18,7 +18,7 @@ from kvprof.analysis.moments import Moments
 from kvprof.analysis.outliers import E4M3_LARGEST, clipped_shares, flushed_shares, scales_for
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
-from kvprof.methods.full import full_plan
+from kvprof.methods.low_rank import full_plan
 from kvprof.methods.option_types import Among
 from kvprof.methods.plan import HeadGroup, Plan
 from kvprof.methods.storage import Quantiser, SideQuantiser

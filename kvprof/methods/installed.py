@@ -19,7 +19,6 @@ from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily
 from kvprof.methods.named import installed_points
 from kvprof.methods.option_types import option_types
 from kvprof.methods.plan import Plan
-from kvprof.methods.plan_files import check_made
 from kvprof.methods.soundness import check_fits
 
 __all__ = ["InstalledMethod", "installed_methods"]
@@ -166,6 +165,8 @@ class InstalledMethod:
     def _check_plan(self, plan: Any, inputs: MethodInputs) -> None:
         if not isinstance(plan, Plan):
             raise FailedError(f"{self._words} made {_shown(plan)}, not a Plan")
+        from kvprof.methods.plan_files import check_made
+
         try:
             check_fits(plan, inputs.layout, inputs.fingerprint)
             check_made(plan.made)

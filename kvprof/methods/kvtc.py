@@ -3,10 +3,10 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvprof.analysis.transform_coding import BlockErrors, Blocks, encoded, principal_components
 from kvprof.errors import UsageError
 from kvprof.methods.across import Across, LayerGroup
 from kvprof.methods.family import MethodInputs, PlanFamily
@@ -15,6 +15,9 @@ from kvprof.methods.option_types import Count
 from kvprof.methods.plan import Plan
 from kvprof.methods.soundness import refuse_latent_attention
 from kvprof.methods.storage import Levels
+
+if TYPE_CHECKING:
+    from kvprof.analysis.transform_coding import BlockErrors, Blocks
 
 __all__ = ["AT_REST", "kvtc"]
 
@@ -39,7 +42,7 @@ class _Group:
     basis: Tensor
     mean: Tensor
     sample: Tensor
-    errors: BlockErrors
+    errors: "BlockErrors"
 
 
 def kvtc(
@@ -124,6 +127,8 @@ def kvtc(
 
 
 def _group(inputs: MethodInputs, side: str, layers: tuple[int, ...]) -> _Group:
+    from kvprof.analysis.transform_coding import BlockErrors, principal_components
+
     gram, rows = gathered(inputs, "kvtc", side, layers)
     tokens = int(gram[-1, -1])
     if not tokens or not len(rows):
@@ -136,7 +141,7 @@ def _group(inputs: MethodInputs, side: str, layers: tuple[int, ...]) -> _Group:
     return _Group(side, layers, tokens, basis.float(), mean.float(), sample, BlockErrors(sample))
 
 
-def _blocks(group: _Group, step: int) -> Blocks:
+def _blocks(group: _Group, step: int) -> "Blocks":
     """Return the blocks of a step: at the last ones none, whose group keeps its mean alone."""
     bits = _MOST_BITS * (1 - step / _STEPS)
     blocks = group.errors.within(max(bits * len(group.mean) / 8, 1.0))
@@ -144,11 +149,13 @@ def _blocks(group: _Group, step: int) -> Blocks:
     return blocks[:-1] if blocks and not blocks[-1][1] else blocks
 
 
-def _coded(group: _Group, blocks: Blocks, deflate: bool) -> LayerGroup:
+def _coded(group: _Group, blocks: "Blocks", deflate: bool) -> LayerGroup:
     width = len(group.mean)
     rank = sum(columns for columns, _ in blocks)
     measured: tuple[int, ...] = ()
     if deflate:
+        from kvprof.analysis.transform_coding import encoded
+
         stored = encoded(group.sample[:, :rank], blocks, deflate=True)
         measured = (len(stored), len(group.sample))
     basis = group.basis[:, :rank].contiguous()

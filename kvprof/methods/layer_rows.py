@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvprof.analysis.cross_layer import layer_groups
+from kvprof.analysis.moments import layer_groups
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.low_rank import has_rope, identity_layer

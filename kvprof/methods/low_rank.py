@@ -41,6 +41,8 @@ __all__ = [
     "KNOBS",
     "LayerBases",
     "allocator",
+    "full",
+    "full_plan",
     "hadamard_folded",
     "has_rope",
     "identity_groups",
@@ -460,3 +462,16 @@ def projected(
         targets=tuple(rank_targets(layers)),
         at_ranks=at_ranks,
     )
+
+
+def full_plan(inputs: MethodInputs, method: str = "full") -> Plan:
+    """Return the plan that stores everything as it is."""
+    refuse_latent_attention(inputs.layout)
+    layers = tuple(identity_layer(facts) for facts in inputs.layout.layers)
+    return Plan(method, inputs.fingerprint, layers, made=dict(inputs.made))
+
+
+def full(inputs: MethodInputs) -> PlanFamily:
+    """Return the one plan of full width: rate 0."""
+    plan = full_plan(inputs)
+    return PlanFamily("full", "setting", lambda _: plan, settings=(0.0,))

@@ -8,11 +8,11 @@ from kvprof.analysis.bases import bit_reversed, eigenbasis, walsh_hadamard
 from kvprof.analysis.moments import LayerMoments
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.hadamard import rotated_layer
 from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.named import side_bits
 from kvprof.methods.option_types import Among, BitsAmong, Count
 from kvprof.methods.plan import LayerPlan, Plan
-from kvprof.methods.rotated import rotated_layer
 from kvprof.methods.soundness import refuse_latent_attention
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
 from kvprof.models.layout import LayerLayout

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kvprof.analysis.bases import eigenbasis, lost_product, optimal_pair, whitened_pair
-from kvprof.analysis.moments import LossMoments, Moments, group_size, joint_gram
+from kvprof.analysis.moments import LossMoments, Moments, from_eigenvalues, group_size, joint_gram
 from kvprof.analysis.pairs import pair_gram, query_head_gram
-from kvprof.analysis.spectrum import from_eigenvalues
 from kvprof.errors import UsageError
 from kvprof.models.layout import LayerLayout
 

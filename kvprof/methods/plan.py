@@ -158,6 +158,7 @@ from kvprof.methods.storage import (
     check_levels,
     check_quantiser,
 )
+from kvprof.models.layout import LayerLayout
 
 __all__ = [
     "Across",
@@ -323,6 +324,10 @@ class LayerPlan:
     def key_copies(self) -> int:
         """How many keys are stored where the model stores one: 1, or G per query head."""
         return sum(group.heads for group in self.keys.groups) // self.kv_heads
+
+    def rebuilds(self, facts: LayerLayout) -> bool:
+        """Whether keys are stored before RoPE, if the layer has it, and rebuilt at every use."""
+        return self.keys.placement is Placement.PRE_ROPE and facts.rotary_dim > 0
 
 
 @dataclass(frozen=True, eq=False)

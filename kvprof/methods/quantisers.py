@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.methods.family import MethodInputs, PlanFamily
-from kvprof.methods.full import full_plan
+from kvprof.methods.low_rank import full_plan
 from kvprof.methods.named import side_bits
 from kvprof.methods.option_types import BitsAmong
 from kvprof.methods.plan import Plan
@@ -224,10 +224,8 @@ QUANTISERS: dict[str, tuple[Callable[[tuple[int, ...]], Quantiser], tuple[int, .
     "per-token": (per_token, _BITS, 4),
     "kivi": (kivi, _BITS, 2),
     "kvquant": (kvquant, _BITS, 4),
-    **{
-        kind: (partial(from_library, kind), tuple(sorted(library.bits, reverse=True)), 4)
-        for kind, library in LIBRARIES.items()
-    },
+    "hqq": (partial(from_library, "hqq"), LIBRARIES["hqq"].bits[::-1], 4),
+    "quanto": (partial(from_library, "quanto"), LIBRARIES["quanto"].bits[::-1], 4),
 }
 
 

@@ -5,7 +5,7 @@ integers; ``-4bit-g64`` shares a scale among 64 columns, ``-4bit-row`` among a t
 ``-k8v4`` gives keys 8 bits and values 4).
 Without a group 32 columns share one, and with ``palu`` the row, as in the paper. The published ones
 are listed, any other works as well. ``method:paper`` is the paper's own setting
-(`kvprof.methods.papers`), alone and in combinations: ``palu:paper-3bit``.
+(`kvprof.methods.named`), alone and in combinations: ``palu:paper-3bit``.
 """
 
 import inspect
@@ -21,18 +21,17 @@ from kvprof.methods.accounting import dim_rate, rate
 from kvprof.methods.engine_formats import engine_format
 from kvprof.methods.evictors import EVICTORS, evicted, evictor_family, snapkv
 from kvprof.methods.family import CalibrationNeeds, MethodInputs, PlanFamily, plan_for_rate
-from kvprof.methods.fdc import fdc
+from kvprof.methods.fdc import fdc, kq, zack
 from kvprof.methods.fp8 import fp8
-from kvprof.methods.full import full
 from kvprof.methods.hadamard import hadamard
 from kvprof.methods.installed import InstalledMethod, installed_methods
-from kvprof.methods.kq import kq
 from kvprof.methods.kq_wf import kq_wf
 from kvprof.methods.kvtc import kvtc
-from kvprof.methods.low_rank import identity_layer
+from kvprof.methods.low_rank import full, identity_layer
 from kvprof.methods.named import (
     COMBINATIONS,
     ENGINE_FORMATS,
+    PAPERS,
     Wrapper,
     method_names,
     parts_of,
@@ -42,7 +41,6 @@ from kvprof.methods.named import (
 from kvprof.methods.option_types import BitsAmong, Count, option_types, read_option
 from kvprof.methods.oscar import oscar
 from kvprof.methods.palu import palu
-from kvprof.methods.papers import PAPERS
 from kvprof.methods.plan import Plan, bears_key_mean, unfolded
 from kvprof.methods.quantisers import QUANTISERS, per_token, quantised, quantiser_family
 from kvprof.methods.storage import LIBRARIES, Quantiser, load_library
@@ -51,7 +49,6 @@ from kvprof.methods.svd_alone import svd_k, svd_kv, svd_v
 from kvprof.methods.tale import tale, tale_kivi
 from kvprof.methods.turboquant import turboquant
 from kvprof.methods.xkv import xkv
-from kvprof.methods.zack import zack
 
 __all__ = [
     "COMMON_OPTIONS",

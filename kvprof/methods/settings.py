@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from kvprof.methods.accounting import SERVED_BYTES, layer_bytes
 from kvprof.methods.family import MethodInputs, PlanFamily, plan_at
 from kvprof.methods.fp8 import fp8
-from kvprof.methods.full import full_plan
+from kvprof.methods.low_rank import full_plan
 from kvprof.methods.plan import HeadGroup, Plan
 from kvprof.methods.quantisers import quantised
 

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any
 
 from kvprof.errors import LackingError, UsageError
-from kvprof.requirements import extra_command
 
 __all__ = [
     "ARITHMETICS",
@@ -279,6 +278,8 @@ def load_library(kind: str) -> Any:
     try:
         return import_module(library.module)
     except ImportError as cause:
+        from kvprof.requirements import extra_command
+
         raise LackingError(
             f"{kind} needs the package {library.package}, which cannot be imported ({cause}); "
             f"{extra_command(kind)}"

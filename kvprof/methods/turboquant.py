@@ -6,10 +6,10 @@ from torch import Tensor
 
 from kvprof.analysis.bases import random_rotation, walsh_hadamard
 from kvprof.methods.family import MethodInputs, PlanFamily
+from kvprof.methods.hadamard import rotated_layer
 from kvprof.methods.named import side_bits
 from kvprof.methods.option_types import Among, BitsAmong, Count
 from kvprof.methods.plan import Plan
-from kvprof.methods.rotated import rotated_layer
 from kvprof.methods.soundness import refuse_latent_attention
 from kvprof.methods.storage import Quantiser, SideQuantiser
 

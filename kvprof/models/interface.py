@@ -24,13 +24,16 @@ from kvprof.models.noise import unheard
 
 __all__ = [
     "AttentionCall",
+    "RotaryTable",
     "Rotation",
     "before_rotation",
     "find_rotation",
     "intercept",
     "refusal",
+    "rotary_angles",
     "rotary_pairs",
     "rotary_tables",
+    "rotated",
     "set_attention",
     "text_decoder",
     "watched_rotations",
@@ -401,3 +404,58 @@ def _put_back(part: Tensor, whole: Tensor, offset: int, transposed: bool) -> Ten
     result = whole.clone()
     result[..., offset : offset + part.shape[-1]] = part
     return result
+
+
+# --- Keys that are rotated again: by the model's own function, at their own positions.
+
+
+@dataclass
+class RotaryTable:
+    """Cosines and sines of every token seen, ``[batch, T, rotary width]`` each.
+
+    Layers that rotate alike share one. It is working memory, no part of the cache: it could be
+    computed anew from the positions at every step.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def extended(self, cos: Tensor, sin: Tensor) -> "RotaryTable":
+        """Return the table with the tokens of one more pass."""
+        batch = self.cos.shape[0]
+        cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+        return RotaryTable(torch.cat([self.cos, cos], 1), torch.cat([self.sin, sin], 1))
+
+    def at(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Look up tokens."""
+        index = rows.view(-1, 1, 1)
+        return self.cos[index, positions], self.sin[index, positions]
+
+
+def rotary_angles(rotation: Rotation, batch: int) -> RotaryTable:
+    """Return the cosines and sines that a call of a rotary function got."""
+    tables = rotary_tables(rotation)
+    if tables is None:
+        name = getattr(rotation.function, "__name__", "its rotary function")
+        raise UsageError(f"keys cannot be rebuilt before RoPE: {name} takes no cos and sin tables")
+    return RotaryTable(*(x.expand(batch, -1, -1) for x in tables))
+
+
+def rotated(
+    rotation: Rotation, keys: Tensor, cos: Tensor, sin: Tensor, offset: int, transposed: bool
+) -> Tensor:
+    """Rotate keys by the model's own function."""
+    flat = keys.flatten(0, 1)
+    width = (rotation.args[1] if len(rotation.args) > 1 else rotation.kwargs["k"]).shape[-1]
+    part = flat[..., offset : offset + width]
+    part = part.transpose(1, 2) if transposed else part
+    tables = {"q": part, "k": part, "cos": cos.flatten(0, 1), "sin": sin.flatten(0, 1)}
+    names = ("q", "k", "cos", "sin")
+    args = [tables[n] for n, _ in zip(names, rotation.args, strict=False)] + [*rotation.args[4:]]
+    kwargs = {name: tables.get(name, value) for name, value in rotation.kwargs.items()}
+    own: Tensor = rotation.function(*args, **kwargs)[1]
+    own = own.transpose(1, 2) if transposed else own
+    result = flat.clone() if width != flat.shape[-1] else own
+    if width != flat.shape[-1]:
+        result[..., offset : offset + width] = own
+    return result.to(keys.dtype).view(*keys.shape[:2], *result.shape[1:])

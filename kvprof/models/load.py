@@ -8,7 +8,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
@@ -25,15 +25,15 @@ from transformers import (
 
 from kvprof.errors import FailedError, KvprofError, LackingError, UsageError
 from kvprof.models.fingerprint import ModelIdentity, files_fingerprint
-from kvprof.models.gguf import GgufFile, open_gguf, release
-from kvprof.models.gguf_config import hold_against_file
-from kvprof.models.gguf_tokenizer import byte_level_tokenizer, check_texts
 from kvprof.models.layout import ModelLayout
 from kvprof.models.locate import Checkpoint, check_config_sizes, locate
 from kvprof.models.noise import quiet
 from kvprof.models.placement import device_map_for, main_device, parse_dtype
 from kvprof.models.probe import inspect_config, inspect_layout, model_class
 from kvprof.models.weights import check_finite, input_device
+
+if TYPE_CHECKING:
+    from kvprof.models.gguf import GgufFile
 
 __all__ = [
     "LoadedModel",
@@ -59,7 +59,7 @@ _MOST_DESCRIBED = 4
 
 
 def read_config(
-    spec: str, folder: Path, trust_remote_code: bool, gguf: GgufFile | None = None
+    spec: str, folder: Path, trust_remote_code: bool, gguf: "GgufFile | None" = None
 ) -> Any:
     """Read a folder's ``config.json`` and make sure that it names a causal language model.
 
@@ -88,6 +88,8 @@ def read_config(
             ) from error
         raise FailedError(f"{spec}: {where} cannot be used: {_first_sentence(error)}") from error
     if gguf is not None:
+        from kvprof.models.gguf_config import hold_against_file
+
         check_config_sizes(spec, config.to_dict(), gguf.size, where)
         with blaming(f"{spec}: {where} cannot be used"):
             hold_against_file(spec, gguf, config)
@@ -154,7 +156,7 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
     return loaded
 
 
-def _check_numbers(spec: str, gguf: GgufFile, config: Any) -> int:
+def _check_numbers(spec: str, gguf: "GgufFile", config: Any) -> int:
     """Return how many numbers the model has, before memory is taken; far too many are refused."""
     try:
         with init_empty_weights():
@@ -188,6 +190,8 @@ def _read_as_gguf() -> Iterator[None]:
     of the file would stay in memory beside the weights made of it.
     """
     import gguf  # an extra, which the file's reader has asked for
+
+    from kvprof.models.gguf import open_gguf, release
 
     with _AS_GGUF:  # two at once would put back what the other has put there
         bar, table = modeling_gguf_pytorch_utils.tqdm, gguf.get_tensor_name_map
@@ -256,7 +260,7 @@ class OpenedModel:
     trust_remote_code: bool = False
     #: The file that it was read from, if it was one: its weights were rounded, and are another
     #: model's than those that they were rounded from.
-    gguf: GgufFile | None = None
+    gguf: "GgufFile | None" = None
     files: tuple[Path, ...] = ()  # that say which model it is
     # Once it was read; of an opened model also that of the loaded one.
     _tokenizers: list[PreTrainedTokenizerBase] = field(
@@ -341,7 +345,7 @@ class Outline:
     fingerprint: str = ""
 
 
-def _has_tokenizer(folder: Path | None, gguf: GgufFile | None) -> bool:
+def _has_tokenizer(folder: Path | None, gguf: "GgufFile | None") -> bool:
     if gguf is not None:
         return bool(gguf.token_types)
     return folder is not None and any(next(folder.glob(name), None) for name in _TOKENIZER_FILES)
@@ -365,6 +369,14 @@ class LoadedModel(OpenedModel):
         return self.identity.current()
 
     @property
+    def end_ids(self) -> list[int]:
+        """The ids with which it ends a text; none where it has no such token."""
+        value = self.model.generation_config.eos_token_id
+        if value is None:
+            return []
+        return list(value) if isinstance(value, list | tuple) else [int(value)]
+
+    @property
     def origin(self) -> dict[str, Any]:
         """What a result's inputs say of where the weights came from."""
         if self.gguf is None:
@@ -377,7 +389,7 @@ class LoadedModel(OpenedModel):
 
 
 def read_tokenizer(
-    spec: str, folder: Path | None, gguf: GgufFile | None, *, trust_remote_code: bool = False
+    spec: str, folder: Path | None, gguf: "GgufFile | None", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a folder, or that of a GGUF file, which cuts texts as the file says."""
     if not _has_tokenizer(folder, gguf):
@@ -391,6 +403,8 @@ def read_tokenizer(
             f"{spec} has no tokenizer, so it cannot read text; use random tokens or a "
             f"file of token ids{beside}"
         )
+    if gguf is not None:
+        from kvprof.models.gguf_tokenizer import byte_level_tokenizer, check_texts
     tokenizer: PreTrainedTokenizerBase
     try:
         with quiet(), _read_as_gguf() if gguf is not None else nullcontext():

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 from huggingface_hub.errors import (
@@ -21,9 +21,11 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.models.gguf import GgufFile, choose_gguf, gguf_parts, read_gguf, smollm2_file
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
 from kvprof.models.noise import quiet
+
+if TYPE_CHECKING:
+    from kvprof.models.gguf import GgufFile
 
 __all__ = ["Checkpoint", "check_config_sizes", "gguf_file", "locate", "read_json"]
 
@@ -114,7 +116,7 @@ class Checkpoint:
     files: tuple[Path, ...]  # safetensors files, or GGUF's, which hold config and tokenizer as well
     size: int  # of the files
     stored_itemsize: float  # bytes of a number in them
-    gguf: GgufFile | None = None  # what the GGUF file says of itself
+    gguf: "GgufFile | None" = None  # what the GGUF file says of itself
 
     @property
     def identifying(self) -> list[Path]:
@@ -137,9 +139,13 @@ def locate(
                 "another model (a hub id or a local folder)"
             )
     elif path.is_dir():
+        from kvprof.models.gguf import choose_gguf
+
         folder = path
         chosen = choose_gguf(spec, folder, gguf)
     elif spec == "smollm2" or path.suffix == ".gguf":
+        from kvprof.models.gguf import smollm2_file
+
         chosen = smollm2_file() if spec == "smollm2" else path
         folder = chosen.parent
         if not chosen.is_file():
@@ -166,6 +172,8 @@ def locate(
 
 def gguf_file(spec: str, name: str) -> Path:
     """Return the GGUF file of a name in a folder or in a repository, whole or not."""
+    from kvprof.models.gguf import choose_gguf
+
     path = Path(spec).expanduser()
     if path.is_dir() and (chosen := choose_gguf(spec, path, name)) is not None:
         return chosen
@@ -177,6 +185,8 @@ def gguf_file(spec: str, name: str) -> Path:
 
 
 def _gguf(spec: str, path: Path, of_hub: bool = False) -> Checkpoint:
+    from kvprof.models.gguf import gguf_parts, read_gguf
+
     found = read_gguf(spec, path)
     revision, parts = path.parent.name if of_hub else None, tuple(gguf_parts(found.path))
     itemsize = found.size / max(found.numbers, 1)
@@ -206,6 +216,8 @@ def _fetched(
     try:
         if gguf is not None:
             with quiet():
+                from kvprof.models.gguf import gguf_parts
+
                 parts = [fetch(str(part)) for part in gguf_parts(Path(gguf))]
             return parts[0]
         with quiet():  # without a network the hub's client tells of every retry

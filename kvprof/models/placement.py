@@ -9,10 +9,9 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvprof.dtypes import read_dtype
 from kvprof.errors import LackingError, UsageError
 from kvprof.models.interface import text_decoder
-from kvprof.sizes import format_bytes
+from kvprof.sizes import format_bytes, read_dtype
 
 __all__ = ["device_map_for", "main_device", "parse_dtype"]
 

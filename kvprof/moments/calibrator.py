@@ -8,6 +8,7 @@ from typing import Any
 
 from kvprof.analysis.moments import LossMoments, Moments, group_size
 from kvprof.errors import Interrupted, UsageError
+from kvprof.interrupt import Progress, silent
 from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily
 from kvprof.methods.registry import (
     allocation_of,
@@ -26,10 +27,7 @@ from kvprof.moments.collect import (
 )
 from kvprof.moments.files import load_moments
 from kvprof.moments.fisher import FISHER_FORMS, GRADIENT_LENGTH, fisher_information
-from kvprof.moments.loss import loss_moments
-from kvprof.moments.sensitivity import PROBED_LENGTH, PROBED_TOKENS, measure_sensitivities
 from kvprof.moments.tokens import CalibrationTokens, read_tokens
-from kvprof.progress import Progress, silent
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, DEFAULT_TOKENS, Source, SourceKind, parse_source
 
 __all__ = [
@@ -425,6 +423,8 @@ class Calibrator:
         return self._noted(inputs, notes)
 
     def _with_loss(self, inputs: MethodInputs, sink: int, window: int) -> MethodInputs:
+        from kvprof.moments.loss import loss_moments
+
         wanted = self._options.tokens or DEFAULT_TOKENS
         key = sink, window, wanted
         if key not in self._loss:
@@ -448,6 +448,8 @@ class Calibrator:
     def _with_sensitivities(
         self, inputs: MethodInputs, base: str, family: PlanFamily
     ) -> MethodInputs:
+        from kvprof.moments.sensitivity import PROBED_LENGTH, PROBED_TOKENS, measure_sensitivities
+
         # The same bases predict the same errors, whatever hands out ranks or bits of them.
         bases = sha256(b"".join(target.errors.numpy().tobytes() for target in family.targets))
         key = (bases.hexdigest(), id(inputs.moments))

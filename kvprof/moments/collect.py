@@ -10,12 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvprof.analysis.cross_layer import AcrossMoments, layer_groups
-from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments, group_size, join_heads
+from kvprof.analysis.moments import (
+    JOINT_KEYS,
+    AcrossMoments,
+    LayerMoments,
+    Moments,
+    group_size,
+    join_heads,
+    layer_groups,
+)
 from kvprof.analysis.pairs import PAIRS
 from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import FailedError, Interrupted, UsageError
-from kvprof.models.chat import ChatWriter
 from kvprof.models.interface import (
     AttentionCall,
     before_rotation,
@@ -148,13 +154,15 @@ def model_tokens(loaded: OpenedModel) -> ModelTokens:
         eos = loaded.tokenizer().eos_token_id
         return () if eos is None else tuple(loaded.embedded([eos]))
 
-    writers: list[ChatWriter] = []
+    writers: list[Callable[..., str]] = []
 
     def chat(messages: list[dict[str, object]]) -> str:
         tokenizer = loaded.tokenizer()
         if tokenizer.chat_template is None:
             raise UsageError(f"{loaded.spec}: its tokenizer has no chat template for this chat log")
         if not writers:
+            from kvprof.models.chat import ChatWriter
+
             writers.append(ChatWriter(tokenizer, loaded.spec))
         text = writers[0](messages)
         # Every window begins with BOS already; the template's own would be a second one.

@@ -20,8 +20,8 @@ from kvprof.report.blocks import (
     Report,
     Table,
 )
-from kvprof.views import heatmap
 from kvprof.views.page import Fitted, bullets, heading, paragraph
+from kvprof.views.plot import HeatMap as HeatMapPlot
 from kvprof.views.plot import LinePlot
 from kvprof.views.tables import Column, DataTable, Ranked, RankedTable, key_values
 
@@ -53,7 +53,7 @@ def _drawn(block: Block) -> Iterator[RenderableType]:
             yield LinePlot(**vars(block))
         case HeatMap():
             yield Text()
-            yield heatmap.HeatMap(**vars(block))
+            yield HeatMapPlot(**vars(block))
         case Bars(drawn) | Ratios(drawn):
             yield Text()
             yield drawn

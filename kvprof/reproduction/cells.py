@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvprof.child import child_environment, module_command
+from kvprof.child import Leash, child_environment, module_command
 from kvprof.environment import collect_environment
 from kvprof.errors import ExitCode, KvprofError
-from kvprof.leash import Leash
 from kvprof.records.files import read_result, write_result
 from kvprof.records.schema import validate_result
 

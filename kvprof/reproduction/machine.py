@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from kvprof.environment import cpu_model, usable_threads
-from kvprof.gpus import read_gpus
+from kvprof.environment import cpu_model, read_gpus, usable_threads
 from kvprof.reproduction.recipe import Profile
 from kvprof.requirements import extra_command, package_states
 

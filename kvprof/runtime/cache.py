@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,17 +11,19 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import Segment, quantises, segments
-from kvprof.models.interface import Rotation
-from kvprof.runtime.backends.state import KernelState, KernelStore, check_room
-from kvprof.runtime.rotary import RotaryTable, angles
+from kvprof.models.interface import RotaryTable, Rotation, rotary_angles
 from kvprof.runtime.rows import Part, RowGroup
 from kvprof.runtime.tensors import is_capturing
+
+if TYPE_CHECKING:
+    from kvprof.runtime.backends.state import KernelState, KernelStore
 
 __all__ = [
     "CacheOwner",
     "CompressedCache",
     "CompressedLayer",
     "StaticBuffers",
+    "check_room",
     "not_croppable",
 ]
 
@@ -34,10 +36,10 @@ class CacheOwner(Protocol):
     plan: Plan
     active: bool  # whether the context is open
 
-    def new_kernel_state(self) -> KernelState | None:
+    def new_kernel_state(self) -> "KernelState | None":
         """Return what a new cache's layers share; None where no layer runs on the kernels."""
 
-    def new_kernel_store(self, index: int, capacity: int | None) -> KernelStore | None:
+    def new_kernel_store(self, index: int, capacity: int | None) -> "KernelStore | None":
         """Return a layer's empty store; None where it does not run on the kernels."""
 
     def leave_kernels(self, cache: "CompressedCache", reason: str) -> None:
@@ -48,6 +50,12 @@ class CacheOwner(Protocol):
 
 
 _Kind = tuple[bool, int, bool]
+
+
+def check_room(capacity: int | None, tokens: int) -> None:
+    """Refuse more tokens than a static cache of `capacity` tokens has room for."""
+    if capacity is not None and tokens > capacity:
+        raise UsageError(f"the static cache has room for {capacity} tokens, not for {tokens}")
 
 
 class StaticBuffers:
@@ -122,7 +130,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
         layer: LayerPlan,  # what the plan makes of it
         compression: CacheOwner,  # whose cache this is part of
         static: StaticBuffers | None,  # room reserved in advance (a static cache)
-        planes: KernelStore | None,
+        planes: "KernelStore | None",
     ) -> None:
         super().__init__()
         self.sliding_window = layer.sliding_window
@@ -379,7 +387,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
 
     def angles(self, layer: int, rotation: Rotation, batch: int) -> RotaryTable:
         """Return cosines and sines of all tokens so far, the pass's own included."""
-        fresh = angles(rotation, batch)
+        fresh = rotary_angles(rotation, batch)
         source = rotation.args[2] if len(rotation.args) > 2 else rotation.kwargs["cos"]
         known = self._table_of.get(layer)
         if id(source) not in self._extended:
@@ -392,7 +400,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
         self._table_of[layer] = self._extended[id(source)][0]
         return self._tables[self._table_of[layer]]
 
-    def take_angles(self, kernels: KernelState, past: int) -> None:
+    def take_angles(self, kernels: "KernelState", past: int) -> None:
         """Take over the angles of the tokens that the kernels have stored."""
         for layers, table in kernels.tables.unslotted(kernels.first, past):
             self._table_of.update(dict.fromkeys(layers, len(self._tables)))

@@ -19,16 +19,14 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvprof.errors import KvprofError, UsageError
 from kvprof.methods.family import MethodInputs
-from kvprof.methods.full import full_plan
+from kvprof.methods.low_rank import full_plan
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.methods.soundness import check_fits, refuse_latent_attention
 from kvprof.models.interface import set_attention, text_decoder, watched_rotations
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.runtime.folding import OutputSwitch, folded_modules
-from kvprof.runtime.graphs import capturable, replaying
 from kvprof.runtime.masks import masks, whole_mask, without
-from kvprof.runtime.pointwise import few_launches
 from kvprof.runtime.session import Compression
 
 __all__ = ["Compression", "active", "attend", "check_runs", "compressed", "refusal"]
@@ -177,7 +175,11 @@ def compressed(
     check_fits(plan, loaded.layout, fingerprint)
     session = Compression(loaded, plan, kernels, prompt)
     check_runs(loaded, fingerprint)
-    with _running(session), _faster(session, graphs):
+    with _running(session), ExitStack() as stack:
+        if loaded.device.type == "cuda":
+            from kvprof.runtime.graphs import faster
+
+            stack.enter_context(faster(session, graphs))
         yield session
 
 
@@ -352,17 +354,4 @@ def _running(session: Compression) -> Iterator[None]:
         session.active = True
         stack.callback(setattr, session, "active", False)
         stack.callback(setattr, masks, "needed", True)
-        yield
-
-
-@contextmanager
-def _faster(session: Compression, graphs: bool) -> Iterator[None]:
-    """Spare a GPU what the host would launch piece by piece."""
-    model = session.loaded.model
-    with ExitStack() as stack:
-        if capturable(session, model):
-            if graphs:
-                session.graphs = stack.enter_context(replaying(session, model))
-                stack.callback(setattr, session, "graphs", None)
-            stack.enter_context(few_launches(model, rotations=not session.takes_angles))
         yield

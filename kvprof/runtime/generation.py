@@ -18,7 +18,6 @@ __all__ = [
     "Generated",
     "GenerationSettings",
     "difference",
-    "end_ids",
     "generate_text",
     "prompt_ids",
 ]
@@ -92,7 +91,7 @@ def generate_text(
     """
     tokenizer = loaded.tokenizer()
     own = loaded.model.generation_config
-    ends = end_ids(loaded)
+    ends = loaded.end_ids
     choice: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
     if settings.sample:
         # 0 turns off the 50 that transformers would cut to by default.
@@ -204,11 +203,3 @@ class _Streamer(TextStreamer):  # type: ignore[misc]  # transformers carries no 
         """Pass a piece on."""
         if text:
             self._write(text)
-
-
-def end_ids(loaded: LoadedModel) -> list[int]:
-    """Return the ids with which a model ends a text; none where it has no such token."""
-    value = loaded.model.generation_config.eos_token_id
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [int(value)]

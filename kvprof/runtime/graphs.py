@@ -15,7 +15,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Protocol
@@ -33,9 +33,10 @@ from kvprof.runtime.backends.route import KernelRoute
 from kvprof.runtime.cache import CacheOwner, CompressedCache
 from kvprof.runtime.clock import is_timing
 from kvprof.runtime.masks import mask_facts
+from kvprof.runtime.pointwise import few_launches
 from kvprof.runtime.tensors import Pool, capturing, is_capturing
 
-__all__ = ["DecodingGraphs", "replaying"]
+__all__ = ["DecodingGraphs", "faster", "replaying"]
 
 
 class GraphOwner(CacheOwner, Protocol):
@@ -44,6 +45,11 @@ class GraphOwner(CacheOwner, Protocol):
     loaded: LoadedModel
     cache: CompressedCache | None  # the one that the last forward pass used
     route: KernelRoute
+    graphs: "DecodingGraphs | None"
+
+    @property
+    def takes_angles(self) -> bool:
+        """Whether some layer needs the cosines and sines of stored tokens."""
 
 
 # What a step may be called with beside what a graph is fed; anything else is the model's business.
@@ -462,3 +468,16 @@ def replaying(session: GraphOwner, model: PreTrainedModel) -> Iterator[DecodingG
         model.__dict__.pop("forward", None)
         if before is not None:
             model.forward = before
+
+
+@contextmanager
+def faster(session: GraphOwner, graphs: bool) -> Iterator[None]:
+    """Spare a GPU what the host would launch piece by piece."""
+    model = session.loaded.model
+    with ExitStack() as stack:
+        if capturable(session, model):
+            if graphs:
+                session.graphs = stack.enter_context(replaying(session, model))
+                stack.callback(setattr, session, "graphs", None)
+            stack.enter_context(few_launches(model, rotations=not session.takes_angles))
+        yield

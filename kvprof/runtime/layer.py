@@ -19,6 +19,7 @@ from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import UsageError
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.tokens import Form, level_ends, quantises, readings
+from kvprof.models.interface import rotated
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import (
     Bundle,
@@ -32,7 +33,6 @@ from kvprof.runtime.attention import (
 from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN
 from kvprof.runtime.retention import EvictionPolicy, OwnTokens
-from kvprof.runtime.rotary import rebuilds, rotated
 from kvprof.runtime.rows import Part, RowGroup
 from kvprof.runtime.tensors import index_of, unflatten
 
@@ -106,7 +106,7 @@ class LayerRuntime:
     @property
     def rebuilds(self) -> bool:
         """Whether keys are stored before RoPE in a layer that has RoPE."""
-        return rebuilds(self.layer, self.facts)
+        return self.layer.rebuilds(self.facts)
 
     @property
     def takes_angles(self) -> bool:

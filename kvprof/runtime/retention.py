@@ -11,7 +11,7 @@ from torch import Tensor
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.storage import Eviction
 from kvprof.methods.tokens import Segment, eviction_units, kept, quantises, segments
-from kvprof.models.interface import Rotation
+from kvprof.models.interface import RotaryTable, Rotation
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import (
     Bundle,
@@ -24,7 +24,6 @@ from kvprof.runtime.attention import (
 )
 from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
-from kvprof.runtime.rotary import RotaryTable
 from kvprof.runtime.rows import Part, RowGroup, joined, picked, plain_part
 from kvprof.runtime.tensors import index_of, unflatten
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,23 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.utils import ModelOutput
 
 from kvprof.errors import FailedError, UsageError
+from kvprof.interrupt import Progress, silent
 from kvprof.methods.plan import Plan, unfolded
 from kvprof.models.interface import Interception, Rotation, before_rotation
 from kvprof.models.load import LoadedModel
-from kvprof.progress import Progress, silent
-from kvprof.runtime.across import at_rest, into_latents
 from kvprof.runtime.backends.route import KernelRoute
-from kvprof.runtime.backends.state import KernelState, KernelStore
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part
 from kvprof.runtime.folding import OutputSwitch
-from kvprof.runtime.graphs import DecodingGraphs
 from kvprof.runtime.layer import LayerRuntime
 from kvprof.runtime.masks import mask_facts, visible_keys
 from kvprof.runtime.retention import OwnTokens
 from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import index_of
+
+if TYPE_CHECKING:
+    from kvprof.runtime.backends.state import KernelState, KernelStore
+    from kvprof.runtime.graphs import DecodingGraphs
 
 __all__ = ["Compression"]
 
@@ -145,11 +146,11 @@ class Compression:
         """
         return self.route.compile_ahead(1, progress)
 
-    def new_kernel_state(self) -> KernelState | None:
+    def new_kernel_state(self) -> "KernelState | None":
         """Return what a new cache's layers share; None where no layer runs on the kernels."""
-        return KernelState(self.route.kinds) if self.route.used else None
+        return self.route.new_state()
 
-    def new_kernel_store(self, index: int, capacity: int | None) -> KernelStore | None:
+    def new_kernel_store(self, index: int, capacity: int | None) -> "KernelStore | None":
         """Return a layer's empty store; None where it does not run on the kernels."""
         return self.route.new_store(index, capacity)
 
@@ -210,6 +211,8 @@ class Compression:
         decodes = inputs.shape[1] == 1 and cache.get_seq_length() > 0
         across = self.plan.across
         if across is not None and across.at_rest and decodes and cache.rest_bytes is None:
+            from kvprof.runtime.across import at_rest
+
             cache.rest_bytes = at_rest(self.plan, cache)
         cache.begin_pass()
         self._fired.clear()
@@ -255,6 +258,8 @@ class Compression:
         if self.cache is not None:
             self.route.end(self.cache)
             if self.plan.across is not None and not self.plan.across.at_rest:
+                from kvprof.runtime.across import into_latents
+
                 into_latents(self.plan, self.cache)
         if self._lent and isinstance(result, ModelOutput):
             return replace(result, past_key_values=None)

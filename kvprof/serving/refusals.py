@@ -7,13 +7,14 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
-from kvprof.kernels.segments.geometries import FORMATS, geometry_of
+from kvprof.kernels.segments.codes import FORMATS
+from kvprof.kernels.segments.geometries import geometry_of
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.registry import calibration_needs, centred_by_default
 from kvprof.methods.soundness import CENTRED
 from kvprof.methods.storage import Quantiser
 from kvprof.moments.uncalibrated import Laid, uncalibrated_family
-from kvprof.runtime.backends.segment_store import refused_quantiser
+from kvprof.runtime.backends.support import refused_quantiser
 
 __all__ = [
     "check_dtype",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvprof.errors import UsageError
-from kvprof.runtime.backends.rebuilt import RotaryForm
+from kvprof.runtime.backends.rotary import RotaryForm
 
 __all__ = ["QueriesAlone", "keep_keys"]
 

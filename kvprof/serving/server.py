@@ -2,8 +2,8 @@
 
 import sys
 
+from kvprof.child import die_with_parent
 from kvprof.errors import KvprofError, options_named
-from kvprof.leash import die_with_parent
 from kvprof.printable import printable
 from kvprof.serving.plugin import register
 

@@ -32,10 +32,9 @@ from kvprof.tui.figures import (
 )
 from kvprof.tui.frame import RunScreen
 from kvprof.tui.state import LOG_LINES, CaseState, LogLine
-from kvprof.views.heatmap import HeatMap
 from kvprof.views.jct_data import byte_unit, peak_name
 from kvprof.views.page import bullets, wrap
-from kvprof.views.plot import LinePlot, Series
+from kvprof.views.plot import HeatMap, LinePlot, Series
 
 __all__ = ["CacheScreen", "LayersScreen", "LogScreen", "OverviewScreen"]
 

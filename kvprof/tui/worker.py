@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from kvprof.child import child_environment, module_command
+from kvprof.child import Leash, child_environment, module_command
 from kvprof.errors import ExitCode, FailedError
-from kvprof.leash import Leash
 from kvprof.scratch import open_temporary
 
 __all__ = ["MESSAGES_NAME", "PROGRAM", "REPORT_NAME", "Worker"]

@@ -16,10 +16,9 @@ from kvprof.report.blocks import Block
 from kvprof.report.pages import html, markdown
 from kvprof.results import KINDS
 from kvprof.views.bars import StackedBars
-from kvprof.views.heatmap import HeatMap
 from kvprof.views.kinds import figure_of, report
 from kvprof.views.page import Bullet, Fitted, render_text
-from kvprof.views.plot import LinePlot
+from kvprof.views.plot import HeatMap, LinePlot
 from kvprof.views.recipe import Beside
 from kvprof.views.tables import DataTable
 

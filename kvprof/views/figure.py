@@ -17,9 +17,7 @@ import numpy as np
 from kvprof.errors import LackingError, UsageError
 from kvprof.printable import printable
 from kvprof.report.blocks import HeatMap, Series, method_slot
-from kvprof.requirements import extra_command
-from kvprof.views.heatmap import DECADES
-from kvprof.views.plot import log2_ticks
+from kvprof.views.plot import DECADES, log2_ticks
 
 __all__ = [
     "FORMATS",
@@ -29,6 +27,7 @@ __all__ = [
     "figure_bytes",
     "label_axes",
     "new_figure",
+    "no_matplotlib",
     "outer_legend",
     "panel_figure",
     "plain_counts",
@@ -47,6 +46,13 @@ _FEW = 24  # points up to which each one gets a marker
 _ANNOTATED = (16, 16)  # largest map whose cells carry their figure
 
 
+def no_matplotlib(what: str) -> LackingError:
+    """Say how to get what a figure is drawn with."""
+    from kvprof.requirements import extra_command
+
+    return LackingError(f"{what} requires matplotlib: {extra_command('plot')}")
+
+
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure that draws without a display."""
     try:
@@ -56,9 +62,7 @@ def new_figure(width: float, height: float) -> Any:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
     except ImportError as missing:
-        raise LackingError(
-            f"figures need matplotlib, which is not installed: {extra_command('plot')}"
-        ) from missing
+        raise no_matplotlib("a figure") from missing
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvprof.methods.papers import SOURCES
+from kvprof.methods.named import SOURCES
 from kvprof.views.numbers import MISSING, duration
 from kvprof.views.page import bullets, heading, paragraph, warned
 from kvprof.views.recipe import (

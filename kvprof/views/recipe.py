@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from kvprof.methods.papers import papers_named
+from kvprof.methods.named import papers_named
 from kvprof.views.figure import new_figure
 from kvprof.views.numbers import MISSING, axis_number, interval, number
 from kvprof.views.page import bullets, framed, heading

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.analysis.cross_layer import AcrossMoments, layer_groups
+from kvprof.analysis.moments import AcrossMoments, layer_groups
 from kvprof.analysis.transform_coding import (
     BITS,
     OVERHEAD,

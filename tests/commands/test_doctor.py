@@ -9,8 +9,7 @@ import pytest
 
 from kvprof import requirements
 from kvprof.commands import doctor as command
-from kvprof.environment import package_version
-from kvprof.gpus import Gpu, Gpus
+from kvprof.environment import Gpu, Gpus, package_version
 from kvprof.records.schema import validate_result
 from kvprof.requirements import PackageState
 from kvprof.triton_probe import TritonState

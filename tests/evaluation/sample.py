@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from kvprof.evaluation.data import TextSample
+from kvprof.evaluation.data import TaskItem, TextSample
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
-from kvprof.evaluation.tasks.items import TaskItem
 from kvprof.methods.family import plan_at, plan_for_rate
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import plan_family

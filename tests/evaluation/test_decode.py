@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvprof.evaluation.data import Scoring, TaskItem
 from kvprof.evaluation.decode import (
     TaskBatch,
     greedy_answers,
@@ -11,7 +12,6 @@ from kvprof.evaluation.decode import (
     task_batches,
     written_answers,
 )
-from kvprof.evaluation.tasks.items import Scoring, TaskItem
 from kvprof.runtime.compressed import compressed
 from tests.evaluation.sample import greedy, plan, questions
 from tests.methods.models import model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvprof.errors import FailedError, LackingError, UsageError
+from kvprof.evaluation import decode
 from kvprof.evaluation import evaluator as module
-from kvprof.evaluation import workload
 from kvprof.evaluation.evaluator import (
     EvaluationSettings,
     Evaluator,
@@ -221,7 +221,7 @@ def test_batches_and_lack_of_room_change_no_figure(monkeypatch: pytest.MonkeyPat
     close(figures(found), figures(wanted))
     assert sum(told) == single.steps()
     assert single.digest == whole.digest
-    monkeypatch.setattr(workload, "logit_budget", lambda loaded: 10 * 97 * 4 * 2)
+    monkeypatch.setattr(decode, "logit_budget", lambda loaded: 10 * 97 * 4 * 2)
     narrow, found, told = evaluated(None)
     assert narrow.workload.batch_size == 2
     assert sum(told) == narrow.steps()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvprof.errors import LackingError
-from kvprof.evaluation import workload
-from kvprof.evaluation.workload import explained_shortage, logit_budget, text_batch_size
+from kvprof.evaluation import decode
+from kvprof.evaluation.decode import explained_shortage, logit_budget, text_batch_size
 from kvprof.models.load import LoadedModel
 from tests.methods.models import model
 
@@ -34,9 +34,9 @@ def test_logits_stay_within_their_budget(loaded: LoadedModel) -> None:
 def test_the_budget_is_a_share_of_what_is_free(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workload, "_free", lambda device: 2**30)
+    monkeypatch.setattr(decode, "_free", lambda device: 2**30)
     assert logit_budget(loaded) == 2**28
-    monkeypatch.setattr(workload, "_free", lambda device: 2**40)
+    monkeypatch.setattr(decode, "_free", lambda device: 2**40)
     assert logit_budget(loaded) == 2**30
 
 
@@ -53,7 +53,7 @@ def test_the_budget_is_a_share_of_what_is_free(
 def test_what_would_fit(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, sequences: int, free: int, advice: str
 ) -> None:
-    monkeypatch.setattr(workload, "_free", lambda device: free)
+    monkeypatch.setattr(decode, "_free", lambda device: free)
     message = shortage(loaded, sequences, 2**20)
     assert advice in message
     assert f": kq with {sequences} sequences of 64 tokens needs" in message

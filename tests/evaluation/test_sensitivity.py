@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvprof.analysis.lagrangian import Choice, cheapest
+from kvprof.analysis.rank_allocation import Choice, cheapest
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.sensitivity import Sensitivity, answers
 from kvprof.methods.settings import Part, settings_of

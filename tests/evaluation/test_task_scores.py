@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvprof.evaluation.data import text_samples
+from kvprof.evaluation.data import Scoring, TaskAnswer, TaskItem, text_samples
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.scores import answer_lengths, task_figures
-from kvprof.evaluation.tasks.items import Scoring, TaskAnswer, TaskItem
 from kvprof.evaluation.tasks.registry import select_tasks
 from kvprof.models.load import load_model
 from kvprof.sources.grammar import parse_source

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from kvprof.kernels.segments.columns import COLUMN_BITS
+from kvprof.kernels.segments.codes import COLUMN_BITS
 from kvprof.kernels.segments.layout import Segment, segment_of
 from kvprof.kernels.segments.side import Runs
 

@@ -9,8 +9,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
 from kvprof.kernels.project.reference import reference_project, reference_store
 from kvprof.kernels.project.step import project_step
-from kvprof.models.interface import Rotation
-from kvprof.runtime.rotary import rotated
+from kvprof.models.interface import Rotation, rotated
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 9, 3, 64
 

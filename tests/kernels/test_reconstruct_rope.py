@@ -9,8 +9,7 @@ from transformers.models.llama import modeling_llama
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct.step import reconstruct_step
-from kvprof.models.interface import Rotation
-from kvprof.runtime.rotary import rotated
+from kvprof.models.interface import Rotation, rotated
 
 HEADS, GROUP, DIM, TOKENS, RANK = 2, 2, 64, 90, 48
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 131072}

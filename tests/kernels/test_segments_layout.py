@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.segments.append import addresses_of, append, read, write
-from kvprof.kernels.segments.codes import quantise, spread
+from kvprof.kernels.segments.codes import FORMATS, quantise, spread
 from kvprof.kernels.segments.column_kernel import sums_are_whole
 from kvprof.kernels.segments.columns import dequantised_columns, quantise_columns
 from kvprof.kernels.segments.cuts import token_bytes, token_cost
-from kvprof.kernels.segments.geometries import FORMATS, bits_numbered, format_of
+from kvprof.kernels.segments.geometries import bits_numbered, format_of
 from kvprof.kernels.segments.launch import tuning_for
 from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
 from kvprof.kernels.segments.side import Runs

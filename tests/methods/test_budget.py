@@ -17,7 +17,7 @@ from kvprof.evaluation.sensitivity import Sensitivity
 from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.budget import CandidateSet, heads_in, in_one_plan, offer_of, parts_of_layers
 from kvprof.methods.family import MethodInputs, plan_at
-from kvprof.methods.kq import kq
+from kvprof.methods.fdc import kq
 from kvprof.methods.plan import HeadGroup, Plan
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import compare_plans

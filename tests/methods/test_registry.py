@@ -10,8 +10,15 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, rate
 from kvprof.methods.evictors import EVICTORS
 from kvprof.methods.family import plan_at, plan_for_rate
-from kvprof.methods.named import COMBINATIONS, METHOD_NAMES, MODIFIERS, check_names, method_names
-from kvprof.methods.papers import PAPERS, papers_named
+from kvprof.methods.named import (
+    COMBINATIONS,
+    METHOD_NAMES,
+    MODIFIERS,
+    PAPERS,
+    check_names,
+    method_names,
+    papers_named,
+)
 from kvprof.methods.plan_report import compare_plans, describe, ranks_of
 from kvprof.methods.quantisers import QUANTISERS
 from kvprof.methods.registry import METHODS, calibration_needs, plan_family

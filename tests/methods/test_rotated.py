@@ -19,8 +19,7 @@ from kvprof.methods.quantisers import lloyd_max
 from kvprof.methods.registry import calibration_needs, plan_family
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.moments.collect import CollectOptions, collect_moments
-from kvprof.runtime.backends.layer import LayerSpec
-from kvprof.runtime.backends.route import why_not
+from kvprof.runtime.backends.support import LayerSpec, why_not
 from kvprof.sources.grammar import parse_source
 from tests.methods.models import deep_inputs as inputs
 from tests.methods.models import deep_model as model

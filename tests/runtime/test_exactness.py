@@ -14,8 +14,7 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import dim_rate
 from kvprof.methods.family import MethodInputs, plan_at
-from kvprof.methods.named import ENGINE_FORMATS
-from kvprof.methods.papers import PAPERS
+from kvprof.methods.named import ENGINE_FORMATS, PAPERS
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import METHODS, plan_family
 from kvprof.models.load import load_model

@@ -10,7 +10,7 @@ from kvprof.methods.accounting import bytes_at
 from kvprof.methods.plan import HeadGroup, Plan
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
 from kvprof.models.load import LoadedModel
-from kvprof.runtime.backends.route import kernel_reasons
+from kvprof.runtime.backends.support import kernel_reasons
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
 from tests.runtime.plans import make_plan

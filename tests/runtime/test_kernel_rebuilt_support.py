@@ -17,9 +17,8 @@ from kvprof.methods.plan import Placement, Plan
 from kvprof.methods.quantisers import per_token
 from kvprof.methods.storage import Eviction, Levels
 from kvprof.models.load import LoadedModel
-from kvprof.runtime.backends.layer import LayerSpec
-from kvprof.runtime.backends.rebuilt import RebuiltKernelLayer, RotaryForm, rotary_form
-from kvprof.runtime.backends.route import kernel_reasons
+from kvprof.runtime.backends.rotary import RotaryForm, rotary_form
+from kvprof.runtime.backends.support import LayerSpec, kernel_reasons, why_not
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan
@@ -140,7 +139,7 @@ def test_shapes_that_cannot_run_are_named() -> None:
         ({"qk_head_dim": 24}, "keys are 24 wide"),
     ):
         spec = LayerSpec(plan, layer, replace(facts, **changed), CPU, torch.float32)
-        assert reason in str(RebuiltKernelLayer.why_not(spec))
+        assert reason in str(why_not(spec))
     assert kernel_reasons(plan, model.layout, CPU, torch.float32) == [None] * 2
     wide = loaded("Llama", num_attention_heads=4, num_key_value_heads=4, head_dim=160)
     joint = make_plan(wide, placement=Placement.PRE_ROPE, heads=4, ranks=lambda *a: (576,))

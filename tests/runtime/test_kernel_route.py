@@ -10,8 +10,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.plan import Placement
 from kvprof.methods.quantisers import kivi, kvquant
 from kvprof.methods.storage import Eviction, Levels
-from kvprof.runtime.backends.layer import LayerSpec
-from kvprof.runtime.backends.route import kernel_reasons, why_not
+from kvprof.runtime.backends.support import LayerSpec, kernel_reasons, why_not
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan

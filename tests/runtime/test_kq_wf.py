@@ -19,7 +19,7 @@ from kvprof.methods.plan_report import describe
 from kvprof.methods.quantisers import normal_levels
 from kvprof.methods.registry import plan_family
 from kvprof.methods.soundness import head_kinds
-from kvprof.runtime.backends.route import kernel_reasons
+from kvprof.runtime.backends.support import kernel_reasons
 from kvprof.runtime.compressed import compressed
 from tests.methods.models import inputs, model, with_weights
 from tests.models.tiny import token_ids

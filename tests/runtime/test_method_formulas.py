@@ -15,14 +15,12 @@ from torch import Tensor
 
 from kvprof.methods.accounting import bytes_at, dim_rate
 from kvprof.methods.family import plan_at
-from kvprof.methods.named import ENGINE_FORMATS
-from kvprof.methods.papers import PAPERS
+from kvprof.methods.named import ENGINE_FORMATS, PAPERS
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan, save_plan
 from kvprof.methods.plan_report import compare_plans
 from kvprof.methods.registry import METHODS, plan_family
-from kvprof.runtime.backends.layer import LayerSpec
-from kvprof.runtime.backends.route import why_not
+from kvprof.runtime.backends.support import LayerSpec, why_not
 from kvprof.runtime.compressed import compressed
 from tests.methods.models import FINE
 from tests.models.tiny import token_ids

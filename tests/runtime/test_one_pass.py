@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvprof.evaluation.data import Scoring, TaskItem
 from kvprof.evaluation.decode import (
     TaskBatch,
     checked_answers,
@@ -16,7 +17,6 @@ from kvprof.evaluation.decode import (
     prefill_length,
     written_answers,
 )
-from kvprof.evaluation.tasks.items import Scoring, TaskItem
 from kvprof.methods.across import read_alike
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan import Plan

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
-from kvprof.runtime.backends.rebuilt import RotaryForm
+from kvprof.runtime.backends.rotary import RotaryForm
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import Codes, quantised_layout
 from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, attend, value_lifts

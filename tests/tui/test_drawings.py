@@ -22,7 +22,7 @@ from kvprof.tui.figures import Choice, LayerFilter, bars, layer_rows, shown_part
 from kvprof.tui.frame import KEYS, LOAD_SCREENS, REQUEST_SCREENS, SCREENS, footer, tabs, text_lines
 from kvprof.tui.state import RunState
 from kvprof.views.bars import Ink
-from kvprof.views.heatmap import HeatMap
+from kvprof.views.plot import HeatMap
 from tests.records.streams import stream
 
 WIDTHS = (60, 80, 120, 200)

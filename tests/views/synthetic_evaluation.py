@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvprof.evaluation.data import Scoring, TaskAnswer, TaskItem
 from kvprof.evaluation.scores import (
     Pair,
     TokenScores,
@@ -15,7 +16,6 @@ from kvprof.evaluation.scores import (
     worst_tokens,
 )
 from kvprof.evaluation.tasks.embedded import EMBEDDED
-from kvprof.evaluation.tasks.items import Scoring, TaskAnswer, TaskItem
 from kvprof.records.result import build_result
 from tests.records.sample import ENVIRONMENT
 

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from kvprof.views.heatmap import _BARS, HeatMap
 from kvprof.views.page import render_text
+from kvprof.views.plot import _BARS, HeatMap
 
 
 def ranks(layers, heads, low=16, high=128):

@@ -28,9 +28,8 @@ from kvprof.benchmark.jct.stored import latent_attention, segments_attention, st
 from kvprof.benchmark.machine import Machine
 from kvprof.benchmark.methods import Method
 from kvprof.benchmark.timing import Sampler, interleaved, sampler, spread
-from kvprof.child import child_environment, child_python
+from kvprof.child import Leash, child_environment, child_python
 from kvprof.errors import FailedError
-from kvprof.leash import Leash
 
 __all__ = ["AllReduce", "LayerBench", "LayerTimes", "measure_all_reduce"]
 
@@ -41,7 +40,7 @@ _LEAST, _MOST = 2**12, 2**30  # bytes
 _ALL_REDUCE_SECONDS = 300
 # One process per GPU: NCCL, then medians of a graph's replays as elsewhere.
 _PROGRAM = """
-from kvprof.leash import die_with_parent
+from kvprof.child import die_with_parent
 die_with_parent()
 import gc, json, os, sys, statistics, torch, torch.distributed as dist
 rank, world, sizes = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])

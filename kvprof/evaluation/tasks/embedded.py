@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from kvprof.evaluation.tasks.items import TaskItem
+from kvprof.evaluation.data import TaskItem
 from kvprof.models.load import OpenedModel
 from kvprof.moments.collect import model_tokens
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvprof.evaluation.tasks.items import Question
+from kvprof.evaluation.data import Question
 from kvprof.models.chat import ChatWriter
 from kvprof.models.load import OpenedModel
 from kvprof.moments.collect import model_tokens

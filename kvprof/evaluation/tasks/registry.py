@@ -7,12 +7,12 @@ modules of their own.
 import random
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvprof.errors import UsageError
+from kvprof.evaluation.data import Question, Scoring, TaskItem, TaskSelection
 from kvprof.evaluation.tasks.embedded import EMBEDDED, embedded_items
-from kvprof.evaluation.tasks.items import Question, Scoring, TaskItem
 from kvprof.evaluation.tasks.prompts import Fitted, PromptWriter, largest_fitting
 from kvprof.evaluation.tasks.prose import lexicon
 from kvprof.evaluation.tasks.ruler import ABSENT, RULER, Draw
@@ -25,7 +25,6 @@ __all__ = [
     "PROMPTS",
     "TASKS",
     "Task",
-    "TaskSelection",
     "default_task_items",
     "draw_arithmetic",
     "draw_rounds",
@@ -240,17 +239,6 @@ _SEED = 42  # RULER's default
 
 
 # --- The questions that an evaluation asks.
-
-
-@dataclass(frozen=True)
-class TaskSelection:
-    """Questions that fit a model."""
-
-    items: list[TaskItem]
-    #: Embedded questions that were passed over because prompt and answer exceed the context.
-    left_out: int = 0
-    lengths: tuple[int, ...] = ()  # of generated questions; empty where there are none
-    notes: tuple[str, ...] = field(default=())  # what a reader must know of the tasks
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvprof.evaluation.tasks.items import Question
+from kvprof.evaluation.data import Question
 from kvprof.evaluation.tasks.prose import MOST_ESSAY_WORDS, essay, lexicon, sentences
 
 __all__ = ["ABSENT", "RULER", "Niah", "RulerTask"]

@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "COLUMNS",
+    "COLUMN_BITS",
+    "COLUMN_FORMATS",
     "E4M3_LACK",
     "E4M3_TINY",
+    "FORMATS",
     "FP8",
     "FULL",
     "ROW_FORMATS",
@@ -43,6 +47,11 @@ Bits = int | str | None
 #: What stands for full precision and for e4m3 where a kernel takes a number.
 FULL = 0
 FP8 = -8
+
+#: What stands for bits by column where a kernel takes the number of a format.
+COLUMNS = -1
+#: What a column can have, in the order of runs.
+COLUMN_BITS = (8, 4, 3, 2)
 
 #: What exponents of float32 lack when they are e4m3's, and e4m3's least number with all its digits.
 E4M3_LACK, E4M3_TINY = 2.0**120, 2.0**-6
@@ -82,6 +91,15 @@ ROW_FORMATS: dict[Bits, NumberFormat] = {
         for bits in (2, 3, 4, 8)
     },
 }
+
+#: Those of columns with bits of their own (`kvprof.kernels.segments.columns`): four tokens to a
+#: place whatever bits there are, as many as in a byte of the fewest.
+COLUMN_FORMATS: dict[Bits, NumberFormat] = {
+    "uniform-rms": NumberFormat(COLUMNS, 2, ("scale",), "float8_e4m3fn")
+}
+
+#: All formats that the kernels have. No two have the same number.
+FORMATS = ROW_FORMATS | COLUMN_FORMATS
 
 _E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

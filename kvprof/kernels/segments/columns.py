@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ from torch import Tensor
 from kvprof.analysis.uniform import uniform_step
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
-from kvprof.kernels.segments.codes import Bits, NumberFormat
+from kvprof.kernels.segments.codes import COLUMN_BITS, COLUMN_FORMATS, Bits
 from kvprof.kernels.segments.side import (
     PLACES,
     WIDEST_PLANE,
@@ -59,8 +58,6 @@ from kvprof.kernels.segments.side import (
 from kvprof.kernels.segments.tables import MovedColumn, PlaneColumns, Stretch
 
 __all__ = [
-    "COLUMNS",
-    "COLUMN_BITS",
     "COLUMN_SLOTS",
     "TURNED",
     "ColumnSide",
@@ -68,10 +65,6 @@ __all__ = [
     "quantise_columns",
 ]
 
-#: What stands for bits by column where a kernel takes the number of a format.
-COLUMNS = -1
-#: What a column can have, in the order of runs.
-COLUMN_BITS = (8, 4, 3, 2)
 #: Tokens of a place.
 COLUMN_SLOTS = 4
 _DIGITS = 12
@@ -176,13 +169,9 @@ class ColumnSide(Side):
 
     runs: Runs = ()  # with the bits of each
 
-    # Four tokens to a place whatever bits there are: as many as in a byte of the fewest.
-    forms: ClassVar[dict[Bits, NumberFormat]] = {
-        "uniform-rms": NumberFormat(COLUMNS, 2, ("scale",), "float8_e4m3fn")
-    }
+    forms = COLUMN_FORMATS
     words = "bits by column"
     by_width = False
-    #: All bits that there are.
     # Several, so that multiprocessors have shares of the work, and neighbours.
     compiled = (
         (((16, 8), (16, 4), (32, 3), (16, 2)), ((16, 8), (16, 4), (16, 3), (16, 2))),
@@ -210,20 +199,6 @@ class ColumnSide(Side):
             return tuple((columns, own) for columns, own in runs if own)
         assert bits is not None
         return ((width, bits),)
-
-    @classmethod
-    def why_not(cls, head: str, runs: Runs) -> str | None:
-        """Return why a head with these bits by column cannot be stored; None if it can."""
-        for width, own in runs:
-            if own and width % STEP:
-                return (
-                    f"{head} keeps {width} columns with the same bits, and these are multiples of "
-                    f"{STEP}"
-                )
-        bits = [own for _, own in runs]
-        if bits != sorted(set(bits), reverse=True) or not set(bits) <= {*COLUMN_BITS, 0}:
-            return f"the bits of {head} do not fall from column to column"
-        return None
 
     @classmethod
     def check_kinds(cls, kinds: Sequence[SideKind], widths: Sequence[int]) -> None:

@@ -1,20 +1,15 @@
 """The geometries that segments can have, and their formats by name and by number."""
 
 from kvprof.errors import UsageError
-from kvprof.kernels.segments.codes import Bits, NumberFormat
+from kvprof.kernels.segments.codes import FORMATS, Bits, NumberFormat
 from kvprof.kernels.segments.columns import ColumnSide
 from kvprof.kernels.segments.rows import RowSide
 from kvprof.kernels.segments.side import Side
 
-__all__ = ["FORMATS", "GEOMETRIES", "bits_numbered", "format_of", "geometry_of"]
+__all__ = ["GEOMETRIES", "bits_numbered", "format_of", "geometry_of"]
 
 #: A class for each way in which the numbers of a block lie.
 GEOMETRIES: tuple[type[Side], ...] = (RowSide, ColumnSide)
-
-#: All formats that the kernels have. No two have the same number.
-FORMATS: dict[Bits, NumberFormat] = {
-    bits: form for geometry in GEOMETRIES for bits, form in geometry.forms.items()
-}
 
 
 def geometry_of(bits: Bits) -> type[Side]:

@@ -12,9 +12,8 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from kvprof.kernels.dispatch import wait_for_earlier
-from kvprof.kernels.segments.codes import FULL
+from kvprof.kernels.segments.codes import COLUMNS, FULL
 from kvprof.kernels.segments.column_kernel import column_piece
-from kvprof.kernels.segments.columns import COLUMNS
 from kvprof.kernels.segments.int8_kernel import int8_piece
 from kvprof.kernels.segments.move import (
     base_of,

@@ -4,7 +4,7 @@ A geometry is how the numbers of a block's tokens lie. It is a class of sides
 (`kvprof.kernels.segments.geometries` lists them) which says its planes, bytes and tables, how
 tokens are stored and read, a block at a time and one by one, and which of the kernels' functions
 reads them (by the number of its formats). Nothing else asks which geometry a side has, but for the
-two kernels that are launched (`kvprof.kernels.segments.kernel`).
+two kernels that are launched (`kvprof.kernels.segments.kernel`), and what says which plans can run.
 """
 
 from abc import ABC, abstractmethod
@@ -125,11 +125,6 @@ class Side(ABC):
     def kind(cls, width: int, bits: int | None, runs: Runs) -> SideKind:
         """Return what a head is like whose columns are quantised so."""
         return width
-
-    @classmethod
-    def why_not(cls, head: str, runs: Runs) -> str | None:
-        """Return why a head with these bits by column cannot be stored; None if it can."""
-        return None
 
     @classmethod
     def check_kinds(cls, kinds: Sequence[SideKind], widths: Sequence[int]) -> None:

@@ -7,27 +7,22 @@ A way to store tokens is one subclass of `KernelLayer`: it says whether a plan a
 to, so one store serves both.
 """
 
-import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvprof.kernels.checks import DTYPES
-from kvprof.kernels.planes import LARGEST_GROUP, STEP, RaggedLayout
+from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.step import (
     project_keys,
     project_step,
     project_values,
     store_values,
 )
-from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
-from kvprof.methods.tokens import quantises
+from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.matrices import Matrices, matrices_of
@@ -43,119 +38,15 @@ if TYPE_CHECKING:  # Triton is for Linux only
 
 __all__ = [
     "KernelLayer",
-    "LayerSpec",
-    "ages",
     "attended",
     "by_latent",
     "cut",
     "merged",
     "prefilled",
-    "refused_width",
 ]
 
-# --- A layer that is to run, and what no way to store tokens on the kernels can do.
-
-_WIDEST = 256
-_OLDEST = (8, 0)
 # Tokens of a prompt for which kernels are built as for any longer one.
 _REHEARSED = 192
-
-
-@dataclass(frozen=True, eq=False)
-class LayerSpec:
-    """A layer of a plan, and where and in what it is to run."""
-
-    plan: Plan
-    layer: LayerPlan
-    facts: LayerLayout  # the model's layer
-    device: torch.device
-    dtype: torch.dtype
-    #: Gives the rotary functions that the model may call in it; None where the model is not there
-    #: to be asked.
-    rotations: Callable[[], Sequence[Callable[..., Any]]] | None = None
-
-    @property
-    def groups(self) -> tuple[HeadGroup, ...]:
-        """The layer's head groups, of the keys and then of the values."""
-        return (*self.layer.keys.groups, *self.layer.values.groups)
-
-
-def ages(plan: Plan, layer: LayerPlan) -> bool:
-    """Whether a layer's tokens are not all stored alike at full precision."""
-    if quantises(plan, layer):
-        return True
-    groups = (*layer.keys.groups, *layer.values.groups)
-    uneven = any(len(set(group.ranks)) > 1 for group in groups)
-    return layer.sliding_window is None and uneven
-
-
-def refused_width(spec: LayerSpec) -> str | None:
-    """Return which head's width no plane has; None where there is none."""
-    for name, side in (("keys", spec.layer.keys), ("values", spec.layer.values)):
-        for group in side.groups:
-            if group.rank % STEP or group.rank > _WIDEST:
-                return (
-                    f"KV head {group.first} keeps {group.rank} columns of its {name}, and widths "
-                    f"are multiples of {STEP} to {_WIDEST}"
-                )
-    return None
-
-
-def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type not in ("cuda", "cpu"):
-        return f"there are kernels for CUDA and the CPU, none for {device.type}"
-    if dtype not in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        return f"the kernels compute in bfloat16, float16 or float32, not in {name}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if device.type == "cpu":
-        return None
-    if torch.version.hip is not None:
-        return "the kernels are for NVIDIA GPUs"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _OLDEST:
-        return (
-            f"the kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} (A100) or newer, and "
-            f"this GPU has {capability[0]}.{capability[1]}"
-        )
-    return None
-
-
-def _planned(spec: LayerSpec) -> str | None:
-    """Say what of the plan no kernel knows.
-
-    What a plan says of all layers counts only where it touches this one: levels and eviction stop
-    at a sliding window.
-    """
-    if spec.plan.across is not None:
-        if spec.plan.across.at_rest:
-            return "a prompt's cache is coded to be stored or moved, and not decoded from"
-        return "several layers share a latent, and a kernel reads one layer's"
-    if spec.layer.left_out:
-        return None
-    if spec.layer.keys.per_query_head:
-        return "each query head stores a key of its own, and the kernels share one per KV head"
-    if spec.plan.online_bases:
-        return "bases are found online, per sequence"
-    if spec.plan.lazy and not ages(spec.plan, spec.layer):
-        return "a lazy prefill attends exactly and compresses afterwards"
-    if spec.plan.eviction is not None and spec.layer.sliding_window is None:
-        return "tokens are evicted"
-    return None
-
-
-def _modelled(facts: LayerLayout) -> str | None:
-    if facts.position == "alibi":
-        return "ALiBi adds to the scores"
-    if facts.masked:
-        return "its mask hides more than what is later or out of its sliding window"
-    if facts.group > LARGEST_GROUP:
-        return f"{facts.group} query heads share a KV head, more than {LARGEST_GROUP}"
-    return None
-
-
-# --- A way to store tokens.
 
 
 class KernelLayer(ABC):
@@ -179,26 +70,6 @@ class KernelLayer(ABC):
         self._scales: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._scaled = any(group.scale != 1 for group in layer.values.groups)
         self._matrices: dict[tuple[torch.device, torch.dtype], Matrices] = {}
-
-    @classmethod
-    @abstractmethod
-    def stores(cls, spec: LayerSpec) -> bool:
-        """Return whether a plan asks for this way to store a layer's tokens."""
-
-    @classmethod
-    def why_not(cls, spec: LayerSpec) -> str | None:
-        """Return why a layer that is stored this way cannot run; None where it can."""
-        return (
-            _machine(spec.device, spec.dtype)
-            or _planned(spec)
-            or cls._own_reason(spec)
-            or _modelled(spec.facts)
-        )
-
-    @classmethod
-    def _own_reason(cls, spec: LayerSpec) -> str | None:
-        """Return what of a layer this way to store tokens alone cannot do."""
-        return None
 
     @abstractmethod
     def new_store(self, capacity: int | None) -> KernelStore:

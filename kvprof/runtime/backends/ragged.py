@@ -17,12 +17,11 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.layer import (
     KernelLayer,
-    LayerSpec,
     prefilled,
-    refused_width,
 )
 from kvprof.runtime.backends.slots import KernelPass
-from kvprof.runtime.backends.state import KernelState, KernelStore, check_room, next_capacity
+from kvprof.runtime.backends.state import KernelState, KernelStore, next_capacity
+from kvprof.runtime.cache import check_room
 from kvprof.runtime.rows import RowGroup, plain_part
 
 __all__ = ["PlaneKernelLayer", "PlaneStore", "RaggedKernelLayer", "planes_of", "rows_alike"]
@@ -244,16 +243,6 @@ class PlaneKernelLayer(KernelLayer):
 
 class RaggedKernelLayer(PlaneKernelLayer):
     """A layer whose heads each have planes of their own width, or a ring in a sliding window."""
-
-    @classmethod
-    def stores(cls, spec: LayerSpec) -> bool:
-        """Take every layer that nothing more special takes."""
-        return True
-
-    @classmethod
-    def why_not(cls, spec: LayerSpec) -> str | None:
-        """Return why a layer that is stored this way cannot run; None where it can."""
-        return super().why_not(spec) or refused_width(spec)
 
     def _attended(
         self,

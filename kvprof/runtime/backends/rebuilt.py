@@ -7,131 +7,36 @@ prompt's keys are rebuilt once, into planes that last as long as its attention: 
 rebuilt them for every block of queries would do so hundreds of times.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from inspect import unwrap
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprof.errors import FailedError, UsageError
-from kvprof.kernels.planes import LARGEST_GROUP, STEP, RaggedLayout, chunks
+from kvprof.errors import FailedError
+from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.kernels.project.step import project_queries
-from kvprof.kernels.reconstruct.form import halves
 from kvprof.methods.plan import LayerPlan, Plan
-from kvprof.methods.tokens import quantises
 from kvprof.models.interface import (
     Rotation,
     before_rotation,
-    text_decoder,
-    wrapped_rotations,
+    rotary_angles,
 )
 from kvprof.models.layout import LayerLayout
-from kvprof.models.load import LoadedModel
-from kvprof.runtime.backends.layer import LayerSpec, cut, prefilled
+from kvprof.runtime.backends.layer import cut, prefilled
 from kvprof.runtime.backends.matrices import by_head
 from kvprof.runtime.backends.ragged import PlaneKernelLayer, PlaneStore
+from kvprof.runtime.backends.rotary import RotaryForm, rotary_form
 from kvprof.runtime.backends.slots import KernelPass, SlotTable
 from kvprof.runtime.backends.state import KernelState
 from kvprof.runtime.clock import part
-from kvprof.runtime.rotary import angles, rebuilds
 from kvprof.runtime.tensors import is_capturing, unflatten
 
 __all__ = [
     "FoldedKernelLayer",
     "LatentKernelLayer",
     "RebuiltKernelLayer",
-    "RotaryForm",
-    "rotary_form",
-    "rotary_functions",
 ]
-
-# --- How a model's rotary function pairs columns and reads its tables, as the kernels have to
-# know it.
-#
-# The torch path calls the function itself; a kernel computes ``k1 cos - k2 sin`` and ``k2 cos +
-# k1 sin`` of every pair. Which columns are a pair, and where its angle lies in a table, is
-# found by calling the function with angles that are all different.
-
-
-_UNKNOWN = "keys are rotated in a form that the kernels do not know"
-
-
-@dataclass(frozen=True)
-class RotaryForm:
-    """How a rotary function works."""
-
-    width: int  # columns that turn, the first of a head
-    #: Whether neighbours are pairs (GLM, Cohere), and not column i and `width / 2 + i`.
-    interleaved: bool
-    stride: int  # pair i's angle is in column `i * stride` of a table
-
-    def pairs(self, table: Tensor) -> Tensor:
-        """Return a table's columns with one angle per pair, ``[..., width / 2]``: a view."""
-        return table[..., : self.width // 2 * self.stride : self.stride]
-
-    def rotated(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate ``[..., d]`` by angles ``[..., width / 2]``."""
-        first, second = halves(self.width, self.interleaved)
-        one, other = keys[..., first], keys[..., second]
-        result = keys.clone()
-        result[..., first] = one * cos - other * sin
-        result[..., second] = other * cos + one * sin
-        return result
-
-
-@lru_cache(maxsize=64)
-def rotary_form(function: Callable[..., Any], width: int, transposed: bool) -> RotaryForm | None:
-    """Find out how a function ``f(q, k, cos, sin)`` works; None where no kernel knows it."""
-    generator = torch.Generator().manual_seed(0)
-    angles = 6 * torch.rand(1, 3, width // 2, generator=generator, dtype=torch.float64)
-    keys = torch.randn(1, 1, 3, width, generator=generator, dtype=torch.float64)
-    for whole, stride in ((_twice, 1), (_doubled, 2), (_once, 1)):
-        cos, sin = whole(angles.cos()), whole(angles.sin())
-        given = keys.transpose(1, 2) if transposed else keys
-        try:
-            found = function(given, given, cos, sin)[1]
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            continue  # a function of other arguments, or a table of another width
-        if not isinstance(found, Tensor) or found.shape != given.shape:
-            continue
-        found = found.transpose(1, 2) if transposed else found
-        for interleaved in (False, True):
-            form = RotaryForm(width, interleaved, stride)
-            wanted = form.rotated(keys, form.pairs(cos), form.pairs(sin))
-            # Some functions compute in float32 whatever they get.
-            if torch.allclose(found.double(), wanted, atol=1e-4):
-                return form
-    return None
-
-
-def _twice(angles: Tensor) -> Tensor:
-    return torch.cat([angles, angles], dim=-1)
-
-
-def _doubled(angles: Tensor) -> Tensor:
-    return angles.repeat_interleave(2, dim=-1)
-
-
-def _once(angles: Tensor) -> Tensor:
-    return angles
-
-
-def rotary_functions(loaded: LoadedModel) -> tuple[Callable[..., Any], ...]:
-    """Return the rotary functions that a model's attention may call."""
-    functions: list[Callable[..., Any]] = []
-
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        # Another context may be watching the same function.
-        functions.append(unwrap(function))
-        return function
-
-    with wrapped_rotations(text_decoder(loaded.model), noted):
-        pass
-    return tuple(functions)
-
 
 # --- Latents that KV heads share: never rebuilt, or rebuilt from before RoPE.
 
@@ -146,32 +51,6 @@ class LatentKernelLayer(PlaneKernelLayer):
     #: What a plan asks for, as a refusal says it.
     what: str
 
-    @classmethod
-    def _own_reason(cls, spec: LayerSpec) -> str | None:
-        what, group = cls.what, spec.facts.group
-        if spec.layer.sliding_window is not None:
-            return f"{what} in a sliding window"
-        if quantises(spec.plan, spec.layer):
-            return f"{what} and latents are quantised"
-        if any(len(set(own.ranks)) > 1 for own in spec.groups):
-            return f"{what} and tokens are stored at several ranks (levels)"
-        sizes = sorted({own.heads for own in spec.groups})
-        if len(sizes) > 1:
-            return (
-                f"latents are shared by {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} KV "
-                "heads, and the kernels want the same number in all keys and values of a layer"
-            )
-        if sizes[0] * group > LARGEST_GROUP:
-            return f"{sizes[0] * group} query heads share a latent, more than {LARGEST_GROUP}"
-        for name, side in (("keys", spec.layer.keys), ("values", spec.layer.values)):
-            for own in side.groups:
-                if not _runs(own.rank):
-                    return (
-                        f"KV head {own.first} keeps {own.rank} columns of its {name}, and widths "
-                        f"are multiples of {STEP} to 256 and of {2 * STEP} to 512"
-                    )
-        return None
-
     def _shared(self, scoring: dict[str, Any], layout: RaggedLayout) -> dict[str, Any]:
         """Return sinks by latent, as the kernels over these planes take them."""
         sinks = scoring["sinks"]
@@ -180,23 +59,10 @@ class LatentKernelLayer(PlaneKernelLayer):
         return {**scoring, "sinks": sinks.reshape(layout.heads, layout.group)}
 
 
-def _runs(width: int) -> bool:
-    try:
-        chunks(width)
-    except UsageError:
-        return False
-    return True
-
-
 class FoldedKernelLayer(LatentKernelLayer):
     """A layer whose shared latents are met by queries as they are, and never rebuilt."""
 
     what = "heads share latents"
-
-    @classmethod
-    def stores(cls, spec: LayerSpec) -> bool:
-        """Whether KV heads share latents."""
-        return any(group.heads > 1 for group in spec.groups)
 
     def _attended(
         self,
@@ -242,30 +108,6 @@ class RebuiltKernelLayer(LatentKernelLayer):
         super().__init__(plan, layer, facts)
         self._steps: dict[tuple[torch.device, torch.dtype], Any] = {}
         self._key_ups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-
-    @classmethod
-    def stores(cls, spec: LayerSpec) -> bool:
-        """Whether keys are stored before RoPE, in a layer that has it."""
-        return rebuilds(spec.layer, spec.facts)
-
-    @classmethod
-    def why_not(cls, spec: LayerSpec) -> str | None:
-        """Return why a layer that is stored this way cannot run; None where it can."""
-        return super().why_not(spec) or _unknown_form(spec)
-
-    @classmethod
-    def _own_reason(cls, spec: LayerSpec) -> str | None:
-        facts = spec.facts
-        if (reason := super()._own_reason(spec)) is not None:
-            return reason
-        if not _runs(facts.qk_head_dim):
-            return f"keys are {facts.qk_head_dim} wide, and kernels rebuild multiples of {STEP}"
-        if facts.rotary_offset != 0 or facts.rotary_dim % 2:
-            return (
-                f"RoPE turns {facts.rotary_dim} columns from column {facts.rotary_offset} on, and "
-                "the kernels an even number of a head's first ones"
-            )
-        return None
 
     def _ups(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """Return what turns each group's latent into its keys, ``[n * d, r]``."""
@@ -359,7 +201,7 @@ class RebuiltKernelLayer(LatentKernelLayer):
             (states.transpose(1, 2) if transposed else states)[:, :, -_LOOKED_AT:]
             for states in (given, rotation.result[1])
         )
-        tables = angles(rotation, -1)
+        tables = rotary_angles(rotation, -1)
         cos, sin = (form.pairs(table)[:, None, -_LOOKED_AT:] for table in (tables.cos, tables.sin))
         apart = (form.rotated(before, cos, sin) - after).float().norm()
         if not bool(apart <= _FAR * after.float().norm()):
@@ -428,16 +270,3 @@ class RebuiltKernelLayer(LatentKernelLayer):
                 return known
             made = replace(known.form, batch=layout.batch, capacity=layout.capacity)
             return replace(known, form=made, groups=made.table().to(device))
-
-
-def _unknown_form(spec: LayerSpec) -> str | None:
-    """Say whether keys may be rotated in a form that the kernels do not know."""
-    if spec.rotations is None:
-        return None
-    # Which of several functions a layer calls is known only when it does.
-    facts = spec.facts
-    forms = {
-        rotary_form(function, facts.rotary_dim, facts.rotary_transposed)
-        for function in spec.rotations()
-    }
-    return None if len(forms) == 1 and None not in forms else _UNKNOWN

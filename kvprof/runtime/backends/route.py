@@ -2,53 +2,34 @@
 
 import os
 from concurrent.futures import as_completed
-from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.kernels.segments.geometries import FORMATS
+from kvprof.interrupt import Progress, silent
+from kvprof.kernels.segments.codes import FORMATS
 from kvprof.methods.plan import Plan
-from kvprof.methods.soundness import CENTRED
 from kvprof.models.interface import Rotation
-from kvprof.models.layout import ModelLayout
 from kvprof.models.load import LoadedModel
-from kvprof.progress import Progress, silent
-from kvprof.runtime.backends.layer import KernelLayer, LayerSpec
-from kvprof.runtime.backends.ragged import PlaneKernelLayer, RaggedKernelLayer
-from kvprof.runtime.backends.rebuilt import (
-    FoldedKernelLayer,
-    RebuiltKernelLayer,
-    rotary_functions,
-)
-from kvprof.runtime.backends.segments import SegmentKernelLayer
-from kvprof.runtime.backends.state import KernelStore, ModelKinds
+from kvprof.runtime.backends.support import LayerSpec, kernel_reasons, storage, why_not
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part
 from kvprof.runtime.layer import LayerRuntime
 from kvprof.runtime.masks import MaskFacts, masks
 
+if TYPE_CHECKING:
+    from kvprof.runtime.backends.layer import KernelLayer
+    from kvprof.runtime.backends.state import KernelState, KernelStore, ModelKinds
+
 __all__ = [
     "CHOICES",
-    "STORAGES",
     "KernelRoute",
     "choice",
     "few_kinds",
-    "kernel_facts",
-    "kernel_reasons",
     "storage_of",
-    "why_not",
 ]
-
-#: The ways to store tokens, tried in order: from the most special to the one that takes the rest.
-STORAGES: tuple[type[KernelLayer], ...] = (
-    RebuiltKernelLayer,
-    FoldedKernelLayer,
-    SegmentKernelLayer,
-    RaggedKernelLayer,
-)
 
 CHOICES = ("auto", "on", "off")
 
@@ -60,44 +41,6 @@ def choice(wanted: str | None) -> str:
     if found not in CHOICES:
         raise UsageError(f"{source} is {found!r}; choose from {', '.join(CHOICES)}")
     return found
-
-
-def storage_of(spec: LayerSpec) -> type[KernelLayer]:
-    """Return the way to store tokens that a plan asks for in a layer."""
-    return next(storage for storage in STORAGES if storage.stores(spec))
-
-
-def why_not(spec: LayerSpec) -> str | None:
-    """Return why a layer cannot run on the kernels; None where it can."""
-    if spec.layer.centre is not None:
-        return CENTRED
-    return storage_of(spec).why_not(spec)
-
-
-def kernel_reasons(
-    plan: Plan,
-    layout: ModelLayout,
-    device: torch.device,
-    dtype: torch.dtype,
-    loaded: LoadedModel | None = None,
-) -> list[str | None]:
-    """Return `why_not` of every layer."""
-    rotations = None if loaded is None else lru_cache(partial(rotary_functions, loaded))
-    return [
-        why_not(LayerSpec(plan, layer, facts, device, dtype, rotations))
-        for layer, facts in zip(plan.layers, layout.layers, strict=True)
-    ]
-
-
-def kernel_facts(plan: Plan, loaded: LoadedModel) -> dict[str, Any]:
-    """Return how many of a model's layers the kernels run with a plan, and why not the others."""
-    reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
-    refused = [reason for reason in reasons if reason is not None]
-    return {
-        "layers": len(reasons) - len(refused),
-        "of": len(reasons),
-        "reason": refused[0] if refused else None,
-    }
 
 
 # Measured on two shared cores of an EPYC, one layer of Llama-3.1-8B's shape, batch 1, one and two
@@ -121,6 +64,22 @@ _MOST_KINDS = 8
 _CAUSAL = ("full_attention", "sliding_attention")
 
 
+def storage_of(spec: LayerSpec) -> "type[KernelLayer]":
+    """Return the way to store tokens that a plan asks for in a layer."""
+    from kvprof.runtime.backends.ragged import RaggedKernelLayer
+    from kvprof.runtime.backends.rebuilt import FoldedKernelLayer, RebuiltKernelLayer
+    from kvprof.runtime.backends.segments import SegmentKernelLayer
+
+    match storage(spec):
+        case "rebuilt":
+            return RebuiltKernelLayer
+        case "folded":
+            return FoldedKernelLayer
+        case "segments":
+            return SegmentKernelLayer
+    return RaggedKernelLayer
+
+
 class KernelRoute:
     """The way through the kernels, for one model and plan."""
 
@@ -132,14 +91,14 @@ class KernelRoute:
         self._facts = loaded.layout.layers
         self._patterns = _patterns(loaded)
         device, dtype = loaded.device, loaded.dtype
-        asked = kernel_reasons(plan, loaded.layout, device, dtype, loaded)
         #: Per layer, why it does not run on the kernels.
-        self.reasons: list[str | None] = [
-            pattern or reason for pattern, reason in zip(self._patterns, asked, strict=True)
-        ]
-        if self.wanted == "off":
-            self.reasons = ["the kernels are switched off"] * len(self._facts)
-        elif self.wanted == "auto" and device.type == "cpu":
+        self.reasons: list[str | None] = ["the kernels are switched off"] * len(self._facts)
+        if self.wanted != "off":
+            asked = kernel_reasons(plan, loaded.layout, device, dtype, loaded)
+            self.reasons = [
+                pattern or reason for pattern, reason in zip(self._patterns, asked, strict=True)
+            ]
+        if self.wanted == "auto" and device.type == "cpu":
             self.least_tokens, self._short = _LEAST_ON_A_CPU, _SHORT_ON_A_CPU
             if dtype != torch.float32:
                 self.reasons = [reason or _HALF_ON_A_CPU for reason in self.reasons]
@@ -161,17 +120,23 @@ class KernelRoute:
     @property
     def notes(self) -> list[str]:
         """What is stored otherwise than the plan says, in words."""
+        if not self.used:
+            return []
         quantiser = self._plan.quantiser
         sides = [] if quantiser is None else [quantiser.keys, quantiser.values]
         groups = [x for y in self._plan.layers for x in (*y.keys.groups, *y.values.groups)]
         own = {bits for x in groups if len(x.column_bits) == 1 for _, bits in x.column_bits}
         by_head = quantiser is not None and quantiser.kind not in FORMATS and 3 in own
         three = by_head or any(side is not None and 3 in side.bits for side in sides)
-        return ["3 bits are stored in the kernels' container of 4"] if three and self.used else []
+        return ["3 bits are stored in the kernels' container of 4"] if three else []
 
     @property
-    def kinds(self) -> ModelKinds:
+    def kinds(self) -> "ModelKinds":
         """The kinds of head that one kernel for decoding serves in all layers."""
+        from kvprof.runtime.backends.ragged import PlaneKernelLayer
+        from kvprof.runtime.backends.segments import SegmentKernelLayer
+        from kvprof.runtime.backends.state import ModelKinds
+
         planes, segments = set(), set()
         for layer in self._layers:
             if isinstance(layer, PlaneKernelLayer):
@@ -185,7 +150,15 @@ class KernelRoute:
         """Whether any layer runs on the kernels."""
         return any(layer is not None for layer in self._layers)
 
-    def new_store(self, index: int, capacity: int | None) -> KernelStore | None:
+    def new_state(self) -> "KernelState | None":
+        """Return what a new cache's layers share; None where no layer runs on the kernels."""
+        if not self.used:
+            return None
+        from kvprof.runtime.backends.state import KernelState
+
+        return KernelState(self.kinds)
+
+    def new_store(self, index: int, capacity: int | None) -> "KernelStore | None":
         """Return a layer's empty store; None where it does not run on the kernels."""
         layer = self._layers[index]
         return None if layer is None else layer.new_store(capacity)
@@ -230,11 +203,7 @@ class KernelRoute:
         rotates, which its first pass shows.
         """
         self._compiled = True
-        layers = [
-            layer
-            for layer in self._layers
-            if layer is not None and not isinstance(layer, RebuiltKernelLayer)
-        ]
+        layers = [layer for layer in self._layers if layer is not None and layer.form != "latents"]
         if self._device.type != "cuda" or not layers:
             return 0
         from kvprof.kernels.dispatch import compiling_ahead  # Triton is for Linux only

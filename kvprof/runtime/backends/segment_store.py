@@ -7,16 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprof.kernels.planes import STEP, RaggedLayout, chunks, in_rows
+from kvprof.kernels.planes import RaggedLayout, chunks, in_rows
 from kvprof.kernels.segments.append import Addresses, addresses_of, read, read_scales, write
-from kvprof.kernels.segments.codes import Bits
-from kvprof.kernels.segments.geometries import FORMATS, geometry_of
+from kvprof.kernels.segments.codes import FORMATS, Bits
+from kvprof.kernels.segments.geometries import geometry_of
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
 from kvprof.kernels.segments.side import PLACES, SideKind, width_of
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
-from kvprof.runtime.backends.state import KernelStore, check_room, next_capacity
+from kvprof.runtime.backends.state import KernelStore, next_capacity
+from kvprof.runtime.cache import check_room
 
 __all__ = [
     "Format",
@@ -26,9 +27,6 @@ __all__ = [
     "formats_of",
     "kept_columns",
     "kinds_of",
-    "refused_bits",
-    "refused_heads",
-    "refused_quantiser",
     "rows_of",
     "shared_columns",
     "stages_of",
@@ -125,37 +123,6 @@ def stages_of(plan: Plan) -> Stages:
     return Stages(plan.levels, quantiser is not None, quantiser.window if quantiser else 0)
 
 
-def refused_quantiser(quantiser: Quantiser) -> str | None:
-    """Return why the kernels over segments do not store what a quantiser makes; None if they do."""
-    if quantiser.kind not in FORMATS and quantiser.kind != "affine":
-        return f"latents are quantised by {quantiser.kind}"
-    if quantiser.block != 1:
-        return f"tokens are quantised {quantiser.block} at a time"
-    if quantiser.kind in FORMATS:
-        geometry, kept = geometry_of(quantiser.kind), FORMATS[quantiser.kind].kept_dtype
-        if kept is not None and quantiser.scale_dtype != kept:
-            return f"scales are kept in {quantiser.scale_dtype}"
-        if geometry is not geometry_of(None) and None in (quantiser.keys, quantiser.values):
-            return f"only keys, or only values, have {geometry.words}"
-        return None
-    sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
-    if any(side.axis != "token" for side in sides):
-        return "scales are shared along a channel"
-    if any(side.clip is not None for side in sides):
-        return "rows are clipped before they are quantised"
-    if quantiser.scale_dtype != "float16":
-        return f"scales are kept in {quantiser.scale_dtype}"
-    groups = {side.group for side in sides}
-    if len(groups) > 1:
-        return "keys and values share scales in groups of unlike width"
-    if any(group is not None and group % STEP for group in groups):
-        return f"groups of {groups.pop()} columns share a scale, no multiple of {STEP}"
-    bits = {own for side in sides for own in side.bits} - FORMATS.keys()
-    if bits:
-        return f"latents are quantised to {bits.pop()} bits"
-    return None
-
-
 def stored_as(
     quantiser: Quantiser | None,
     side: SideQuantiser | None,
@@ -183,40 +150,6 @@ def kinds_of(
     own = side.bits[level] if side is not None and side.bits else None
     kind = geometry_of(bits).kind
     return tuple(kind(group.ranks[level], own, group.column_bits) for group in groups)
-
-
-def refused_heads(quantiser: Quantiser | None, groups: Iterable[HeadGroup]) -> str | None:
-    """Return why the kernels over segments do not store some heads; None if they do."""
-    kind = quantiser.kind if quantiser is not None and quantiser.kind in FORMATS else None
-    for group in groups:
-        head = f"KV head {group.first}"
-        for rank in group.ranks:
-            if rank % STEP:
-                return f"{head} keeps {rank} columns at a level, and widths are multiples of {STEP}"
-        if (reason := geometry_of(kind).why_not(head, group.column_bits)) is not None:
-            return reason
-    return None
-
-
-def refused_bits(quantiser: Quantiser | None, layer: LayerPlan) -> str | None:
-    """Return why the kernels over segments do not store heads with bits of their own.
-
-    None where they do: where all keys of a layer have the same, and all values.
-    """
-    if quantiser is None:
-        return None
-    by_width = quantiser.kind not in FORMATS or geometry_of(quantiser.kind).by_width
-    for name in ("keys", "values"):
-        side, groups = getattr(quantiser, name), getattr(layer, name).groups
-        quantised = {group.quantised for group in groups}
-        if side is not None and not by_width and quantised != {True}:
-            return f"{name} stay at full precision beside {geometry_of(quantiser.kind).words}"
-        bits = {group.column_bits[0][1] for group in groups if by_width and group.column_bits}
-        if len(quantised) > 1 or len(bits) > 1:
-            return f"the {name} of one layer have unlike bits"
-        if unknown := bits - FORMATS.keys():
-            return f"latents are quantised to {unknown.pop()} bits"
-    return None
 
 
 def formats_of(plan: Plan, layer: LayerPlan) -> list[Format]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
+from kvprof.kernels.planes import RaggedLayout, in_rows
 from kvprof.kernels.project.step import project_step
 from kvprof.kernels.segments.append import Addresses, addresses_of, write
 from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout
@@ -25,13 +25,10 @@ from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.layer import (
     KernelLayer,
-    LayerSpec,
-    ages,
     attended,
     by_latent,
     merged,
     prefilled,
-    refused_width,
 )
 from kvprof.runtime.backends.matrices import Matrices, exact_matrices
 from kvprof.runtime.backends.ragged import rows_alike
@@ -40,9 +37,6 @@ from kvprof.runtime.backends.segment_store import (
     cut_rows,
     fill_rows,
     formats_of,
-    refused_bits,
-    refused_heads,
-    refused_quantiser,
     rows_of,
     stages_of,
 )
@@ -55,20 +49,6 @@ from kvprof.runtime.rows import Part, RowGroup, plain_part
 from kvprof.runtime.tensors import aside, is_capturing
 
 __all__ = ["SegmentKernelLayer"]
-
-# --- Which ways of quantising, and which levels, the kernels over segments know.
-
-
-def _levels(plan: Plan) -> str | None:
-    levels = plan.levels
-    if len(levels.shares) > 2:
-        return f"there are {len(levels.shares)} levels of rank, more than 2"
-    if len(levels.shares) == 2:
-        if levels.batch != 1:
-            return f"tokens move down {levels.batch} at a time"
-        if plan.quantiser is not None and plan.quantiser.window:
-            return "levels are quantised but for a window of the newest tokens"
-    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,31 +91,6 @@ class SegmentKernelLayer(KernelLayer):
         self._moving = "quantise" if plan.quantiser is not None else "compress"
         self._exact: dict[tuple[torch.device, torch.dtype], Matrices] = {}
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
-
-    @classmethod
-    def stores(cls, spec: LayerSpec) -> bool:
-        """Whether a layer's tokens are not all stored alike at full precision."""
-        return ages(spec.plan, spec.layer)
-
-    @classmethod
-    def why_not(cls, spec: LayerSpec) -> str | None:
-        """Return why a layer that is stored this way cannot run; None where it can."""
-        return super().why_not(spec) or refused_width(spec)
-
-    @classmethod
-    def _own_reason(cls, spec: LayerSpec) -> str | None:
-        plan = spec.plan
-        if spec.layer.sliding_window is not None:
-            return "latents within a sliding window are quantised"
-        if spec.device.type == "cuda" and spec.dtype == torch.float32:
-            return "quantised tokens and levels run in bfloat16 or float16 on a GPU"
-        reason = _levels(plan) or (refused_quantiser(plan.quantiser) if plan.quantiser else None)
-        if reason is None and plan.lazy:
-            widths = spec.facts.qk_head_dim, spec.facts.v_head_dim
-            if any(width % STEP for width in widths):
-                reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
-        reason = reason or refused_bits(plan.quantiser, spec.layer)
-        return reason or refused_heads(plan.quantiser, spec.groups)
 
     @property
     def kinds(self) -> set[HeadKind]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.models.interface import Rotation
-from kvprof.runtime.rotary import RotaryTable, angles
+from kvprof.models.interface import RotaryTable, Rotation, rotary_angles
 from kvprof.runtime.tensors import is_capturing
 
 if TYPE_CHECKING:  # Triton is for Linux only
@@ -69,7 +68,7 @@ class KernelPass:
 # Rebuilt keys are rotated by the cosines and sines that the model's rotary function got in the pass
 # that the token came in: no position is computed here, so rows with positions of their own and
 # scalings that change with the length need nothing special. Tables are working memory, no part of
-# the cache (`kvprof.runtime.rotary`).
+# the cache (`RotaryTable`).
 
 
 @dataclass(eq=False)
@@ -164,7 +163,7 @@ class SlotTables:
         dtype: torch.dtype,
     ) -> SlotTable:
         """Return a layer's table with the angles of the pass under way."""
-        given = angles(rotation, -1)
+        given = rotary_angles(rotation, -1)
         source = rotation.args[2] if len(rotation.args) > 2 else rotation.kwargs["cos"]
 
         def written() -> tuple[Tensor, SlotTable]:

@@ -27,7 +27,6 @@ __all__ = [
     "KernelState",
     "KernelStore",
     "ModelKinds",
-    "check_room",
     "next_capacity",
 ]
 
@@ -45,12 +44,6 @@ def next_capacity(held: int, wanted: int, reach: int | None) -> int:
         # compiled anew for a room of another divisibility.
         return -(-min(2 * wanted, reach) // _TILE) * _TILE
     return -(-max(wanted, 2 * held) // _TILE) * _TILE
-
-
-def check_room(capacity: int | None, tokens: int) -> None:
-    """Refuse more tokens than a static cache of `capacity` tokens has room for."""
-    if capacity is not None and tokens > capacity:
-        raise UsageError(f"the static cache has room for {capacity} tokens, not for {tokens}")
 
 
 class KernelStore(ABC):

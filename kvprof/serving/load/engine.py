@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 
-from kvprof.leash import die_with_parent
+from kvprof.child import die_with_parent
 
 __all__ = ["main"]
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvprof.child import module_command
+from kvprof.child import Leash, module_command
 from kvprof.errors import FailedError, LackingError
-from kvprof.leash import Leash
 from kvprof.printable import printable
 from kvprof.serving.load.http import Address
 from kvprof.serving.settings import RUNNER_VARIABLE, model_runner, option_value

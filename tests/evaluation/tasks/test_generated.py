@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprof.evaluation.tasks.items import Question, Scoring, TaskItem, scored, string_match_all
+from kvprof.evaluation.data import Question, Scoring, TaskItem, scored, string_match_all
 from kvprof.evaluation.tasks.prompts import Fitted, PromptWriter, largest_fitting
 from kvprof.evaluation.tasks.registry import (
     ALIKE,

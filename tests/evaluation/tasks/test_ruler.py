@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from kvprof.errors import UsageError
+from kvprof.evaluation.data import Question, Scoring, scored
 from kvprof.evaluation.tasks import ruler
-from kvprof.evaluation.tasks.items import Question, Scoring, scored
 from kvprof.evaluation.tasks.registry import GROUPS, TASKS, parse_tasks, select_tasks
 from kvprof.evaluation.tasks.ruler import RULER
 from kvprof.models.load import LoadedModel, load_model

@@ -14,7 +14,7 @@ from kvprof.kernels.reconstruct.pages import page_rebuild
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
 from kvprof.kernels.tables import Part
-from kvprof.runtime.backends.rebuilt import RotaryForm
+from kvprof.runtime.backends.rotary import RotaryForm
 from tests.kernels.folded import folded_queries
 from tests.kernels.numbers import error
 
