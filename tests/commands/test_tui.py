@@ -83,40 +83,6 @@ class TestWithoutATerminal:
 
 
 class TestBadInput:
-    @pytest.mark.parametrize(
-        ("arguments", "line"),
-        [
-            (("tui", "missing"), "missing: no such file"),
-            (("tui", "--demo", "run"), "--demo cannot be combined with run"),
-            (("tui", "run", "--speed", "0"), "--speed 0 is not above 0"),
-            (("tui", "run", "--speed", "nan"), "--speed nan is not above 0"),
-            (("tui", "--speed", "2"), "--speed requires"),
-            (("tui", "--", "bench", "--seq", "4k"), "starts bench --jct or bench --load"),
-            (("tui", "--", "spectrum", "--jct"), "starts bench --jct or bench --load"),
-            (("tui", "one", "two"), "starts bench --jct or bench --load"),
-            (("tui", "bench"), "starts bench --jct or bench --load"),
-        ],
-    )
-    def test_what_makes_no_sense_is_said(self, arguments, line, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        done = kvprof(*arguments)
-        assert done.code == 2
-        assert line in done.error
-
-    def test_a_folder_without_a_run_is_said(self, tmp_path):
-        done = kvprof("tui", tmp_path)
-        assert done.code == 2
-        assert "neither result.json nor" in done.error
-        assert ": showing the report instead of the live view" not in done.stderr
-
-    def test_a_newer_record_is_refused(self, run):
-        lines = (run / "events.jsonl").read_text().splitlines()
-        lines[0] = lines[0].replace("kvprof-events/", "kvprof-events/9")
-        (run / "events.jsonl").write_text("\n".join(lines) + "\n")
-        done = kvprof("tui", run)
-        assert done.code == 1
-        assert "written by a newer kvprof" in done.error
-
     def test_a_truncated_record_is_printed_up_to_the_damage(self, run):
         whole = (run / "events.jsonl").read_bytes()
         (run / "events.jsonl").write_bytes(whole[: len(whole) // 2])
@@ -276,10 +242,3 @@ def test_in_a_terminal_a_failing_measurement_is_the_exit_code(tmp_path):
     assert terminal.exit_code() == 2
     assert b"--no-such-option" in terminal.seen
     assert list(Path(tmp_path).glob("kvprof/runs/*")) == []
-
-
-def test_a_file_is_no_folder_to_measure_into(tmp_path):
-    notes = tmp_path / "notes"
-    notes.write_text("mine")
-    done = kvprof("tui", "--", "bench", "--jct", "--out", notes)
-    assert (done.code, done.error) == (2, f"kvprof: --out {notes} is a file; name a folder")

@@ -58,18 +58,7 @@ def test_stability_of_the_reference_model_finds_a_noise_floor_below_the_data(
 def test_ctrl_c_from_the_terminal_keeps_the_result(tmp_path: Path) -> None:
     path = tmp_path / "partial.json"
     process = subprocess.Popen(
-        [
-            *KVPROF,
-            "spectrum",
-            "--tokens",
-            "16M",
-            "--seq-len",
-            "256",
-            "--batch-size",
-            "1",
-            "--json",
-            str(path),
-        ],
+        [*KVPROF, *words_of(f"spectrum --tokens 16M --seq-len 256 --batch-size 1 --json {path}")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
