@@ -100,7 +100,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
     ],
     "plan": [
         ("", "--method"),
-        ("--method fdc", "--rate"),
+        *((f"--method {name}", "--rate") for name in ("fdc", "kivi")),
         ("--method nothing --rate 0.5", "'nothing'"),
         ("--method fdc --rate 1", "--rate 1"),
         ("--fit 80GB", "kvprof advise"),
@@ -415,6 +415,7 @@ LATE = (
     "--ranks 64",
     "--ranks 16",
     "skip=3",
+    "--method kivi",
     "--calibrate notes",
     "ids.npy",
 )

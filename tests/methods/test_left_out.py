@@ -187,11 +187,6 @@ def test_layers_that_there_are_none_of_are_refused(skip: Any, complaint: str) ->
         plan_family("kq", inputs(), **FINE, skip=skip)
 
 
-def test_full_has_nothing_to_leave_out() -> None:
-    with pytest.raises(UsageError, match="full has no option skip"):
-        plan_family("full", inputs(), skip=(0,))
-
-
 def test_a_list_of_methods_may_hold_lists_of_layers() -> None:
     text = "fdc,kq:grid=32,skip=0,1,-1,palu:skip=2,tale+kivi:bits=2,4,h2o"
     assert [(method, written) for _, method, written in method_entries(text)] == [
