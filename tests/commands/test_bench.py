@@ -116,14 +116,6 @@ def test_every_option_arrives(measured: Recorder, tmp_path: Path) -> None:
 # --- what it leaves ---------------------------------------------------------------------------
 
 
-def test_the_report_goes_to_stdout_and_progress_to_stderr(measured: Recorder) -> None:
-    done = kvprof("bench", "--device", "cpu")
-    assert "Decode, batch 1, 100k tokens" in done.stdout
-    assert "samples spread by 12 %" in done.stdout
-    assert "decode …" in done.stderr
-    assert "decode …" not in done.stdout
-
-
 def test_the_result_is_whole_and_holds_no_path(measured: Recorder, tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = kvprof("bench", "--device", "cpu", "--ranks", tmp_path / "my.json", "--out", run)
@@ -159,15 +151,6 @@ def test_json_and_csv_take_stdout_from_the_report(measured: Recorder) -> None:
         *DEFAULT_METHODS,
         "fdc-4bit",
     ]
-
-
-def test_figures(measured: Recorder, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="figures need the extra plot")
-    svg, png = tmp_path / "b.svg", tmp_path / "b.png"
-    done = kvprof("bench", "--device", "cpu", "--svg", svg, "--png", png)
-    assert done.code == 0, done.stderr
-    assert svg.read_text().lstrip().startswith("<?xml")
-    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_ctrl_c_keeps_what_was_measured(measured: Recorder, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("--removal 0.1,-0.1", "-0.1"),
         ("--skip-first 200 --seq-len 64", "--skip-first"),
         ("--source nothing", "'nothing'"),
+        ("--source empty", "is a folder"),
         *((f"--source random:{count}", "random:") for count in ("0", "-3", "many", "1.0001")),
         ("--text missing.txt", "missing.txt"),
         ("--text short.txt --tokens 512", "short.txt"),
@@ -374,7 +375,8 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
             (line, "starts bench --jct or bench --load")
             for line in ("-- bench --seq 4k", "-- spectrum --jct", "one two", "bench")
         ),
-        ("-- bench --jct --out notes.txt", "notes.txt"),
+        ("-- bench --jct --out notes.txt", "is a file"),
+        *((f"-- bench --jct --out{by}newer", "events.jsonl exists") for by in " ="),
     ],
     "show": [*NO_RUNS, ("--json -", "--json")],
     "compare": [

@@ -82,22 +82,6 @@ class TestWithoutATerminal:
         assert "the report of bench --jct --model" in capfd.readouterr().out
 
 
-class TestBadInput:
-    def test_a_truncated_record_is_printed_up_to_the_damage(self, run):
-        whole = (run / "events.jsonl").read_bytes()
-        (run / "events.jsonl").write_bytes(whole[: len(whole) // 2])
-        done = kvprof("tui", run)
-        assert done.code == 0
-        assert "is damaged or cut off" in done.stderr
-        assert "INCOMPLETE" in done.stdout
-
-    def test_a_record_is_not_overwritten_without_force(self, fake, run):
-        done = kvprof("tui", "--", "bench", "--jct", "--out", run)
-        assert done.code == 2
-        assert "events.jsonl exists" in done.error
-        assert kvprof("tui", "--", "bench", "--jct", f"--out={run}").code == 2
-
-
 class TestOpening:
     def test_a_result_of_another_kind_has_no_live_view(self):
         from kvprof.commands.tui import open_run

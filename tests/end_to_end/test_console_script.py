@@ -13,12 +13,12 @@ def test_spectrum_of_the_reference_model(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     path = tmp_path / "spectrum.json"
-    done = kvprof("spectrum", "--tokens", "2k", "--json", path)
+    done = kvprof("spectrum", "--tokens", "1k", "--json", path)
     assert done.code == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
     result = json.loads(path.read_text())
-    assert result["inputs"]["tokens"] == 2048
+    assert result["inputs"]["tokens"] == 1024
     pair = result["data"]["pairs"]["qk"]
     assert len(pair["singular_values"]) >= 6
     assert {len(layer) for layer in pair["singular_values"]} == {4}

@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there(tmp_path):
         load_moments(tmp_path)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file_is_refused(saved, tmp_path_factory, share):
     path = tmp_path_factory.mktemp("cut") / "m.safetensors"
@@ -134,7 +134,7 @@ def test_a_truncated_file_is_refused(saved, tmp_path_factory, share):
     assert said.startswith("m.safetensors: ")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), header=st.booleans())
 def test_a_flipped_bit_anywhere_is_refused(saved, tmp_path_factory, share, bit, header):
     path = tmp_path_factory.mktemp("flip") / "m.safetensors"

@@ -157,11 +157,6 @@ def test_what_is_wrong_with_a_file_is_named(content: bytes, said: str, tmp_path:
     assert "\n" not in str(caught.value)
 
 
-def test_no_such_file_is_wrong_usage(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such file"):
-        read_result(tmp_path / "nowhere.json")
-
-
 # --- writing --------------------------------------------------------------------------------
 
 

@@ -100,6 +100,8 @@ def test_what_is_no_utf8_and_what_cannot_be_read(tmp_path):
             texts(written(tmp_path, name, b"fine\n\xff\xfe\n"))
     with pytest.raises(FailedError, match="cannot be read"):
         texts(tmp_path)
+    with pytest.raises(FailedError, match="cannot be read"):
+        every_id(written(tmp_path, "a.ids", b"\xff\xfe\x00"))
 
 
 def test_documents_are_read_as_far_as_they_are_needed(tmp_path):
@@ -201,11 +203,6 @@ def test_a_line_that_is_no_sequence_of_ids_is_named(tmp_path, line):
     path = written(tmp_path, "a.ids", f"1 2\n{line}\n")
     with pytest.raises(FailedError, match=r"^a\.ids:2: .*is not a sequence of whole numbers"):
         every_id(path)
-
-
-def test_ids_that_are_no_text(tmp_path):
-    with pytest.raises(FailedError, match="cannot be read as lines of token ids"):
-        every_id(written(tmp_path, "a.ids", b"\xff\xfe\x00"))
 
 
 @settings(deadline=None, max_examples=200)
