@@ -204,12 +204,6 @@ def test_a_saved_plan_knows_what_is_left_out(tmp_path: Any) -> None:
     assert [layer.left_out for layer in load_plan(tmp_path / "plan").layers] == [False, True, False]
 
 
-def test_a_layer_cannot_be_left_out_and_compressed() -> None:
-    plan = plan_of("kq")
-    with pytest.raises(UsageError, match="layer 0 is left out, and compressed all the same"):
-        replace(plan, layers=(replace(plan.layers[0], left_out=True), *plan.layers[1:]))
-
-
 def test_pages_are_not_served_of_two_sizes() -> None:
     assert refusal(plan_of("kq", 1)) is None
     assert "layers are left out" in str(refusal(plan_of("fp8", 1)))

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
@@ -172,11 +172,9 @@ _BASES = {
 }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(stored=mutations(_WHOLE))
-def test_a_forged_plan_is_read_or_refused_in_one_line(tmp_path_factory, stored):
-    path = tmp_path_factory.mktemp("forged") / "p"
-    save_tensors(path, _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
+def read_or_refused_in_one_line(folder, bases, stored):
+    path = folder / "p"
+    save_tensors(path, bases, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     try:
         plan = load_plan(path)
     except FailedError as problem:
@@ -187,6 +185,12 @@ def test_a_forged_plan_is_read_or_refused_in_one_line(tmp_path_factory, stored):
     assert told.startswith("p: ")
     assert "\n" not in told
     assert len(told) < 500
+
+
+@settings(max_examples=60)
+@given(stored=mutations(_WHOLE))
+def test_a_forged_plan_is_read_or_refused_in_one_line(tmp_path_factory, stored):
+    read_or_refused_in_one_line(tmp_path_factory.mktemp("forged"), _BASES, stored)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ from kvprof.records.files import (
 from tests.records.sample import spectrum_result, stability_result
 
 WHOLE = render_result(spectrum_result()).encode()
-IN_ONE_FOLDER = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
-)
+IN_ONE_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("result", [spectrum_result(), stability_result()])
