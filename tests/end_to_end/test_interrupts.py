@@ -25,7 +25,7 @@ SECONDS = 30
 COMMANDS = {
     "plan": ("plan --method kq --rate 30% --calibrate random:10m", "calibrating", 0.5),
     "eval": ("eval --method full --sequences 400 --tasks none", "evaluating", 1),
-    "jct": ("bench --jct --method full --output-len 900 --repeats 50", '"case_started"', 2),
+    "jct": ("bench --jct --method full --output-len 900 --repeats 50", '"case_started"', 1),
     "load": ("bench --load --simulate --lengths arxiv --requests 200000", "requests in", 0.5),
     "recipe": ("recipe run fdc-table-3", "recipes", 2),
 }
