@@ -16,7 +16,7 @@ from kvprof.commands import tui
 from kvprof.errors import LackingError, UsageError
 from kvprof.records.files import write_result
 from kvprof.records.fold import result_of
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 from tests.records.streams import stream, write
 
 FAKE = """
@@ -210,17 +210,8 @@ def test_a_view_that_is_killed_gives_the_terminal_back(run):
 
 def test_in_a_terminal_a_failing_measurement_is_the_exit_code(tmp_path):
     """The real command, which refuses its options; nothing is left in the user's data."""
-    terminal = Terminal(
-        sys.executable,
-        "-m",
-        "kvprof",
-        "tui",
-        "--",
-        "bench",
-        "--jct",
-        "--no-such-option",
-        XDG_DATA_HOME=str(tmp_path),
-    )
+    words = words_of("-m kvprof tui -- bench --jct --no-such-option")
+    terminal = Terminal(sys.executable, *words, XDG_DATA_HOME=str(tmp_path))
     terminal.until("measurement failed")
     terminal.press("q")
     assert terminal.exit_code() == 2

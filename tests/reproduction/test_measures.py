@@ -283,7 +283,7 @@ def test_a_largest_rate_that_nothing_bounds_decides_nothing():
     one = Measure("more", cell="load", data="methods[method=fdc].ratio")
 
     def result(*rates):
-        many = load_stream(rates=rates, requests=1500, lengths="in=2k,out=50", objective={})
+        many = load_stream(rates=rates, requests=4000, lengths="in=2k,out=50", objective={})
         return result_of(many)
 
     def measured(result, **changes):
