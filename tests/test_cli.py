@@ -322,24 +322,6 @@ def test_a_commands_own_exit_code_is_kept_without_a_word(command: Any) -> None:
 # --- as a process ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("spectrum", "--tokens", "1000g"), "--tokens: 1000g is above"),
-        (("spectrum", "x" * 300), "File name too long"),
-        (("eval", "--rate", "0.25", "--rate", "0.75"), "--rate is given 2 times"),
-        (("recipe", "run", "fdc-*", "--out", "a", "--out", "b"), "--out is given 2 times"),
-        (("generate", "--prompt", "x", "--method", "kq,fdc", "--rate", "30%"), "kq,fdc"),
-        (("plan", "--method", "kq", "--methods", "fdc", "--rate", "30%"), "kq,fdc"),
-        (("serve", "--methods", "kq", "--method", "fdc"), "kq,fdc"),
-    ],
-)
-def test_what_no_command_can_do_anything_with(arguments: tuple[Any, ...], words: str) -> None:
-    done = kvprof(*arguments)
-    assert done.code == 2
-    assert words in done.error
-
-
 def test_what_went_is_refused_with_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     went = {"bench --went": "kvprof show does it", "gone": "kvprof plan does it"}
     monkeypatch.setattr("kvprof.commands.options.GONE", went)
@@ -369,13 +351,6 @@ def test_bytes_that_are_no_text_are_refused_by_their_options_name(tmp_path: Path
     named = tmp_path / "a\udcff.ids"  # what a file is called is its own matter
     named.write_text("1 2 3\n")
     assert "UTF-8" not in kvprof("spectrum", "--source", named, "--tokens", 99).error
-
-
-@pytest.mark.parametrize("name", ["a" * 200, f"x/{'a' * 200}", f"{'a' * 200}/x", "a--b", "a.git"])
-def test_what_the_hub_takes_for_no_name_is_told(name: str) -> None:
-    done = kvprof("spectrum", name)
-    assert done.code == ExitCode.USAGE
-    assert name in done.error
 
 
 @pytest.mark.parametrize(("command", "megabytes"), [("spectrum", 300), ("eval", 1000)])

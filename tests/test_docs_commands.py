@@ -141,8 +141,8 @@ MADE = {
 def folder(tmp_path_factory: pytest.TempPathFactory, short_splits: Path) -> Iterator[Path]:
     """Return the folder that all lines run in, with a text of the reader's own.
 
-    Where a line says nothing of it, few tokens are calibrated on, and splits are short. The model
-    that ships has four of its six layers: a first, a last, and as many between.
+    Where a line says nothing of it, few tokens are calibrated and evaluated on, and splits are
+    short. The model that ships has three of its six layers: a first, a last, and one between.
     """
     path = tmp_path_factory.mktemp("documentation")
     _SAID.clear()  # of an earlier folder, to whose lines a worker comes back
@@ -156,8 +156,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, short_splits: Path) -> Iter
         share_moments(patch)
         # Whether Triton works here is found out once: a compiler is started for it.
         patch.setattr("kvprof.commands.doctor.probe_triton", cache(probe_triton))
-        few_layers(patch, tmp_path_factory.mktemp("reference"), 4)
+        few_layers(patch, tmp_path_factory.mktemp("reference"), 3)
         patch.setattr("kvprof.evaluation.data._SPLITS", short_splits)
+        patch.setattr("kvprof.evaluation.data._CPU_SHAPE", (32, 64))
         patch.chdir(path)
         yield path
 

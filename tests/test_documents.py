@@ -28,16 +28,6 @@ def test_relative_links_resolve(path: Path) -> None:
     assert not re.search(r"^(SAMPLE|TODO|TBD)\b", text, re.MULTILINE)
 
 
-def test_every_command_of_the_readme_exists() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    used = {
-        m for block in blocks for m in re.findall(r"(?:^|&& \.venv/bin/)kvprof (\w+)", block, re.M)
-    }
-    assert used
-    assert used <= {entry.name for entry in COMMANDS}
-
-
 def test_every_command_and_method_has_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

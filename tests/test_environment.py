@@ -157,18 +157,12 @@ def test_the_memory_is_the_containers_where_that_is_lower(monkeypatch: pytest.Mo
         assert environment.memory_bytes() == expected * 2**30
 
 
-@pytest.mark.parametrize(("limit", "threads"), [("200000 100000", 2), ("50000 100000", 1)])
+@pytest.mark.parametrize(
+    ("limit", "threads"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64)]
+)
 def test_a_containers_share_of_the_processor_counts(
     monkeypatch: pytest.MonkeyPatch, limit: str, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
     monkeypatch.setattr(Path, "read_text", lambda _self, _encoding=None: limit)
     assert environment.usable_threads() == threads
-
-
-def test_without_a_limit_every_core_that_may_be_used_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
-    monkeypatch.setattr(Path, "read_text", lambda _self, _encoding=None: "max 100000")
-    assert environment.usable_threads() == 64

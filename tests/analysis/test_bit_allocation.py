@@ -45,7 +45,7 @@ def lost(targets, given, weights):
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 9999), st.integers(1, 2), st.integers(2, 6), st.floats(0, 1))
 def test_no_choice_of_as_many_bits_loses_less(seed, heads, width, knob):
     """All of 5^columns choices, in any order of bits; what a step leaves over is not spent."""
@@ -70,7 +70,7 @@ def test_no_choice_of_as_many_bits_loses_less(seed, heads, width, knob):
         assert own <= found * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 9999),
     st.integers(2, 16),
@@ -112,7 +112,7 @@ def test_nor_does_any_choice_of_whole_blocks(seed, block, widths, knob):
     assert own <= least * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 9999), st.integers(1, 4), st.floats(0, 1))
 def test_nor_does_any_choice_that_heads_share(seed, width, knob):
     """Four heads, two names: 5^columns choices for each name, of as many bits."""
@@ -143,7 +143,7 @@ def test_nor_does_any_choice_that_heads_share(seed, width, knob):
     assert own <= least * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 9999), st.integers(1, 5), st.floats(0, 1))
 def test_bits_never_grow_along_a_latent_and_its_runs_are_whole_blocks(seed, block, knob):
     targets, weights = drawn(seed, 4, 11)

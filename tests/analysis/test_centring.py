@@ -29,7 +29,7 @@ def turned(x: Tensor, pairs: list[tuple[int, int, int, int]], cos: Tensor, sin: 
     return result
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     width=st.sampled_from([6, 8]),
     rotated=st.sampled_from([0, 4, 6]),

@@ -41,7 +41,7 @@ batches = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shapes=batches,
     kv_heads=st.integers(1, 3),

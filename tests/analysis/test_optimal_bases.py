@@ -35,7 +35,7 @@ def product_error(queries, keys, down, up, rank):
     return float(((queries @ (keys - kept).T) ** 2).sum()) / TOKENS**2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10_000),
     st.sampled_from([3, 8, 16]),

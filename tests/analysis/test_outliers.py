@@ -20,7 +20,7 @@ def vectors(seed: int, spread: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 999), spread=st.floats(0, 6), octave=st.integers(-12, 12))
 def test_shares_are_those_of_the_values_themselves(
     dtype: torch.dtype, seed: int, spread: float, octave: int
@@ -39,7 +39,7 @@ def test_shares_are_those_of_the_values_themselves(
         assert flushed[head] == pytest.approx(wanted, abs=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 999), spread=st.floats(0, 6))
 def test_scales_are_the_least_powers_of_two_that_hold_twice_the_largest(
     seed: int, spread: float

@@ -81,7 +81,7 @@ def test_fisher_refuses_what_is_no_importance(importance):
         fisher_ranks([target([1, 1]), target([1, 1])], 0.5, FREE, importance)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.floats(0.0, 10.0), min_size=4, max_size=4), min_size=2, max_size=3),
     st.lists(st.floats(0.1, 5.0), min_size=3, max_size=3),
@@ -126,7 +126,7 @@ def test_budget_needs_a_sensitivity_for_each():
 
 @pytest.mark.parametrize("allocate", [removal_ranks_of, uniform_ranks, tail_ranks])
 @given(rates=st.lists(st.floats(0, 1), min_size=2, max_size=2))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_ranks_never_grow_with_the_knob(allocate, rates):
     targets = [target([5, 3, 2, 1, 0.5]), target([1, 1, 1, 1, 1], group=1)]
     low, high = sorted(rates)

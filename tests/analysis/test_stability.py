@@ -58,7 +58,7 @@ def cluster_aligned(source, target, groups) -> np.ndarray:
     return align_clusters(tensor(source)[None], tensor(target)[None], starts)[0].numpy()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     width=st.integers(2, 12),
     rank=st.integers(1, 11),
@@ -89,7 +89,7 @@ def test_a_rotation_across_the_cut_has_its_closed_form(width, rank, angle, seed)
         assert float(extra.energy[r]) == pytest.approx(wanted, **EXACT)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(width=st.integers(2, 10), seed=st.integers(0, 99))
 def test_figures_of_any_two_bases_equal_projectors_and_scipy_angles(width, seed):
     source, target = haar(width, seed), haar(width, seed + 1000)
@@ -220,7 +220,6 @@ def test_alignment_of_many_heads_uses_each_heads_own_clusters():
     assert float((aligned - tensor(target)).abs().max()) < 1e-13
 
 
-@settings(deadline=None)
 @given(
     width=st.integers(1, 80),
     seed=st.integers(0, 99),
@@ -334,7 +333,7 @@ def test_extra_is_relative_above_the_floor_and_absolute_below():
     assert found == pytest.approx([0.1, 1 / 1.0001, 1e-6, 1e-7, 1e-8], rel=1e-9)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(width=st.integers(2, 8), seed=st.integers(0, 99))
 def test_the_cost_equals_projecting_the_vectors_themselves(width, seed):
     generator = np.random.default_rng(seed)

@@ -83,7 +83,7 @@ def test_small_cases_against_every_choice():
 
 
 @given(st.integers(0, 10_000), st.integers(2, 24), st.floats(0.15, 0.95))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_more_kinds_never_lose_more_and_the_budget_is_used(seed, heads, share):
     lattice = drawn(seed, heads, 4)
     budget = float(STEP * max(2 * heads, round(share * 8 * heads)))

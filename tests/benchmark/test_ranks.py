@@ -29,7 +29,7 @@ def rate_of(widths, shape):
     return 1 - sum(widths.keys + widths.values) / (2 * shape.num_kv_heads * shape.head_dim)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(shape_names()),
     st.floats(0, 0.75),
@@ -183,7 +183,7 @@ def test_unknown_methods_are_refused(name):
 # --- Few kinds of head, and layers that are unlike.
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(shape_names()),
     st.floats(0, 0.7),

@@ -14,6 +14,7 @@ from kvprof.records.result import build_result
 from kvprof.records.schema import validate_result
 from tests.benchmark.folder import save_config
 from tests.records.sample import ENVIRONMENT
+from tests.views.synthetic_bench import bench_result
 
 KEYS = {
     "method", "phase", "batch", "seq", "dtype", "schedule", "ranks", "rate", "seconds",
@@ -117,19 +118,7 @@ def test_the_result_is_valid_and_says_what_does_not_run(small_run):
         environment=ENVIRONMENT,
         data=data,
         warnings=warnings,
-        inputs={
-            "model": "small",
-            "seqs": [300],
-            "batches": [1, 2],
-            "rate": 0.5,
-            "ranks": None,
-            "phases": ["decode"],
-            "methods": ["full"],
-            "dtype": "float32",
-            "repeats": 3,
-            "device": "cpu",
-            "seed": 0,
-        },
+        inputs=bench_result()["inputs"],
     )
     validate_result(result)
     for entry in data["baselines"]:
@@ -150,35 +139,25 @@ def test_a_method_without_memory_leaves_the_others(folder, monkeypatch):
     assert any("fdc, decode" in text and "would fit" in text for text in warnings)
 
 
-def test_another_error_is_told_as_what_it_is(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("problem", "told", "stops"),
+    [
+        (RuntimeError("a bug\nand much more about it"), "a bug", False),
+        (UsageError("no such width"), "no such width", False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None, True),
+    ],
+)
+def test_what_cannot_be_made_is_told_and_leaves_the_rows_that_are(
+    folder, monkeypatch, problem, told, stops
+):
     def broken(*_, **__):
-        raise RuntimeError("a bug\nand much more about it")
+        raise problem
 
     monkeypatch.setattr(point_module, "build_case", broken)
     data, warnings = run_bench(request_for(folder))
     assert [row["method"] for row in data["rows"]] == ["full"]
-    assert any(text.endswith("it failed: a bug") for text in warnings)
-    assert data["stopped"] is None
-
-
-def test_a_gpu_that_stops_ends_the_run_and_keeps_its_rows(folder, monkeypatch):
-    def lost(*_, **__):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(point_module, "build_case", lost)
-    data, _ = run_bench(request_for(folder))
-    assert [row["method"] for row in data["rows"]] == ["full"]
-    assert "illegal memory access" in data["stopped"]
-
-
-def test_a_kernel_that_refuses_is_told_and_left_out(folder, monkeypatch):
-    def refuses(*_, **__):
-        raise UsageError("no such width")
-
-    monkeypatch.setattr(point_module, "build_case", refuses)
-    data, warnings = run_bench(request_for(folder))
-    assert [row["method"] for row in data["rows"]] == ["full"]
-    assert any(text.endswith("not measured: no such width") for text in warnings)
+    assert told is None or any(text.endswith(f": {told}") for text in warnings)
+    assert ("illegal memory access" in (data["stopped"] or "")) is stops
 
 
 def test_an_interrupted_run_keeps_its_complete_rows(folder, monkeypatch):

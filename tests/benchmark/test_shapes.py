@@ -97,8 +97,6 @@ def test_a_config_whose_model_cannot_run_compressed_says_why(arch, reason, tmp_p
 
 
 def test_what_is_no_shape_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"no shape 'Llama-9'.*Llama-3\.1-8B"):
-        load_shape("Llama-9")
     with pytest.raises(UsageError, match=r"no config\.json"):
         load_shape(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')

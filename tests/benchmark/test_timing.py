@@ -94,7 +94,7 @@ def test_what_a_call_does_not_write_is_poisoned():
     assert all(math.isnan(value) for value in output[4:].tolist())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=40))
 def test_the_interval_holds_the_median_and_lies_within_the_samples(samples):
     low, high = median_ends(samples)

@@ -1,6 +1,9 @@
 """Runs a command in this process, as the console script would; tells what a load would start."""
 
 import json
+import os
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +48,14 @@ def result_of(command: str, folder: Path, *arguments: Any, code: int = 0) -> dic
     result: dict[str, Any] = json.loads(path.read_text())
     validate_result(result)
     return result
+
+
+def press_ctrl_c() -> None:
+    """Press Ctrl-C once a command has put its own handler in place and worked a moment."""
+    while "graceful" not in str(signal.getsignal(signal.SIGINT)):
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def words_of(line: str) -> list[str]:

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from kvprof.benchmark.request import DEFAULT_METHODS, BenchRequest
-from kvprof.methods.plan_files import save_plan
 from kvprof.records.files import read_result
 from kvprof.views.bench import median_seconds
 from tests.commands.running import kvprof, words_of
-from tests.methods.shapes import layer, plan
 from tests.views.synthetic_bench import bench_result
 
 Run = Callable[..., tuple[dict[str, Any], list[str]]]
@@ -93,28 +91,11 @@ def test_on_a_gpu_it_measures_batch_1_and_8_in_bfloat16(
 def test_every_option_arrives(measured: Recorder, tmp_path: Path) -> None:
     request = asked(
         measured,
-        "--model",
-        "qwen3-8b",
-        "--seq",
-        "32k,4k,1.5k",
-        "--batch",
-        "8,2",
-        "--rate",
-        "0.25",
-        "--ranks",
+        *words_of("--model qwen3-8b --seq 32k,4k,1.5k --batch 8,2 --rate 0.25 --phase prefill"),
+        *words_of("--dtype fp16 --repeats 5 --device cpu --seed 7 --ranks"),
         tmp_path / "r.json",
-        "--phase",
-        "prefill",
         "--methods",
         "full, fdc-4bit,fdc",
-        "--dtype",
-        "fp16",
-        "--repeats",
-        "5",
-        "--device",
-        "cpu",
-        "--seed",
-        "7",
     )
     assert request == BenchRequest(
         shape="qwen3-8b",
@@ -133,14 +114,6 @@ def test_every_option_arrives(measured: Recorder, tmp_path: Path) -> None:
 
 
 # --- what it leaves ---------------------------------------------------------------------------
-
-
-def test_the_report_goes_to_stdout_and_progress_to_stderr(measured: Recorder) -> None:
-    done = kvprof("bench", "--device", "cpu")
-    assert "Decode, batch 1, 100k tokens" in done.stdout
-    assert "samples spread by 12 %" in done.stdout
-    assert "decode …" in done.stderr
-    assert "decode …" not in done.stdout
 
 
 def test_the_result_is_whole_and_holds_no_path(measured: Recorder, tmp_path: Path) -> None:
@@ -180,15 +153,6 @@ def test_json_and_csv_take_stdout_from_the_report(measured: Recorder) -> None:
     ]
 
 
-def test_figures(measured: Recorder, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="figures need the extra plot")
-    svg, png = tmp_path / "b.svg", tmp_path / "b.png"
-    done = kvprof("bench", "--device", "cpu", "--svg", svg, "--png", png)
-    assert done.code == 0, done.stderr
-    assert svg.read_text().lstrip().startswith("<?xml")
-    assert png.read_bytes().startswith(b"\x89PNG")
-
-
 def test_ctrl_c_keeps_what_was_measured(measured: Recorder, tmp_path: Path) -> None:
     measured.act = lambda: os.kill(os.getpid(), signal.SIGINT)
     path = tmp_path / "b.json"
@@ -202,46 +166,6 @@ def test_ctrl_c_keeps_what_was_measured(measured: Recorder, tmp_path: Path) -> N
 
 
 # --- what it refuses --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--model", "Llama-9"], ("'Llama-9'", "Llama-3.1-8B")),
-        (["--seq", "0"], ("--seq", "'0'", "below 1")),
-        (["--seq", "-4k"], ("--seq", "'-4k'")),
-        (["--seq", "long"], ("--seq", "'long'", "8k")),
-        (["--seq", "1,024"], ("--seq", "1024,2048")),
-        (["--seq", ""], ("--seq",)),
-        (["--batch", "0"], ("--batch", "'0'")),
-        (["--batch", "many"], ("--batch", "'many'")),
-        (["--rate", "1"], ("--rate 1", "1 would store nothing")),
-        (["--rate", "-0.1"], ("--rate -0.1",)),
-        (["--rate", "nan"], ("--rate nan",)),
-        (["--rate", "0.99"], ("0.99", "0.875")),
-        (["--rate", "half"], ("--rate half", "30%")),
-        (["--ranks", "missing.json"], ("--ranks missing.json", "no such file")),
-        (["--phase", "training"], ("'training'", "decode, prefill")),
-        (["--phase", ","], ("--phase", "','")),
-        (["--methods", "fcd"], ("'fcd'", "fdc")),
-        (["--methods", "fdc-5bit"], ("fdc-5bit", "did you mean fdc-4bit")),
-        (["--methods", ","], ("--methods", "names no method")),
-        (["--dtype", "int8"], ("--dtype", "'int8'", "float32")),
-        (["--repeats", "2"], ("2 repeats", "3 or more")),
-        (["--repeats", "few"], ("--repeats", "'few'")),
-        (["--device", "tpu"], ("--device", "'tpu'", "cpu")),
-        (["--device", "balanced"], ("--device", "'balanced'")),
-        (["--seed", "-1"], ("--seed", "-1")),
-        (["--json", "-", "--csv", "-"], ("--json and --csv",)),
-    ],
-)
-def test_bad_input_gets_one_line(arguments: list[str], says: tuple[str, ...]) -> None:
-    device = [] if "--device" in arguments else ["--device", "cpu"]
-    done = kvprof("bench", *arguments, *device)
-    assert done.code == 2, done.stderr
-    assert done.stdout == ""
-    for words in says:
-        assert words in done.error
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
@@ -259,36 +183,6 @@ def test_without_that_gpu_it_says_what_to_do(
     assert done.code == 3
     assert "torch sees 1 CUDA GPU; the last GPU is cuda:0" in done.error
     assert measured.request is None
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("[[64, 48], [32, 32]]", ("2 pairs for Llama-3.1-8B", "8 KV heads", "another shape")),
-        (json.dumps([[144, 64]] * 8), ("a rank of 144", "128 dimensions")),
-        (json.dumps([[0, 64]] * 8), ("a rank of 0",)),
-        ('{"keys": [64, 64]}', ("ranks.json", "[K, V] pairs")),
-        ("[[64, 48", ("ranks.json", "no JSON")),
-    ],
-)
-def test_ranks_of_another_shape_are_refused(
-    content: str, says: tuple[str, ...], tmp_path: Path
-) -> None:
-    path = tmp_path / "ranks.json"
-    path.write_text(content)
-    done = kvprof("bench", "--device", "cpu", "--methods", "fdc", "--ranks", path)
-    assert done.code == 2, done.stderr
-    for words in says:
-        assert words in done.error
-
-
-def test_a_plan_for_another_shape_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.safetensors"
-    save_plan(plan(layer()), path)
-    done = kvprof("bench", "--device", "cpu", "--methods", "fdc", "--ranks", path)
-    assert done.code == 2, done.stderr
-    assert "a plan for 2 KV heads of 16 dimensions" in done.error
-    assert "Llama-3.1-8B has 8 of 128" in done.error
 
 
 # --- for real ---------------------------------------------------------------------------------

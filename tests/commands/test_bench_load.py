@@ -63,72 +63,6 @@ def load(server: FakeServer, *arguments: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--lengths", "arxiv"], "--lengths requires --load"),
-        (["--jct", "--slo", "ttft=1s", "--url", "x"], "--slo and --url requires --load"),
-        (["--load", "--jct"], "--jct cannot be combined with --load"),
-        (["--load", "--seq", "4k", "--repeats", "3"], "--seq and --repeats cannot"),
-        (["--load", "--layers", "2"], "--layers requires a shape"),
-        (["--load", "--simulate", "--layers", "2"], "--layers requires a shape"),
-        (["--load", "--model", "Qwen3-8B"], "Qwen3-8B has QK-norm; random weights are drawn"),
-        (["--load", "--device", "cuda", "--trace", "fdc/arxiv"], "--trace and --device"),
-        (["--load", "--url", "x", "--methods", "fdc", "--memory", "1GB"], "--methods and --memory"),
-        (["--load", "--url", "x", "--tp", "2,4"], "--tp cannot be combined with --url"),
-        (["--load", "--url", "x", "--rate", "0.4"], "--rate cannot be combined with --url"),
-        (["--load", "--url", "x", "--router", "round-robin"], "--router requires several"),
-        (["--load", "--url", "http://me:pw@x"], "a key belongs into an environment variable"),
-        (["--load", "--router", "round-robin"], "--replicas 2"),
-        (["--load", "--router", "random", "--replicas", "2"], "--router random"),
-        (["--load", "--key-env", "X"], "--key-env requires --url"),
-        (["--load", "--url", "x", "--key-env", "NOT_THERE"], "is unset or empty"),
-        (["--load", "--request-rate", "1,x"], "--request-rate: 'x'"),
-        (["--load", "--request-rate", "0"], "--request-rate: '0'"),
-        (["--load", "--slo", "ttft=2x"], "'ttft=2x'"),
-        (["--load", "--slo", "tbt=50"], "'tbt=50'"),  # seconds or milliseconds?
-        (["--load", "--slo", "share=0.9"], "--slo has no limit"),
-        (["--load", "--slo", f"ttft={400 * '9'}s"], "--slo: cannot read 'ttft=999"),
-        (["--load", "--slo", "ttft=1s,share=2"], "share=2"),
-        (["--load", "--slo", "ttft=1s,ttft=2s"], "--slo gives ttft twice"),
-        (["--load", "--simulate", "--replicas", "1000000000"], "is not between 1 and 10,000"),
-        (["--load", "--requests", "5", "--seconds", "9"], "--requests and --seconds"),
-        (["--load", "--seconds", "-1"], "--seconds -1"),
-        (["--load", "--seconds", "1e9", "--request-rate", "2"], "more than 10,000,000 requests"),
-        (["--load", "--refine", "99"], "--refine 99"),
-        (["--load", "--timeout", "0"], "--timeout 0"),
-        (["--load", "--memory", "lots"], "--memory: 'lots' is not a size"),
-        (["--load", "--arrivals", "weibull"], "--arrivals weibull"),
-        (["--load", "--arrivals", "trace"], "has no times"),
-        (["--load", "--lengths", "nowhere.jsonl"], "no trace and no file"),
-        (["--load", "--baseline", "kq"], "--baseline kq is not among"),
-        (["--load", "--requests", "0"], "--requests 0"),
-        (
-            ["--load", "--lengths", "in=9,out=9", "--request-rate", "0.3333333,0.33333334"],
-            "too close",
-        ),
-        (["--load", "--arrivals", "gamma:cv=1e-200"], "between 0.001 and 100"),
-        (["--load", "--url", "localhost:9,http://localhost:9/v1"], "localhost:9 twice"),
-        (["--load"], "the model has 2,048 positions"),
-        (["--load", "--engine", "--api-key=sk-1"], "--engine --api-key would be recorded"),
-        (["--load", "--engine", "--api-k sk-1"], "--engine --api-k would be recorded"),
-        (["--load", "--engine", "--kv-cache-dtype fp8"], ": use --methods"),
-        (["--load", "--engine", "--tensor_parallel=2"], ": use --tp"),
-        (["--load", "--engine", "--host 0.0.0.0"], "sets the servers' addresses"),
-        (["--load", "--replicas", "0"], "--replicas"),
-        (["--load", "--url", "http://" + 70 * "a"], "aaa is no address; write http"),
-        (["--load", "--engine", "'"], "--engine: no closing quotation"),
-        (["--load", "--url", "x", "--engine", "-O0"], "--engine cannot be combined with --url"),
-        (["--load", "--methods", "full,fcd"], "fcd"),
-        (["--load", "--plan", "nowhere.plan"], "--plan nowhere.plan: no such file"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], said: str) -> None:
-    done = kvprof("bench", *arguments)
-    assert done.code == ExitCode.USAGE, done.stderr
-    assert said in done.error
-
-
 def test_a_load_is_measured_shown_compared_and_exported(
     server: FakeServer, key: None, tmp_path: Path
 ) -> None:
@@ -272,21 +206,26 @@ def test_a_method_may_have_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         ("kq:rate=0.1,rate=0.2", "rate is given twice"),
         ("full:rate=0.5", ": full is vLLM's own and takes no options"),
         ("fp8:scale=none", ": fp8 is vLLM's own and takes no options"),
+        ("tale", "tale cannot be served"),
+        ("palu-4bit", "palu-4bit cannot be served"),
+        ("kvtc", "kvtc cannot be served"),
+        ("kq:skip=0", None),
     ],
 )
-def test_a_rate_that_is_none_is_refused_before_any_method_s_turn(
-    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, method: str, why: str
+def test_what_cannot_be_served_is_refused_before_any_method_s_turn(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, method: str, why: str | None
 ) -> None:
     monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
-    for folder in ("a/model", str(tiny_folder)):
+    # What a plan cannot do needs the model's config.
+    remote = ("a/model",) if why and "served" not in why else ()
+    for folder in (*remote, str(tiny_folder)):
+        methods = load_methods(["full", method], [1])
+        arguments = (EngineModel(folder, ()), methods, [], SERVED, load_lengths("in=64,out=8"))
+        if why is None:
+            assert len(started_servers(*arguments)) == 2
+            continue
         with pytest.raises(UsageError, match=re.escape(why)):
-            started_servers(
-                EngineModel(folder, ()),
-                load_methods(["kq", method], [1]),
-                [],
-                SERVED,
-                load_lengths("in=64,out=8"),
-            )
+            started_servers(*arguments)
 
 
 def test_a_plug_in_that_is_not_found_is_told_before_any_method_s_turn(
@@ -299,30 +238,6 @@ def test_a_plug_in_that_is_not_found_is_told_before_any_method_s_turn(
     assert started_servers(model, load_methods(["full", "fp8"], [1]), [], SERVED, lengths)
     with pytest.raises(LackingError, match="would not find kvprof's plug-in"):
         started_servers(model, load_methods(["full", "kq"], [1]), [], SERVED, lengths)
-
-
-@pytest.mark.parametrize(
-    ("method", "why"),
-    [
-        ("tale", "tale cannot be served: its tokens change their rank as they age"),
-        ("palu-4bit", "palu-4bit cannot be served: layer 0: keys are rebuilt before RoPE"),
-        ("kvtc", "kvtc cannot be served: it keeps several layers together"),
-        ("kq:skip=0", None),
-        ("full", None),
-    ],
-)
-def test_what_cannot_be_served_is_refused_before_any_method_s_turn(
-    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, method: str, why: str | None
-) -> None:
-    monkeypatch.setattr(bench_load_servers, "find_spec", lambda name: name)
-    methods = load_methods(["full", method], [1])
-    model = EngineModel(str(tiny_folder), ())
-    arguments = (model, methods, [], SERVED, load_lengths("in=64,out=8"))
-    if why is None:
-        assert len(started_servers(*arguments)) == 2
-        return
-    with pytest.raises(UsageError, match=re.escape(why)):
-        started_servers(*arguments)
 
 
 def test_a_shapes_servers_have_random_weights_and_no_tokenizer(
@@ -346,13 +261,6 @@ def test_a_shapes_servers_have_random_weights_and_no_tokenizer(
             monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
             assert "VLLM_CPU_KVCACHE_SPACE" not in server._environment(0)
     assert not Path(model.folder).exists()
-
-
-@pytest.mark.parametrize("host", ["no name", 70 * "a", "\udcff", "192.0.2.1"])
-def test_a_host_at_which_nothing_can_listen_is_refused(host: str) -> None:
-    done = kvprof("serve", "reference", "--plan", "x.plan", "--host", host)
-    assert done.code == ExitCode.USAGE
-    assert "--host" in done.error
 
 
 @pytest.mark.parametrize("key", ["a\r\nX: b", "caf\xe9", "a\x7fb"])

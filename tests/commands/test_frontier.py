@@ -34,19 +34,10 @@ def frontier_json(tmp_path: Path, *arguments: Any, code: int = 0) -> dict[str, A
 def test_a_frontier_is_measured_reported_and_resumed(
     tiny_folder: Path, tmp_path: Path, cache: Path
 ) -> None:
-    methods = (
-        "--methods",
-        "kq,kq:allocation=tail,kivi",
-        "--grid",
-        1,
-        "--minimum",
-        1,
-        "--calibrate-tokens",
-        512,
-        "--seq-len",
-        48,  # of which one can be sure that something is kept
-        "--sequences",
-        64,
+    # Of 48 tokens one can be sure that something is kept.
+    methods = words_of(
+        "--methods kq,kq:allocation=tail,kivi --grid 1 --minimum 1 --calibrate-tokens 512"
+        " --seq-len 48 --sequences 64"
     )
     first = frontier_json(tmp_path, tiny_folder, *methods)
     labels = [method["label"] for method in first["data"]["methods"]]

@@ -97,4 +97,3 @@ def test_show_lists_the_runs_that_are_kept_and_says_what_is_wrong_with_one(
     assert "no-run" not in listed.stdout
     # Its name is enough, from any folder.
     assert kvprof("show", "jct-1").stdout == kvprof("show", "demo").stdout
-    assert kvprof("show", "--json", "-").code == 2

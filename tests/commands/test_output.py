@@ -160,12 +160,6 @@ def test_stdout_holds_one_of_them(tmp_path: Path) -> None:
         Outputs(json=tmp_path / "a").check({"--save": tmp_path / "a"})
 
 
-def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    with pytest.raises(UsageError, match="is a file; name a folder"):
-        Outputs(out=tmp_path / "run").check()
-
-
 def test_a_figure_without_matplotlib_is_lacking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from kvprof.methods.accounting import bytes_at, rate
 from kvprof.methods.plan_files import load_plan
 from kvprof.moments.calibrator import Calibrator
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -28,18 +28,8 @@ def moved(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
 def test_bytes_over_a_speed(tiny_folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "own.safetensors"
     kvprof("plan", tiny_folder, "--method", "kq-4bit", "--rate", 0.75, *FINE, "--save", saved)
-    found = moved(
-        tmp_path,
-        tiny_folder,
-        "--plan",
-        saved,
-        "--seq",
-        "64,128,500",
-        "--link",
-        "pcie4x16",
-        "--link",
-        "slow=1MB/s",
-    )
+    asked = words_of("--seq 64,128,500 --link pcie4x16 --link slow=1MB/s")
+    found = moved(tmp_path, tiny_folder, "--plan", saved, *asked)
     assert [one["context"] for one in found["contexts"]] == [64, 128, 500]
     assert [one["over_model_context"] for one in found["contexts"]] == [False, False, True]
     plan = load_plan(saved)

@@ -9,10 +9,9 @@ import pytest
 from kvprof.commands.recipe_run import RunRequest, run_recipes
 from kvprof.errors import ClaimNotMetError, ExitCode, FailedError, LackingError
 from kvprof.printable import UNPRINTABLE
-from kvprof.records.files import read_result, write_result
+from kvprof.records.files import read_result
 from kvprof.reproduction import find
 from tests.commands.running import kvprof
-from tests.records.sample import benchmark_result
 from tests.reproduction.written import CPU, TEXT, FakeRunner, write
 
 # A command that is soon done, as it loads no torch, and always finds the same.
@@ -100,30 +99,6 @@ def test_a_wrong_recipe_is_refused_before_anything_is_run_or_written(tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("nowhere.yaml",), "nowhere.yaml: there is no such file"),
-        (("fcd-table-1",), "fcd-table-1: no recipe has this name; kvprof recipe list"),
-        (("example-sweep", "--profile", "large"), "--profile large: there are smoke, small, paper"),
-        (("example-sweep", "--set", "rate"), "--set rate: give KEY=VALUE"),
-        (("example-sweep", "--set", "colour=red"), "--set colour: none of the recipes"),
-    ],
-)
-def test_wrong_usage_of_run(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = kvprof("recipe", "run", *arguments, "--out", tmp_path / "out")
-    assert done.code == ExitCode.USAGE
-    assert said in done.error
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_is_something_elses_is_refused(tmp_path: Path) -> None:
-    write_result(tmp_path / "result.json", benchmark_result())
-    done = kvprof("recipe", "run", "example-sweep", "--out", tmp_path)
-    assert done.code == ExitCode.USAGE
-    assert "has a benchmark result; name another folder" in done.error
-
-
 def test_a_falsified_claim_ends_in_4_with_the_table_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,29 +141,12 @@ def test_a_folder_gathers_runs_and_the_report_shows_them(tmp_path: Path) -> None
     assert kvprof("show", out).stdout.startswith("2 recipes: 2 reproduced.")
 
 
-def test_report_of_what_is_no_ledger(tmp_path: Path) -> None:
-    done = kvprof("recipe", "report", tmp_path)
-    assert done.code == ExitCode.USAGE
-    assert "give the --out folder" in done.error
-
-
 def test_new_writes_a_recipe_that_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "my-sweep.yaml"
     assert kvprof("recipe", "new", path).code == 0
     assert "name: my-sweep" in path.read_text()
     assert kvprof("recipe", "validate", path).stdout == "1 recipe is valid.\n"
     assert kvprof("recipe", "new", path).code == ExitCode.USAGE
-    assert "does not end in .yaml" in kvprof("recipe", "new", tmp_path / "x.txt").error
-    assert "is no recipe's name" in kvprof("recipe", "new", tmp_path / "My Sweep.yaml").error
-
-
-@pytest.mark.parametrize("command", ["show", "validate"])
-def test_a_recipe_that_is_no_text_is_told(tmp_path: Path, command: str) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_bytes(b"recipe: a\nclaim: \xff\xfe\n")
-    done = kvprof("recipe", command, path)
-    assert done.code == ExitCode.USAGE
-    assert "a.yaml: not UTF-8" in " ".join((done.stdout + done.error).split())
 
 
 def test_list_and_show(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What commands refuse: words, and what the one line on stderr names; the wording is free.
 
-Every line is tried in a folder with a model of 128 tokens (taken where a line names none), texts
-and files of another model. A number behind a line is its exit code; 2 where there is none.
+Every line is tried in a folder with a model of 128 tokens (taken where a line names none), texts,
+files of another model, and what is no run. A number behind a line is its exit code; 2 where there
+is none. Nothing is left there.
 """
 
 import shlex
@@ -12,14 +13,31 @@ import numpy as np
 import pytest
 
 from kvprof.models import load
+from kvprof.records.files import write_result
+from kvprof.records.fold import result_of
 from tests.commands.running import kvprof
 from tests.models.folder import save_tiny
+from tests.records.sample import benchmark_result, spectrum_result
+from tests.records.streams import stream
 
 KQ = "--method kq --rate 0.4 --grid 1 --minimum 1"
 TEXT = "--sequences 3 --seq-len 32 --tasks none"
 MIXED = "--text notes.txt --seq-len 32"
 SHAPE = "ALONE --shape llama-3.1-8b --transfer --methods full"
+LLAMA = "--jct --model Llama-3.1-8B"
 FEW = "--prompt x --max-new-tokens 4"
+
+#: What no command opens as a run.
+NO_RUNS = [
+    ("gone", "no such file"),
+    ("empty", "neither result.json nor events.jsonl"),
+    ("notes.txt", "damaged", 1),
+    ("other.json", "no result of kvprof", 1),
+    ("new.json", "newer kvprof", 1),
+    ("newer/events.jsonl", "newer", 1),
+    ("hello/events.jsonl", "no record of a kvprof run", 1),
+    ("blank/events.jsonl", "no event yet", 1),
+]
 
 #: By command: what is refused before weights are read, then what needs them.
 REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
@@ -45,6 +63,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("--removal 0.1,-0.1", "-0.1"),
         ("--skip-first 200 --seq-len 64", "--skip-first"),
         ("--source nothing", "'nothing'"),
+        ("--source empty", "is a folder"),
         *((f"--source random:{count}", "random:") for count in ("0", "-3", "many", "1.0001")),
         ("--text missing.txt", "missing.txt"),
         ("--text short.txt --tokens 512", "short.txt"),
@@ -60,6 +79,10 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("--json /proc/no/such/place.json", "place.json", 1),
         ("--device cuda", "cuda", 3),
         ("--dtype float7", "float7"),
+        ("--tokens 1000g", "--tokens"),
+        ("x" * 300, "File name too long"),
+        *((name, name) for name in ("a" * 200, f"x/{'a' * 200}", f"{'a' * 200}/x")),
+        *((name, name) for name in ("a--b", "a.git")),
     ],
     "stability": [
         ("--against prose --tokens 8k", "--tokens"),
@@ -78,7 +101,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
     ],
     "plan": [
         ("", "--method"),
-        ("--method fdc", "--rate"),
+        *((f"--method {name}", "--rate") for name in ("fdc", "kivi")),
         ("--method nothing --rate 0.5", "'nothing'"),
         ("--method fdc --rate 1", "--rate 1"),
         ("--fit 80GB", "kvprof advise"),
@@ -114,6 +137,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("--transfer --seq 0", "--seq"),
         ("--transfer --save x.plan", "--save"),
         ("--transfer --shape llama-3.1-8b", "--shape"),
+        ("--method kq --methods fdc --rate 30%", "kq,fdc"),
         (f"{SHAPE} --device cpu", "--device"),
         (f"{SHAPE} --plan x.plan", "--plan"),
         (f"{SHAPE} --dtype int8", "'int8'"),
@@ -126,6 +150,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         (TEXT, "--method"),
         (f"--method kq {TEXT}", "--rate"),
         (f"--method kq,kq --rate 0.5 {TEXT}", "kq"),
+        ("--rate 0.25 --rate 0.75", "--rate is given 2 times"),
         (f"--method qk --rate 0.5 {TEXT}", "qk"),
         (f"--method kq --rate 0.999 --grid 1 --minimum 1 {TEXT}", "reaches rates"),
         (f"--method svd-kv --rate 0.999 {TEXT}", "reaches rates"),
@@ -219,8 +244,172 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         (f"--method fp8 --rate 0.3 {FEW}", "one rate"),
         (f"--plan other.plan {FEW}", "not for the model given"),
         (f"--plan other.plan --rate 0.5 {FEW}", "--rate"),
+        ("--prompt x --method kq,fdc --rate 30%", "kq,fdc"),
+    ],
+    "serve": [
+        ("--methods kq --method fdc", "kq,fdc"),
+        ("--plan missing.plan", "missing.plan"),
+        ("--plan cut.plan", "cut.plan", 1),
+        *((f"--plan x --host '{name}'", "--host") for name in ("no name", 70 * "a", "192.0.2.1")),
+        ("--plan x --host \udcff", "--host"),
+    ],
+    "bench": [
+        ("--model Llama-9", "'Llama-9'"),
+        *((f"--seq={seq}", "--seq") for seq in ("0", "-4k", "long", "''")),
+        ("--seq 1,024", "1024,2048"),
+        *((f"--batch {batch}", f"'{batch}'") for batch in ("0", "many")),
+        *((f"--rate={rate}", f"--rate {rate}") for rate in ("1", "-0.1", "nan", "half")),
+        ("--rate 0.99", "0.875"),
+        ("--ranks missing.json", "--ranks missing.json"),
+        ("--ranks other.plan --methods fdc", "Llama-3.1-8B has 8 of 128"),
+        ("--phase training", "'training'"),
+        ("--phase ,", "--phase"),
+        ("--methods fcd", "'fcd'"),
+        ("--methods fdc-5bit", "fdc-5bit"),
+        ("--methods ,", "names no method"),
+        ("--dtype int8", "'int8'"),
+        ("--repeats 2", "2 repeats"),
+        ("--repeats few", "'few'"),
+        *((f"--device {name}", f"'{name}'") for name in ("tpu", "balanced")),
+        ("--seed -1", "--seed"),
+        ("--json - --csv -", "--json and --csv"),
+        ("--out theirs", "--force"),
+        ("--input-len 1k", "--input-len requires --jct"),
+        ("--jct --seq 4k", "--seq cannot be combined with --jct"),
+        ("--jct --seq 4k --phase decode", "--seq and --phase"),
+        ("--jct --trace fdc/arxiv --input-len 1k", "--input-len cannot be"),
+        ("--jct --requests 10", "--trace"),
+        ("--jct --composed --kernels on", "--kernels requires --real"),
+        ("--jct --kernels maybe", "auto, on, off"),
+        ("--jct --baseline kq", "--baseline kq is not among"),
+        *((f"--jct --input-len {text}", "--input-len") for text in ("none", "''")),
+        ("--jct --output-len 0", "--output-len"),
+        ("--jct --tp 0", "--tp"),
+        ("--jct --real --tp 2", "--tp is for composed runs"),
+        ("--jct --trace fdc/novels", "fdc/arxiv"),
+        (f"{LLAMA} --tp 3", "do not divide"),
+        (f"{LLAMA} --methods fdc:no-balancing", "on a CPU"),
+        (f"{LLAMA} --layers 33", "1 to 32"),
+        ("--jct --model Lama", "Lama", 3),
+        ("--lengths arxiv", "--lengths requires --load"),
+        ("--jct --slo ttft=1s --url x", "--slo and --url requires --load"),
+        ("--load --jct", "--jct cannot be combined with --load"),
+        ("--load --seq 4k --repeats 3", "--seq and --repeats cannot"),
+        ("--load --layers 2", "--layers requires a shape"),
+        ("--load --simulate --layers 2", "--layers requires a shape"),
+        ("--load --model Qwen3-8B", "Qwen3-8B has QK-norm; random weights are drawn"),
+        ("--load --device cuda --trace fdc/arxiv", "--trace and --device"),
+        ("--load --url x --methods fdc --memory 1GB", "--methods and --memory"),
+        ("--load --url x --tp 2,4", "--tp cannot be combined with --url"),
+        ("--load --url x --rate 0.4", "--rate cannot be combined with --url"),
+        ("--load --url x --router round-robin", "--router requires several"),
+        ("--load --url http://me:pw@x", "a key belongs into an environment variable"),
+        ("--load --router round-robin", "--replicas 2"),
+        ("--load --router random --replicas 2", "--router random"),
+        ("--load --key-env X", "--key-env requires --url"),
+        ("--load --url x --key-env NOT_THERE", "is unset or empty"),
+        ("--load --request-rate 1,x", "--request-rate: 'x'"),
+        ("--load --request-rate 0", "--request-rate: '0'"),
+        ("--load --slo ttft=2x", "'ttft=2x'"),
+        ("--load --slo tbt=50", "'tbt=50'"),
+        ("--load --slo share=0.9", "--slo has no limit"),
+        (f"--load --slo ttft={400 * '9'}s", "--slo: cannot read 'ttft=999"),
+        ("--load --slo ttft=1s,share=2", "share=2"),
+        ("--load --slo ttft=1s,ttft=2s", "--slo gives ttft twice"),
+        ("--load --simulate --replicas 1000000000", "is not between 1 and 10,000"),
+        ("--load --requests 5 --seconds 9", "--requests and --seconds"),
+        ("--load --seconds -1", "--seconds -1"),
+        ("--load --seconds 1e9 --request-rate 2", "more than 10,000,000 requests"),
+        ("--load --refine 99", "--refine 99"),
+        ("--load --timeout 0", "--timeout 0"),
+        ("--load --memory lots", "--memory: 'lots' is not a size"),
+        ("--load --arrivals weibull", "--arrivals weibull"),
+        ("--load --arrivals trace", "has no times"),
+        ("--load --lengths nowhere.jsonl", "no trace and no file"),
+        ("--load --baseline kq", "--baseline kq is not among"),
+        ("--load --requests 0", "--requests 0"),
+        ("--load --lengths in=9,out=9 --request-rate 0.3333333,0.33333334", "too close"),
+        ("--load --arrivals gamma:cv=1e-200", "between 0.001 and 100"),
+        ("--load --url localhost:9,http://localhost:9/v1", "localhost:9 twice"),
+        ("--load", "the model has 2,048 positions"),
+        ("--load --engine --api-key=sk-1", "--engine --api-key would be recorded"),
+        ("--load --engine '--api-k sk-1'", "--engine --api-k would be recorded"),
+        ("--load --engine '--kv-cache-dtype fp8'", ": use --methods"),
+        ("--load --engine --tensor_parallel=2", ": use --tp"),
+        ("--load --engine '--host 0.0.0.0'", "sets the servers' addresses"),
+        ("--load --replicas 0", "--replicas"),
+        ("--load --url http://" + 70 * "a", "aaa is no address; write http"),
+        ("--load --engine \\'", "--engine: no closing quotation"),
+        ("--load --url x --engine -O0", "--engine cannot be combined with --url"),
+        ("--load --methods full,fcd", "fcd"),
+        ("--load --plan nowhere.plan", "--plan nowhere.plan: no such file"),
+        ("--simulate", "--simulate requires --load"),
+        ("--load --simulate --url x", "--url cannot be combined with --simulate"),
+        ("--load --simulate --rate 0.4 --plan p", "--plan and --rate cannot"),
+        ("--load --simulate --timeout 3", "--timeout cannot be combined with --simulate"),
+        ("--load --simulate --methods tale", "no steps of it for Llama-3.1-8B: it has"),
+        ("--load --simulate --model Other", "no steps of Other with --tp 1"),
+        ("--load --simulate --tp 8", "Llama-3.1-70B with --tp 4"),
+        ("--load --simulate --tp 1,4", "--tp 1,4: --simulate takes one number"),
+        ("--load --simulate --tp 2,x", "--tp: 'x' is not a count"),
+        ("--jct --tp 2,4", "--tp 2,4: --jct takes one number of GPUs"),
+        ("--load --simulate --engine '--pages 3'", "--engine --pag"),
+        ("--load --simulate --engine '--block-size x'", "--block-size: 'x' is no"),
+        ("--load --simulate --engine --block-size", "--block-size: '' is no"),
+        ("--load --simulate --engine --max-num-seqs=9k", "a step of 8192 tokens cannot"),
+        ("--load --simulate --memory 1KB", "not one page of full fits"),
+        ("--load --simulate --router round-robin", "--replicas 2"),
+        ("--load --simulate --baseline tale", "--baseline tale is not among"),
+        ("--load --simulate --lengths in=2M,out=9", "Llama-3.1-8B has 131,072 positions"),
+        (
+            "--load --simulate --lengths in=64k,out=9 --memory 1GiB",
+            "full's cache holds 8,192; name shorter",
+        ),
+    ],
+    "tui": [
+        *NO_RUNS,
+        ("--demo run", "--demo"),
+        *((f"run --speed {speed}", f"--speed {speed}") for speed in ("0", "nan")),
+        ("--speed 2", "--speed requires"),
+        *(
+            (line, "starts bench --jct or bench --load")
+            for line in ("-- bench --seq 4k", "-- spectrum --jct", "one two", "bench")
+        ),
+        ("-- bench --jct --out notes.txt", "is a file"),
+        *((f"-- bench --jct --out{by}newer", "events.jsonl exists") for by in " ="),
+    ],
+    "show": [*NO_RUNS, ("--json -", "--json")],
+    "compare": [
+        *((f"{run} {run}", *rest) for run, *rest in NO_RUNS),
+        ("jct.json", "two runs or more"),
+        ("jct.json spectrum.json", "only results of one kind"),
+    ],
+    "export": [
+        *((f"{run} --to csv", *rest) for run, *rest in NO_RUNS),
+        ("jct.json --to html", "--output"),
+        ("jct.json --to csv -o notes.txt", "--force"),
+        ("jct.json --to perfetto -o trace", "has no events.jsonl"),
+        *((f"theirs --to {to} -o out", "html") for to in ("csv", "svg")),
+        *((f"jct.json {wrong}", "--to") for wrong in ("--to pdf", "", "--schema --to csv")),
+        ("--schema nothing", "jct"),
+    ],
+    "recipe": [
+        ("run nowhere.yaml --out out", "nowhere.yaml"),
+        ("run fcd-table-1 --out out", "fcd-table-1"),
+        ("run example-sweep --out out --profile large", "smoke, small, paper"),
+        ("run example-sweep --out out --set rate", "KEY=VALUE"),
+        ("run example-sweep --out out --set colour=red", "--set colour"),
+        ("run example-sweep --out theirs", "has a benchmark result"),
+        ("run fdc-* --out a --out b", "--out is given 2 times"),
+        ("report empty", "--out"),
+        ("new x.txt", ".yaml"),
+        ("new 'My Sweep.yaml'", "is no recipe's name"),
+        ("new a/b/mine.yaml", "does not exist"),
+        ("show bytes.yaml", "bytes.yaml: not UTF-8"),
     ],
 }
+#: Of these the model is the first word, where no line begins with it.
+OF_A_MODEL = {*REFUSED} - {"advise", "bench", "tui", "show", "compare", "export", "recipe"}
 #: What is found out with weights alone.
 LATE = (
     "=0.9 --target 0.5",
@@ -228,6 +417,7 @@ LATE = (
     "--ranks 64",
     "--ranks 16",
     "skip=3",
+    "--method kivi",
     "--calibrate notes",
     "ids.npy",
 )
@@ -245,8 +435,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, other_folder: Path) -> Iter
         "".join(f"Line {i} of a text about caches.\n" for i in range(60))
     )
     np.save(path / "ids.npy", np.random.default_rng(0).integers(3, 90, (8, 48)))
+    (path / "bytes.yaml").write_bytes(b"recipe: a\nclaim: \xff\xfe\n")
+    (path / "other.json").write_text("{}")
+    (path / "new.json").write_text('{"schema": "kvprof/9"}')
+    newer = '{"event": "run_started", "format": "kvprof-events/9"}\n'
+    for name, text in (("newer", newer), ("hello", "hello\n"), ("blank", "")):
+        (path / name).mkdir()
+        (path / name / "events.jsonl").write_text(text)
+    write_result(path / "jct.json", result_of(stream(("full",))))
+    write_result(path / "spectrum.json", spectrum_result())
+    write_result(path / "theirs" / "result.json", benchmark_result())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVPROF_CACHE", str(path / "cache"))
+        patch.setenv("KVPROF_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.chdir(path)
         assert kvprof("plan", other_folder, "--method", "fp8", "--save", "other.plan").code == 0
         asked = ("--tokens", 128, "--seq-len", 64, "--save", "other.safetensors")
@@ -270,10 +470,14 @@ def test_it_is_refused_in_one_line_before_weights_are_read(
     if not late:
         monkeypatch.setattr(load, "read_weights", lambda *_, **__: pytest.fail("weights were read"))
     words = shlex.split(line.removeprefix("ALONE "))
-    if line == "" or line[0] == "-":
+    if command in OF_A_MODEL and (line == "" or line[0] == "-"):
         words = ["loaded" if late else "model", *words]
+    if command == "bench" and not {"--load", "--device"} & {*words}:
+        words += ["--device", "cpu"]
+    before = sorted(folder.iterdir())
     done = kvprof(command, *words)
     assert named in (done.stderr if "--points" in words else done.error)
     assert done.code == code, done.stderr
     assert done.stdout == ""
     assert late or "calibrating: " not in done.stderr
+    assert sorted(folder.iterdir()) == before

@@ -13,7 +13,7 @@ from kvprof.records.files import read_result, write_result
 from kvprof.records.fold import result_of
 from kvprof.records.journal import EVENTS_NAME, Journal
 from tests.commands.running import kvprof
-from tests.records.sample import benchmark_result, spectrum_result
+from tests.records.sample import spectrum_result
 from tests.records.streams import stream, write
 
 EVENTS = stream(methods=("full", "fdc"), layers=2, steps=8)
@@ -101,34 +101,6 @@ def test_the_recorded_run_is_the_word_demo(run: Path, monkeypatch: pytest.Monkey
     assert kvprof("show", "demo").code == 3
 
 
-@pytest.mark.parametrize("command", [["show"], ["export", "--to", "csv"], ["compare"]])
-@pytest.mark.parametrize(
-    ("name", "content", "code", "said"),
-    [
-        ("gone", None, 2, "no such file"),
-        ("folder", "", 2, "has neither result.json nor events.jsonl; give"),
-        ("notes.txt", "hello", 1, "damaged"),
-        ("other.json", "{}", 1, "no result of kvprof"),
-        ("new.json", '{"schema": "kvprof/9"}', 1, "newer kvprof"),
-        ("events.jsonl", '{"event": "run_started", "format": "kvprof-events/9"}\n', 1, "newer"),
-        ("events.jsonl", "hello\n", 1, "no record of a kvprof run"),
-        ("events.jsonl", "", 1, "no event yet"),
-    ],
-)
-def test_what_is_no_run_is_told_in_one_line(
-    tmp_path: Path, command: list[str], name: str, content: str | None, code: int, said: str
-) -> None:
-    path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-    elif content is not None:
-        path.write_text(content)
-    runs = [path, path] if command == ["compare"] else [path]
-    done = kvprof(command[0], *runs, *command[1:])
-    assert done.code == code
-    assert said in done.error
-
-
 def test_valid_events_that_make_no_valid_result_are_told(tmp_path: Path) -> None:
     first = json.loads((write(tmp_path / "whole.jsonl", EVENTS)).read_text().splitlines()[0])
     first["environment"] = {}
@@ -175,15 +147,6 @@ def test_a_comparison_says_what_its_intervals_are_of(run: Path) -> None:
     assert kvprof(*command, "--all").stdout.count(" same") > 20
 
 
-def test_one_run_and_unlike_kinds_cannot_be_compared(run: Path) -> None:
-    assert "two runs or more" in kvprof("compare", run).error
-    other = run.parent / "spectrum.json"
-    write_result(other, spectrum_result())
-    done = kvprof("compare", run, other)
-    assert done.code == 2
-    assert "only results of one kind" in done.error
-
-
 def test_an_incomplete_run_in_a_comparison_is_told(run: Path) -> None:
     write(run.parent / "killed" / EVENTS_NAME, EVENTS[:-1])
     assert "INCOMPLETE" in kvprof("compare", run, run.parent / "killed").stdout
@@ -214,29 +177,6 @@ def test_a_run_is_exported(run: Path, to: str, start: str) -> None:
 def test_readable_formats_go_to_stdout(run: Path) -> None:
     assert kvprof("export", run, "--to", "csv").stdout.startswith("kind,case")
     assert kvprof("export", run, "--to", "perfetto", "-o", "-").stdout.startswith("{")
-    done = kvprof("export", run, "--to", "html")
-    assert done.code == 2
-    assert "--output" in done.error
-
-
-def test_a_trace_needs_events(run: Path) -> None:
-    done = kvprof("export", run / "result.json", "--to", "perfetto", "-o", run.parent / "t")
-    assert done.code == 2
-    assert "has no events.jsonl" in done.error
-    assert not (run.parent / "t").exists()
-
-
-@pytest.mark.parametrize("to", ["csv", "svg"])
-def test_a_kind_that_lacks_a_form_says_what_has_it(tmp_path: Path, to: str) -> None:
-    write_result(tmp_path / "b.json", benchmark_result())
-    done = kvprof("export", tmp_path / "b.json", "--to", to, "-o", tmp_path / "out")
-    assert done.code == 2
-    assert "html" in done.error
-
-
-@pytest.mark.parametrize("options", [["--to", "pdf"], [], ["--schema", "--to", "csv"]])
-def test_a_wrong_format_is_refused(run: Path, options: list[str]) -> None:
-    assert kvprof("export", run, *options).code == 2
 
 
 def test_the_schema_of_all_results_and_of_one_kind(run: Path) -> None:
@@ -255,4 +195,3 @@ def test_the_schema_of_all_results_and_of_one_kind(run: Path) -> None:
     assert not valid(jct, other)
     own["data"]["cases"][0].pop("method")
     assert not valid(jct, own)
-    assert "jct" in kvprof("export", "--schema", "nothing").error

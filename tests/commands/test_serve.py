@@ -7,7 +7,6 @@ import pytest
 
 from kvprof.commands import serve as serve_command
 from kvprof.commands import serve_run
-from kvprof.errors import ExitCode
 from tests.benchmark.folder import save_config
 from tests.commands.running import Finished, kvprof
 
@@ -80,16 +79,3 @@ def test_what_would_replace_all_that_is_set_starts_no_server(
     assert done.code == 2
     assert "-cc.cudagraph_mode=NONE would take the place of all" in done.error
     assert not started
-
-
-def test_what_is_wrong_with_a_plan_is_told_before_what_is_lacking(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(serve_command, "find_spec", lambda name: None)
-    done = kvprof("serve", "reference", "--plan", tmp_path / "nothere.plan")
-    assert done.code == ExitCode.USAGE
-    assert "nothere.plan: there is no such file" in done.error
-    (tmp_path / "cut.plan").write_bytes(b"no plan at all")
-    done = kvprof("serve", "reference", "--plan", tmp_path / "cut.plan")
-    assert done.code == ExitCode.FAILED
-    assert "cut.plan: damaged file of plans" in done.error

@@ -3,7 +3,6 @@ import math
 import os
 import signal
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvprof.records.schema import validate_result
-from tests.commands.running import kvprof, result_of, words_of
+from tests.commands.running import kvprof, press_ctrl_c, result_of, words_of
 
 SWEEP = ("--tokens", "128,256,512", "--seq-len", "64")
 CURVE_KEYS = {
@@ -145,13 +144,7 @@ def test_ctrl_c_keeps_the_passes_that_were_done(
 ) -> None:
     path = tmp_path / "partial.json"
 
-    def press() -> None:
-        while "graceful" not in str(signal.getsignal(signal.SIGINT)):
-            time.sleep(0.02)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    presser = threading.Thread(target=press)
+    presser = threading.Thread(target=press_ctrl_c)
     presser.start()
     done = kvprof(
         *words_of(f"stability {tiny_folder} --tokens 64,128 --seq-len 64 --against {texts[0]}"),

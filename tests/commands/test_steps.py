@@ -57,9 +57,6 @@ def test_a_rate_is_reached_with_no_more_compression_than_asked(loaded: LoadedMod
 def test_a_method_of_one_setting_needs_no_rate(loaded: LoadedModel) -> None:
     assert planned(loaded, method="fp8").method == "fp8"
     assert planned(loaded, method="full").method == "full"
-    for method in ("kq", "kivi", "h2o"):
-        with pytest.raises(UsageError, match=f"--method {method} needs --rate"):
-            planned(loaded, method=method)
 
 
 def test_a_saved_plan_is_read_and_nothing_may_be_said_beside_it(

@@ -16,7 +16,7 @@ from kvprof.commands import tui
 from kvprof.errors import LackingError, UsageError
 from kvprof.records.files import write_result
 from kvprof.records.fold import result_of
-from tests.commands.running import kvprof
+from tests.commands.running import kvprof, words_of
 from tests.records.streams import stream, write
 
 FAKE = """
@@ -80,56 +80,6 @@ class TestWithoutATerminal:
         (record,) = (tmp_path / "kvprof" / "runs").glob("jct-*/events.jsonl")
         assert str(record.parent) in "".join(done.stderr.split())
         assert "the report of bench --jct --model" in capfd.readouterr().out
-
-
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("arguments", "line"),
-        [
-            (("tui", "missing"), "missing: no such file"),
-            (("tui", "--demo", "run"), "--demo cannot be combined with run"),
-            (("tui", "run", "--speed", "0"), "--speed 0 is not above 0"),
-            (("tui", "run", "--speed", "nan"), "--speed nan is not above 0"),
-            (("tui", "--speed", "2"), "--speed requires"),
-            (("tui", "--", "bench", "--seq", "4k"), "starts bench --jct or bench --load"),
-            (("tui", "--", "spectrum", "--jct"), "starts bench --jct or bench --load"),
-            (("tui", "one", "two"), "starts bench --jct or bench --load"),
-            (("tui", "bench"), "starts bench --jct or bench --load"),
-        ],
-    )
-    def test_what_makes_no_sense_is_said(self, arguments, line, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        done = kvprof(*arguments)
-        assert done.code == 2
-        assert line in done.error
-
-    def test_a_folder_without_a_run_is_said(self, tmp_path):
-        done = kvprof("tui", tmp_path)
-        assert done.code == 2
-        assert "neither result.json nor" in done.error
-        assert ": showing the report instead of the live view" not in done.stderr
-
-    def test_a_newer_record_is_refused(self, run):
-        lines = (run / "events.jsonl").read_text().splitlines()
-        lines[0] = lines[0].replace("kvprof-events/", "kvprof-events/9")
-        (run / "events.jsonl").write_text("\n".join(lines) + "\n")
-        done = kvprof("tui", run)
-        assert done.code == 1
-        assert "written by a newer kvprof" in done.error
-
-    def test_a_truncated_record_is_printed_up_to_the_damage(self, run):
-        whole = (run / "events.jsonl").read_bytes()
-        (run / "events.jsonl").write_bytes(whole[: len(whole) // 2])
-        done = kvprof("tui", run)
-        assert done.code == 0
-        assert "is damaged or cut off" in done.stderr
-        assert "INCOMPLETE" in done.stdout
-
-    def test_a_record_is_not_overwritten_without_force(self, fake, run):
-        done = kvprof("tui", "--", "bench", "--jct", "--out", run)
-        assert done.code == 2
-        assert "events.jsonl exists" in done.error
-        assert kvprof("tui", "--", "bench", "--jct", f"--out={run}").code == 2
 
 
 class TestOpening:
@@ -260,26 +210,10 @@ def test_a_view_that_is_killed_gives_the_terminal_back(run):
 
 def test_in_a_terminal_a_failing_measurement_is_the_exit_code(tmp_path):
     """The real command, which refuses its options; nothing is left in the user's data."""
-    terminal = Terminal(
-        sys.executable,
-        "-m",
-        "kvprof",
-        "tui",
-        "--",
-        "bench",
-        "--jct",
-        "--no-such-option",
-        XDG_DATA_HOME=str(tmp_path),
-    )
+    words = words_of("-m kvprof tui -- bench --jct --no-such-option")
+    terminal = Terminal(sys.executable, *words, XDG_DATA_HOME=str(tmp_path))
     terminal.until("measurement failed")
     terminal.press("q")
     assert terminal.exit_code() == 2
     assert b"--no-such-option" in terminal.seen
     assert list(Path(tmp_path).glob("kvprof/runs/*")) == []
-
-
-def test_a_file_is_no_folder_to_measure_into(tmp_path):
-    notes = tmp_path / "notes"
-    notes.write_text("mine")
-    done = kvprof("tui", "--", "bench", "--jct", "--out", notes)
-    assert (done.code, done.error) == (2, f"kvprof: --out {notes} is a file; name a folder")

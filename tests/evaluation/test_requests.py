@@ -72,13 +72,6 @@ def test_mistakes_are_named(text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_a_common_option_that_nothing_takes_is_refused() -> None:
-    with pytest.raises(UsageError, match="allocation=budget: none of the methods has this option"):
-        parse("kivi,h2o", allocation="budget")
-    with pytest.raises(UsageError, match="scale=none: none of the methods has this option"):
-        parse("full", scale="none")
-
-
 def test_layers_are_left_out_of_every_method_that_compresses() -> None:
     found = {request.label: request.options for request in parse("kq,kq:skip=1,fp8", skip="0,-1")}
     assert found["kq:skip=1"] != found["kq"] == found["fp8"] == {"skip": (0, -1)}

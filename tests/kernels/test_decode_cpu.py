@@ -49,7 +49,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(widths, widths), min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 900), st.integers(1, 900)), min_size=1, max_size=2),

@@ -62,7 +62,7 @@ def prompts(draw):
     return layout, tokens, lengths
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     prompts(),
     st.sampled_from([0, 1, 17, 40]),
@@ -102,7 +102,7 @@ def test_padding_pays_for_nearly_equal_widths_only():
     assert not cpu.padding_pays(112, 32)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(prompts(), st.booleans(), st.integers(0, 10**6))
 def test_the_library_path_is_attention(prompt, uniform, seed):
     layout, tokens, _ = prompt

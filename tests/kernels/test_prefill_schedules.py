@@ -34,7 +34,7 @@ def slow_cost(work, sequence, head, first, rows):
     return total * work.score_cost(head)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(widths, widths), min_size=1, max_size=4),
     st.integers(1, 9),
@@ -81,7 +81,7 @@ def test_every_row_is_in_exactly_one_block(
     assert len(step.launches) == len({pairs[head] for head in heads})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(1, 5),
     st.integers(1, 300),

@@ -35,7 +35,7 @@ def states(layout: RaggedLayout, heads: int, head_dim: int, rotary_dim: int, dty
     return query, buffer, up, angles.cos(), angles.sin()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from([1, 2, 4, 8]),
     st.integers(1, 8),

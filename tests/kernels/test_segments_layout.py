@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from([8, 4, 3, 2]), WIDTHS, st.sampled_from([16, 32, 48, None]), st.integers(0, 99)
 )
@@ -66,7 +66,7 @@ def test_e4m3_is_that_of_the_runtime():
         assert torch.equal(found, wanted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     format_pairs,
     st.sampled_from([16, 32, 64, None]),
@@ -292,7 +292,7 @@ def test_planes_never_lie_in_two_groups_and_begin_on_16_bytes():
                 assert side.nbytes % 16 == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     format_pairs,
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
@@ -319,7 +319,7 @@ def test_appending_is_packing(formats, sizes, starts, seed):
     assert torch.equal(buffer, wanted)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     format_pairs,
     st.lists(st.tuples(WIDTHS, WIDTHS), min_size=1, max_size=4),

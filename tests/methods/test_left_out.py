@@ -187,11 +187,6 @@ def test_layers_that_there_are_none_of_are_refused(skip: Any, complaint: str) ->
         plan_family("kq", inputs(), **FINE, skip=skip)
 
 
-def test_full_has_nothing_to_leave_out() -> None:
-    with pytest.raises(UsageError, match="full has no option skip"):
-        plan_family("full", inputs(), skip=(0,))
-
-
 def test_a_list_of_methods_may_hold_lists_of_layers() -> None:
     text = "fdc,kq:grid=32,skip=0,1,-1,palu:skip=2,tale+kivi:bits=2,4,h2o"
     assert [(method, written) for _, method, written in method_entries(text)] == [
@@ -207,12 +202,6 @@ def test_a_saved_plan_knows_what_is_left_out(tmp_path: Any) -> None:
     plan = plan_of("kq", 1)
     save_plan(plan, tmp_path / "plan")
     assert [layer.left_out for layer in load_plan(tmp_path / "plan").layers] == [False, True, False]
-
-
-def test_a_layer_cannot_be_left_out_and_compressed() -> None:
-    plan = plan_of("kq")
-    with pytest.raises(UsageError, match="layer 0 is left out, and compressed all the same"):
-        replace(plan, layers=(replace(plan.layers[0], left_out=True), *plan.layers[1:]))
 
 
 def test_pages_are_not_served_of_two_sizes() -> None:

@@ -51,8 +51,3 @@ def test_a_measured_link_has_the_name_that_it_was_given() -> None:
 def test_what_is_no_link_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--link"):
         parse_link(text)
-
-
-def test_two_links_of_one_name_are_refused() -> None:
-    with pytest.raises(UsageError, match="nvlink4 is named twice"):
-        parse_links(["nvlink4", "NVLink4"])

@@ -25,7 +25,7 @@ def lost(left, right, basis: SideBases, head: int, rank: int) -> float:
     return float(((left @ (right - right @ down @ up.T).T) ** 2).sum())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     width=st.sampled_from([2, 5, 8, 16]),

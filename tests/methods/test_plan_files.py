@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
@@ -99,27 +99,6 @@ def test_a_plan_of_before_fits_any_model_of_its_shape(number, tmp_path):
         load_plan(tmp_path / "old", layout=model("GPT2").layout)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 100, 0.5, 0.99])
-def test_a_file_cut_short_is_refused(saved, tmp_path, cut):
-    content = saved.read_bytes()
-    path = tmp_path / "cut"
-    path.write_bytes(content[: int(cut * len(content)) if isinstance(cut, float) else cut])
-    with pytest.raises(FailedError, match="damaged file of plans"):
-        load_plan(path)
-
-
-def test_a_changed_bit_is_noticed_anywhere(saved, tmp_path):
-    content = bytearray(saved.read_bytes())
-    start = 8 + int.from_bytes(content[:8], "little")
-    for place in (start, (start + len(content)) // 2, len(content) - 1):
-        changed = bytearray(content)
-        changed[place] ^= 16
-        path = tmp_path / str(place)
-        path.write_bytes(changed)
-        with pytest.raises(FailedError, match="damaged"):
-            load_plan(path)
-
-
 def test_other_files_are_told_apart(saved, tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "other")
     with pytest.raises(FailedError, match=r"other: no file of plans \(kvprof plan --save\)"):
@@ -127,10 +106,6 @@ def test_other_files_are_told_apart(saved, tmp_path):
     save_tensors(tmp_path / "new", {"x": torch.zeros(1)}, {}, format_name="kvprof-plan/9")
     with pytest.raises(FailedError, match="new: format kvprof-plan/9, this kvprof reads"):
         load_plan(tmp_path / "new")
-    with pytest.raises(UsageError, match="there is no such file of plans"):
-        load_plan(tmp_path / "missing")
-    with pytest.raises(UsageError, match=r"a folder, and no file of plans \(kvprof plan --save\)"):
-        load_plan(tmp_path)
     (tmp_path / "result.json").write_text('{"schema": "kvprof/1"}')
     with pytest.raises(FailedError, match=r"no file of plans \(.*\) but JSON"):
         load_plan(tmp_path / "result.json")
@@ -197,11 +172,9 @@ _BASES = {
 }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(stored=mutations(_WHOLE))
-def test_a_forged_plan_is_read_or_refused_in_one_line(tmp_path_factory, stored):
-    path = tmp_path_factory.mktemp("forged") / "p"
-    save_tensors(path, _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
+def read_or_refused_in_one_line(folder, bases, stored):
+    path = folder / "p"
+    save_tensors(path, bases, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
     try:
         plan = load_plan(path)
     except FailedError as problem:
@@ -212,6 +185,12 @@ def test_a_forged_plan_is_read_or_refused_in_one_line(tmp_path_factory, stored):
     assert told.startswith("p: ")
     assert "\n" not in told
     assert len(told) < 500
+
+
+@settings(max_examples=60)
+@given(stored=mutations(_WHOLE))
+def test_a_forged_plan_is_read_or_refused_in_one_line(tmp_path_factory, stored):
+    read_or_refused_in_one_line(tmp_path_factory.mktemp("forged"), _BASES, stored)
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_kvquant_leaves_the_first_token_and_tales_levels_move_by_whole_blocks():
         ("fp8-4bit", "fp8 is quantised already"),
         ("h2o+keyformer", "evicts already"),
         ("kivi-3bit", "kivi is quantised already"),
+        ("kq-wf-4bit", "quantised already"),
     ],
 )
 def test_what_makes_no_sense_is_refused(name, message):
@@ -253,6 +254,7 @@ def test_what_makes_no_sense_is_refused(name, message):
     [
         ("fdc", {"heads": 4}, "fdc has no option heads: it has keys, values, allocation, grid"),
         ("full", {"grid": 4}, "full has no option grid: it has none"),
+        ("full", {"skip": (0,)}, "full has no option skip"),
         ("fdc-4bit", {"bits": 2}, "fdc-4bit has no option bits"),
         ("fdc-4bit", {"keep": 0.5}, "fdc-4bit has no option keep"),
         ("fdc+kvquant", {"nope": 1}, "fdc has no option nope"),

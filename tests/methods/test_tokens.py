@@ -29,7 +29,7 @@ def played(shares, batch, tokens):
     return counts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([(0.9, 0.1), (0.5, 0.5), (1.0, 0.0), (0.85, 0.15), (0.6, 0.3, 0.1)]),
     st.sampled_from([1, 4, 32]),

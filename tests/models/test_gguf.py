@@ -153,11 +153,7 @@ def test_without_a_tokenizer_it_cannot_read_text(tmp_path: Path) -> None:
         load_model(str(path), device="cpu").tokenizer()
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_truncated_file_ends_in_one_line(file: Path, tmp_path: Path, data: st.DataObject) -> None:
     whole = file.read_bytes()

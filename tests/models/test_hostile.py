@@ -106,7 +106,7 @@ def changed(folder: Path, new: Path, file: str, text: str) -> Path:
     return new
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     key=st.sampled_from([*TOLD, "sliding_window", "layer_types", "rope_scaling", "head_dim"]),
     value=st.sampled_from([*LEAVES, math.nan, math.inf, -2, ["sliding_attention"] * 3]),

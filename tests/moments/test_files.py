@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there(tmp_path):
         load_moments(tmp_path)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=50)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file_is_refused(saved, tmp_path_factory, share):
     path = tmp_path_factory.mktemp("cut") / "m.safetensors"
@@ -134,7 +134,7 @@ def test_a_truncated_file_is_refused(saved, tmp_path_factory, share):
     assert said.startswith("m.safetensors: ")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=120)
 @given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), header=st.booleans())
 def test_a_flipped_bit_anywhere_is_refused(saved, tmp_path_factory, share, bit, header):
     path = tmp_path_factory.mktemp("flip") / "m.safetensors"
@@ -186,7 +186,7 @@ def test_a_file_of_the_right_format_with_missing_parts_is_damaged(tmp_path):
             load_moments(path)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.binary(max_size=120))
 def test_no_bytes_bring_anything_but_a_clear_error(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("bytes") / "m.safetensors"

@@ -25,9 +25,7 @@ from kvprof.records.files import (
 from tests.records.sample import spectrum_result, stability_result
 
 WHOLE = render_result(spectrum_result()).encode()
-IN_ONE_FOLDER = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
-)
+IN_ONE_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("result", [spectrum_result(), stability_result()])
@@ -155,11 +153,6 @@ def test_what_is_wrong_with_a_file_is_named(content: bytes, said: str, tmp_path:
     with pytest.raises(FailedError, match=said) as caught:
         read_result(path)
     assert "\n" not in str(caught.value)
-
-
-def test_no_such_file_is_wrong_usage(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such file"):
-        read_result(tmp_path / "nowhere.json")
 
 
 # --- writing --------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
 
 def test_the_verdict_names_the_sides_and_what_stays_within_the_limit() -> None:
     result = sensitivity_result()
-    assert "Keys and values cost about the same at 4 bits and 2 bits" in said(result)[0]
-    assert "all parts together stay within 0.0100 nats at 4 bits" in said(result)[0]
     result["data"]["sides"][1]["more"] = "keys"
     assert said(result)[0].startswith("Keys are more sensitive than values at 2 bits; keys and")
     result["data"]["model_layers"] = 3
@@ -27,11 +25,8 @@ def test_the_verdict_names_the_sides_and_what_stays_within_the_limit() -> None:
     assert "nothing can be compared" in said(result)[0]
 
 
-def test_the_settings_are_the_data() -> None:
+def test_layers_that_stay_are_named_in_runs() -> None:
     result = sensitivity_result()
-    rows = blocks(Table, result)[0].cells()
-    assert rows[1][:4] == ["2 bits", "0.0600", "0.0600", "1.00"]
-    assert rows[1][5:] == ["layer 1 keys", "0.0400", "98.0 %"]
     result["data"]["heads"] = [2] * 9
     for stay, told in (([0, 2, 3, 4, 7, 8], "0, 2–4, 7, 8"), ([*range(9)], "0–8 (all)")):
         result["data"]["layers"][1]["stay"] = stay
@@ -64,14 +59,8 @@ def test_maps_are_on_a_log_scale_by_side_or_by_head() -> None:
     assert (heads[2].low, heads[2].high) == (0.02, 0.04)
 
 
-def test_what_the_first_tokens_explain_and_what_wholes_cost() -> None:
+def test_a_mixture_for_a_rate_has_its_choices() -> None:
     result = sensitivity_result()
-    assert blocks(Table, result)[3].cells() == [
-        ["2 bits", "1", "0.120", "0.0900", "25.0 %", "25.0 %", "25.0 %"]
-    ]
-    uniform, mixed = tables(result)["allocation"]
-    assert uniform == ["all at 4 bits", "0.700", "0.00600", "0.00800 [0.00400, 0.0160]", "98.0 %"]
-    assert mixed[0] == "mixed, at most the bytes of 4 bits"
     budget = result["data"]["budgets"][0]
     budget |= {"like": None, "rate_asked": 0.7, "uniform": None}
     budget["choices"][0]["setting"] = "2 bits"

@@ -147,10 +147,3 @@ def test_code_of_a_model_needs_whoever_runs_it(tmp_path: Path) -> None:
     assert len(trusted[0].cells) == 2
     done = kvprof("recipe", "run", write(tmp_path), "--trust-remote-code")
     assert (done.code, "none of these recipes" in done.error) == (2, True)
-
-
-def test_a_new_recipe_makes_no_folders(tmp_path: Path) -> None:
-    done = kvprof("recipe", "new", tmp_path / "a" / "b" / "mine.yaml")
-    assert done.code == 2
-    assert "does not exist" in done.error
-    assert list(tmp_path.iterdir()) == []

@@ -109,7 +109,7 @@ def test_what_cannot_be_taken_back_is_refused_in_one_line(what: str) -> None:
         assert (cache.get_seq_length(), cache.nbytes) == (8, before)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.sampled_from(sorted(PLANS)),
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6),

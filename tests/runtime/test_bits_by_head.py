@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import bytes_at, dim_rate, paper_rate
@@ -26,6 +26,7 @@ from kvprof.runtime.compressed import compressed
 from kvprof.serving.refusals import refusal
 from kvprof.tensor_files import load_tensors, save_tensors
 from tests.methods.models import inputs, model
+from tests.methods.test_plan_files import read_or_refused_in_one_line
 from tests.models.tiny import token_ids
 from tests.records.hostile import mutations
 from tests.runtime.calibrated import Array, one_layer
@@ -235,23 +236,12 @@ _WHOLE = structure(mixed("per-token"))
 _BASES = {"layers.0.values.0.down": low(0)[0], "layers.0.values.0.up": low(0)[1]}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(stored=mutations(_WHOLE))
 def test_a_forged_plan_is_read_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, stored: dict[str, Any]
 ) -> None:
-    path = tmp_path_factory.mktemp("forged") / "p"
-    save_tensors(path, _BASES, {"plan": json.dumps(stored)}, format_name="kvprof-plan/4")
-    try:
-        plan = load_plan(path)
-    except FailedError as problem:
-        told = str(problem)
-    else:
-        told = "p: "
-        assert structure(plan)["layers"] == stored["layers"]
-    assert told.startswith("p: ")
-    assert "\n" not in told
-    assert len(told) < 500
+    read_or_refused_in_one_line(tmp_path_factory.mktemp("forged"), _BASES, stored)
 
 
 @pytest.mark.parametrize(

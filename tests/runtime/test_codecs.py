@@ -19,7 +19,7 @@ def rows(tokens: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(2, 3, tokens, columns, generator=generator) * 3 + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([2, 3, 4, 8]), st.integers(1, 40), st.integers(0, 99))
 def test_packing_is_dense_and_lossless(bits: int, columns: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -39,7 +39,7 @@ def poisoned(found: PlaneStore, batch: int, tokens: int, reach: int | None = Non
     return layout
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(2, 9),
     st.lists(st.integers(1, 12), min_size=1, max_size=6),

@@ -16,7 +16,7 @@ stages = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(stages, st.integers(1, 150))
 def test_steps_lead_where_the_tables_say(own: Stages, tokens: int) -> None:
     """A dictionary per segment, filled by the steps' moves alone."""

@@ -365,8 +365,3 @@ def test_kernels_run_uniform_levels_and_say_why_not_the_others() -> None:
         plan = plan_at(plan_family("kq-wf", inputs("Llama"), grid=16, **OWN, **options), 0.5)
         reasons = kernel_reasons(plan, loaded.layout, loaded.device, loaded.dtype, loaded)
         assert set(reasons) == {reason}
-
-
-def test_it_is_quantised_already() -> None:
-    with pytest.raises(UsageError, match="quantised already"):
-        plan_family("kq-wf-4bit", inputs("Llama"), **OWN)

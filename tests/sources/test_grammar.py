@@ -76,11 +76,6 @@ def test_a_path_that_the_system_refuses_is_no_traceback(tmp_path, monkeypatch):
         parse_source("/somewhere/closed.txt")
 
 
-def test_a_folder_is_named_as_one(tmp_path):
-    with pytest.raises(UsageError, match="is a folder"):
-        parse_source(str(tmp_path))
-
-
 def test_several_files_make_one_source(tmp_path):
     paths = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
     for path in paths:

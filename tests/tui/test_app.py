@@ -204,21 +204,3 @@ class TestReplay:
             assert app.screen.query_one("#filter").cursor_position == 1
 
         show(session, tmp_path, steps, everything=False)
-
-    def test_it_plays_and_end_jumps(self, tmp_path):
-        session = self.session(tmp_path)
-
-        async def steps(app, pilot):
-            await settle(app, pilot)
-            shown = text(app)
-            assert "► replay" in shown
-            assert "End jump" in shown
-            assert session.state.end is None
-            await pilot.press("end")
-            await until(app, pilot, lambda: session.state.end is not None)
-            await settle(app, pilot)
-            shown = text(app)
-            assert "■ finished" in shown
-            assert "End jump" not in shown
-
-        show(session, tmp_path, steps, everything=False)

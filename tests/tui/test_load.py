@@ -214,24 +214,15 @@ class TestScreen:
         show(recorded(tmp_path, load()), tmp_path, steps)
 
 
+def brief_at(label: str, latency: float) -> RateBrief:
+    """Return a rate of 2 requests a second, of which nothing but its latency is known."""
+    none = (None, None, False, False, 20, 0, 0)
+    return RateBrief(f"{label} @ 2/s", label, 2.0, latency, *none, complete=True, over=True)
+
+
 def test_a_methods_name_is_as_long_as_its_column():
     name = "my-served.plan"
-    brief = RateBrief(
-        f"{name} @ 2/s",
-        name,
-        2.0,
-        0.01,
-        None,
-        None,
-        False,
-        False,
-        20,
-        0,
-        0,
-        complete=True,
-        over=True,
-    )
-    drawn = render_text(RateTable([brief], name, None, {}, Ink()))
+    drawn = render_text(RateTable([brief_at(name, 0.01)], name, None, {}, Ink()))
     head, row = drawn.splitlines()[:2]
     assert name in head
     assert len(head.rstrip()) <= len("requests/s  ") + 19
@@ -240,24 +231,7 @@ def test_a_methods_name_is_as_long_as_its_column():
 
 def test_a_method_is_held_against_the_baseline_on_as_many_gpus() -> None:
     seconds = {"full tp=2": 0.02, "fdc tp=2": 0.01, "full tp=4": 0.01, "fdc tp=4": 0.02}
-    briefs = [
-        RateBrief(
-            f"{label} @ 2/s",
-            label,
-            2.0,
-            one,
-            None,
-            None,
-            False,
-            False,
-            20,
-            0,
-            0,
-            complete=True,
-            over=True,
-        )
-        for label, one in seconds.items()
-    ]
+    briefs = [brief_at(label, latency) for label, latency in seconds.items()]
     drawn = render_text(RateTable(briefs, "full tp=2", None, {}, Ink()), width=100)
     _, row = drawn.splitlines()[:2]
     assert row.split()[1:] == [

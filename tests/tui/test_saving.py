@@ -19,12 +19,6 @@ def test_nothing_is_ever_overwritten(tmp_path):
     assert second.read_text() == "two"
 
 
-def test_a_folder_that_is_none_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FailedError, match="file"):
-        write_beside(tmp_path / "file" / "x.svg", b"text")
-
-
 def test_what_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     def full_disk(_descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")

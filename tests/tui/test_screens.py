@@ -176,18 +176,6 @@ class TestScreens:
         session.state.add_all(session.source.poll(10_000))
         assert session.status().startswith("● finishing · ")
 
-    def test_the_cache_shows_bytes_levels_and_growth(self, tmp_path):
-        shown = keys(tmp_path, "3", events=stream(("full", "tale")), size=(120, 50))["text"]
-        for word in (
-            "logical",
-            "allocated",
-            "uncompressed",
-            "process peak",
-            "tokens by level",
-            "Stored bytes",
-        ):
-            assert word in shown
-
     def test_much_unattributed_is_a_warning_beside_the_bars(self, tmp_path):
         events = [
             replace(event, prefill_seconds=1.0) if event.event == "case_finished" else event

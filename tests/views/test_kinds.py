@@ -9,7 +9,6 @@ import pytest
 from kvprof.records.fold import result_of
 from kvprof.records.schema import kinds
 from kvprof.report.blocks import Curves, Heading, Table
-from kvprof.views import bench
 from kvprof.views.export import blocks_of, to_html, to_markdown
 from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text
@@ -52,16 +51,6 @@ RESULTS = {
 def page_of(kind: str) -> str:
     """Return a result's page, with its figures drawn once."""
     return to_html(RESULTS[kind])
-
-
-_VIEWS = {"bench": bench}
-
-
-@pytest.mark.parametrize("kind", _VIEWS)
-def test_the_report_is_the_one_of_the_command(kind: str) -> None:
-    result = RESULTS[kind]
-    again = render_text(report(result, 100, colour=False), 100)
-    assert again == render_text(_VIEWS[kind].report(result, 100, colour=False), 100)
 
 
 @pytest.mark.parametrize("kind", RESULTS)

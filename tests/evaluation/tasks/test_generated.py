@@ -37,7 +37,7 @@ def test_the_line_asked_for_is_the_nth_answer_to_the_same_request(seed: int) -> 
 
 
 @given(st.integers(0, 10**6), st.sampled_from(OPERATIONS), st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_chain_comes_to_its_answer_in_as_many_steps(
     seed: int, operations: int, size: int
 ) -> None:
@@ -90,7 +90,6 @@ def test_strings_count_as_ruler_counts_them() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 40), st.integers(20, 2000), st.integers(0, 3000))
-@settings(deadline=None)
 def test_the_largest_size_that_fits_is_found(each: int, start: int, room: int, near: int) -> None:
     def take(size: int) -> tuple[Question, list[int]]:
         return Question(("",)), [0] * (start + each * size)

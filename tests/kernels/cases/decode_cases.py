@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
@@ -22,11 +22,7 @@ LIMITS = {torch.float16: 2e-3, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 widths = st.integers(1, 16).map(lambda n: 16 * n)
 # On a GPU every example compiles a kernel of its own.
-few = settings(
-    max_examples=3 if DEVICE.type == "cuda" else 5,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+few = settings(max_examples=3 if DEVICE.type == "cuda" else 5)
 
 
 def states(layout: RaggedLayout, rows: int, dtype: torch.dtype, seed: int, scale: float = 1.0):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
@@ -18,11 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (
     [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float16, torch.float32]
 )
-few = settings(
-    max_examples=10 if DEVICE.type == "cuda" else 40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+few = settings(max_examples=10 if DEVICE.type == "cuda" else 40)
 narrow = st.integers(1, 9).map(lambda n: 16 * n)
 
 

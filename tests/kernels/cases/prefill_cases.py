@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
@@ -73,7 +73,7 @@ def prompts(draw):
     return layout, tokens, lengths, options, draw(st.booleans())
 
 
-@settings(max_examples=6 if GPU else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6 if GPU else 8)
 @given(
     prompts(),
     st.sampled_from(DTYPES),

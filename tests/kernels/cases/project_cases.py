@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -266,11 +266,7 @@ def passes(draw):
 
 
 # On a GPU every example compiles a kernel of its own.
-few = settings(
-    max_examples=4 if DEVICE.type == "cuda" else 5,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+few = settings(max_examples=4 if DEVICE.type == "cuda" else 5)
 
 
 @few

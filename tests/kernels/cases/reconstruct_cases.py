@@ -156,11 +156,7 @@ def layers(draw):
     )
 
 
-@settings(
-    max_examples=7,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=7, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers())
 def test_any_widths_heads_rotations_and_cuts_give_attention(layer):
     assert error(run(layer), wanted(layer)) < LIMITS[layer.dtype]
@@ -305,11 +301,7 @@ def test_what_cannot_run_is_refused():
 _widths = st.sampled_from([16, 48, 64, 112, 144, 320])
 
 
-@settings(
-    max_examples=8 if DEVICE.type == "cuda" else 16,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(max_examples=8 if DEVICE.type == "cuda" else 16)
 @given(
     st.lists(st.tuples(_widths, _widths), min_size=1, max_size=3),
     st.integers(1, 3),

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
@@ -59,11 +59,7 @@ def limit(layout: SegmentsLayout, int8: bool) -> float:
 
 
 # On a GPU every example compiles a kernel of its own.
-few = settings(
-    max_examples=3 if DEVICE.type == "cuda" else 5,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+few = settings(max_examples=3 if DEVICE.type == "cuda" else 5)
 
 
 def random_states(layout: SegmentsLayout, seed: int, *, scale: float = 1.0):

@@ -404,9 +404,8 @@ def test_a_server_that_is_killed_in_the_middle_is_told(here):
 
 def test_a_server_that_dies_of_a_rates_last_request_is_no_rate_that_fails(here):
     """One request lost of 40 looks like any failure; the rate must not be judged by it."""
-    process = ServerProcess(
-        "full", child('{"dies_after": 41, "lingers": 0.5}')
-    )  # 2 before the rate
+    # Two come before the rate.
+    process = ServerProcess("full", child('{"dies_after": 41, "lingers": 0.5}'))
     complete, problems, events = sweep([ServedTarget(process)], ONE_BY_ONE)
     assert not complete
     assert str(problems[0]) == "full: its server was killed (signal 9)"
@@ -528,31 +527,29 @@ def test_what_a_killed_server_had_started_goes_with_it(here, tmp_path):
     assert not left.exists() or " Z " in left.read_text()
 
 
-def test_an_engine_s_error_is_told_and_not_that_there_was_one(here):
+@pytest.mark.parametrize(
+    "said",
+    [
+        ("Error: no memory for the cache",),
+        (
+            "(EngineCore pid=1) AssertionError: Not enough nodes",
+            *["(APIServer pid=2)   File x, in y"] * 60,
+            "(APIServer pid=2)     raise RuntimeError(",
+            "(APIServer pid=2) RuntimeError: Engine core initialization failed."
+            " See root cause above.",
+            "(EngineCore pid=1) Exception: WorkerProc failed. See stack trace for root cause.",
+        ),
+    ],
+    ids=["one", "several"],
+)
+def test_the_first_error_of_a_server_that_does_not_start_is_told(here, said):
     """As vLLM 0.27.1 ends: the engine's own error, a traceback of the server's, and its error."""
-    said = (
-        "(EngineCore pid=1) AssertionError: Not enough nodes",
-        *["(APIServer pid=2)   File x, in y"] * 60,
-        "(APIServer pid=2)     raise RuntimeError(",
-        "(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.",
-        "(EngineCore pid=1) Exception: WorkerProc failed. See stack trace for root cause.",
-    )
 
     def command(port):
         return [sys.executable, "-c", f"print({chr(10).join(said)!r}); exit(1)"]
 
     _, problems, _ = sweep([ServedTarget(ServerProcess("full", command))], SHORT)
-    assert str(problems[0]) == (
-        "full: its server ended with 1: (EngineCore pid=1) AssertionError: Not enough nodes"
-    )
-
-
-def test_a_server_that_does_not_start_says_why(here):
-    def command(port):
-        return [sys.executable, "-c", "print('Error: no memory for the cache'); exit(1)"]
-
-    _, problems, _ = sweep([ServedTarget(ServerProcess("full", command))], SHORT)
-    assert str(problems[0]) == "full: its server ended with 1: Error: no memory for the cache"
+    assert str(problems[0]) == f"full: its server ended with 1: {said[0]}"
 
 
 def test_an_address_that_ceases_to_answer_ends_the_rate():
