@@ -96,8 +96,9 @@ class FilledModel:
         self.model.bind(page, most or columns * page, columns * page, columns, captured)
 
     def random(self, *shape: int) -> Tensor:
-        """Return normal numbers, the same ones on every device."""
-        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+        """Return normal numbers in sixteenths: projected, they have exact sums in any order."""
+        drawn = torch.randn(shape, generator=self.generator)
+        return ((drawn * 16).round() / 16).to(self.device, self.dtype)
 
     def _layer(self, pages: int, widths: tuple[tuple[int, int], ...]) -> ServedLayer:
         keys, values = zip(*widths, strict=True)
@@ -106,7 +107,7 @@ class FilledModel:
             return self._rebuilt_layer(pages, row, keys, values)
         bases = [
             basis_set(
-                [torch.randn(DEPTH, width, generator=self.generator) / 4 for width in keys],
+                [self.random(DEPTH, width) / 4 for width in keys],
                 dtype=self.dtype,
                 device=self.device,
             )
