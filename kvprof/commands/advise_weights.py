@@ -84,7 +84,7 @@ class Measuring:
         self._finds = loaded.context_length >= _SHORTEST  # as far as is known
         self._calibrator = Calibrator(
             loaded,
-            calibration_options(None, None, seq_len=sample.evaluator.workload.seq_len),
+            calibration_options(sample.evaluator.workload.seq_len),
             progress=console.track,
             should_stop=self._ended,
             notice=self.warnings.append,

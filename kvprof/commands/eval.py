@@ -12,7 +12,7 @@ from kvprof import console
 from kvprof.analysis.stats import RESAMPLES, SEED
 from kvprof.commands.options import DATA, MethodOptions, ModelOptions, SampleOptions
 from kvprof.commands.output import Outcome, TableOptions, end_without_result, measuring
-from kvprof.commands.request import Mark, Parsed, Rule, excludes, loading, needs
+from kvprof.commands.request import Mark, Parsed, Rule, loading, needs
 from kvprof.errors import Interrupted, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.methods.named import ALWAYS, ENGINE_FORMATS, check_names, listed
@@ -81,7 +81,6 @@ class EvalRequest(ModelOptions, MethodOptions, SampleOptions, TableOptions):
     rules: ClassVar[tuple[Rule, ...]] = (
         needs("harness_limit", "harness"),
         needs("harness_include", "harness"),
-        excludes("plan_file", "calibrate_seq_len"),
         _names_each_once,
     )
 
@@ -199,8 +198,7 @@ def _check_rates(run: _Run, laid: "Laid", context: int) -> None:
     if left := tuple(method for method in run.methods if method not in unfit):
         run.methods, run.warnings = left, list(unfit.values())
     asked = run.request
-    calibration = asked.calibrate, asked.calibrate_tokens
-    calibration_options(*calibration, seq_len=None, own_seq_len=asked.calibrate_seq_len)
+    calibration_options(**asked.calibration)
     for method in run.rated:
         wanted = asked.rate, asked.removal, context
         check_reach(laid, method, run.options_of(method), *wanted, alone=len(run.rated) == 1)
@@ -220,9 +218,13 @@ def _harness(request: EvalRequest) -> "HarnessSettings | None":
 
 def _plans(run: _Run, sample: "Sample", stop: Stop) -> "list[Plan]":
     """Make every plan before anything is evaluated: what cannot be planned is found out first."""
-    from kvprof.commands.steps import calibration_interrupts, calibration_options, plan_of
+    from kvprof.commands.steps import (
+        calibration_interrupts,
+        calibration_options,
+        method_calibrator,
+        plan_of,
+    )
     from kvprof.methods.family import plan_at
-    from kvprof.moments.calibrator import Calibrator
     from kvprof.moments.tokens import check_separate
 
     asked, evaluator, saved = run.request, sample.evaluator, []
@@ -233,15 +235,8 @@ def _plans(run: _Run, sample: "Sample", stop: Stop) -> "list[Plan]":
         saved = [load_plan(file, fingerprint=loaded.fingerprint, layout=loaded.layout)]
     there = "fp8" in (*run.methods, *(plan.method for plan in saved))
     methods = [*([] if there else ["fp8"]), *run.methods]
-    given = calibration_options(
-        asked.calibrate,
-        asked.calibrate_tokens,
-        seq_len=evaluator.workload.seq_len,
-        own_seq_len=asked.calibrate_seq_len,
-    )
-    calibrator = Calibrator(
-        loaded, given, progress=console.track, should_stop=stop, notice=console.warn
-    )
+    given = calibration_options(evaluator.workload.seq_len, **asked.calibration)
+    calibrator = method_calibrator(loaded, given, stop)
     for method in methods:
         calibrator.expect(method, **run.options_of(method))
     plans = []
@@ -364,7 +359,6 @@ def _inputs(run: _Run, sample: "Sample", harness: "HarnessSettings | None") -> d
     """Return every resolved input, so that a reader can repeat the run."""
     request, evaluator = run.request, sample.evaluator
     loaded = evaluator.loaded
-    asked = ("calibrate", "calibrate_tokens", "calibrate_seq_len")
     return {
         "model": loaded.spec,
         "architecture": loaded.layout.architecture,
@@ -376,7 +370,7 @@ def _inputs(run: _Run, sample: "Sample", harness: "HarnessSettings | None") -> d
         "rate": request.rate,
         "removal": request.removal,
         "plan": request.plan_file.name if request.plan_file is not None else None,
-        **{name: getattr(request, name) for name in asked},
+        **request.calibration,
         "options": run.options,
         **sample.inputs(),
         "context": evaluator.context,

@@ -112,15 +112,13 @@ def frontier(request: FrontierRequest) -> Outcome:
         from kvprof.methods.registry import calibration_needs
 
     requests = parse_methods(methods, common)
-    given = {"calibrate": request.calibrate, "calibrate_tokens": request.calibrate_tokens}
-    own_seq_len = request.calibrate_seq_len
     needs = [calibration_needs(one.method, **one.options) for one in requests]
-    if (own_seq_len or any(given.values())) and not any(needs):
+    if any(request.calibration.values()) and not any(needs):
         raise UsageError(
             "these methods need no calibration; leave out --calibrate, --calibrate-tokens and "
             "--calibrate-seq-len"
         )
-    calibration_options(**given, seq_len=None, own_seq_len=own_seq_len)
+    calibration_options(**request.calibration)
     options = FrontierOptions(targets, request.points)
     sample = load_sample(
         {"model": request.model, **request.how},
@@ -132,7 +130,7 @@ def frontier(request: FrontierRequest) -> Outcome:
     evaluator, described, warnings = sample.evaluator, sample.inputs(), [*sample.warnings]
     loaded = evaluator.loaded
     seq_len = described["seq_len"]
-    calibration = calibration_options(**given, seq_len=seq_len, own_seq_len=own_seq_len)
+    calibration = calibration_options(seq_len, **request.calibration)
 
     def warn(text: str) -> None:
         console.warn(text)

@@ -155,7 +155,7 @@ def generate(request: GenerateRequest) -> Outcome:
     )
     prompt, ids = read[0]
     with graceful_interrupt() as stop:
-        plan = make_plan(loaded, **choice, context=context, seq_len=None, stop=stop)
+        plan = make_plan(loaded, **choice, context=context, stop=stop)
         own = _run(request, loaded, plan, ids, stop)
     data = {"prompt": prompt, "prompt_tokens": len(ids), **own}
     inputs = {

@@ -390,7 +390,7 @@ CalibrateSeqLenOption = Annotated[
     typer.Option(
         "--calibrate-seq-len",
         rich_help_panel=METHOD,
-        help="Tokens per calibration sequence.  [default: --seq-len]",
+        help="Tokens per calibration sequence.  [default: --seq-len, else 2k]",
     ),
     Mark.FREE,
 ]
@@ -516,14 +516,23 @@ DecodeOption = Annotated[
 _NAMED = ("allocation", "grid", "minimum")
 
 
+_CALIBRATION = ("calibrate", "calibrate_tokens", "calibrate_seq_len")
+
+
 class CalibrationOptions(Request):
     """What a method is calibrated on, and the options that most methods have."""
 
     calibrate: CalibrateOption = None
     calibrate_tokens: CalibrateTokensOption = None
+    calibrate_seq_len: CalibrateSeqLenOption = None
     allocation: AllocationOption = None
     grid: GridOption = None
     minimum: MinimumOption = None
+
+    @property
+    def calibration(self) -> dict[str, str | None]:
+        """What `kvprof.commands.steps.calibration_options` is told."""
+        return {name: getattr(self, name) for name in _CALIBRATION}
 
     def options(self, extra: list[str] | None = None) -> dict[str, Any]:
         """Return the options of a method as keyword arguments; those not given are left out."""
@@ -545,15 +554,14 @@ class MethodOptions(CalibrationOptions):
     rules: ClassVar[tuple[Rule, ...]] = (
         excludes(
             "plan_file",
-            *("method", "rate", "removal", "calibrate", "calibrate_tokens", "option"),
-            *_NAMED,
+            *("method", "rate", "removal", *_CALIBRATION, "option", *_NAMED),
         ),
         one_of("rate", "removal"),
     )
 
     def choice(self, method: str | None) -> dict[str, Any]:
         """Return the plan that is asked for of one method, as `steps.make_plan` takes it."""
-        names = ("plan_file", "rate", "removal", "calibrate", "calibrate_tokens")
+        names = ("plan_file", "rate", "removal", *_CALIBRATION)
         if self.plan_file is None and method is None:
             raise UsageError("give --method, for example --method kq --rate 0.5, or --plan")
         check_rate(self.rate)
@@ -573,7 +581,6 @@ class SampleOptions(Request):
     task_items: TaskItemsOption = None
     task_lengths: TaskLengthsOption = None
     decode: DecodeOption = False
-    calibrate_seq_len: CalibrateSeqLenOption = None
 
     @property
     def sample(self) -> dict[str, Any]:

@@ -216,9 +216,9 @@ def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:
     if loaded is not None:
         with graceful_interrupt() as stop:
             if file is None:
-                made, fine, knob = _rounded(loaded, choice, context, stop)
+                made, fine, knob = _rounded(loaded, choice, request.calibration, context, stop)
             else:
-                made = make_plan(loaded, **choice, context=context, seq_len=None, stop=stop)
+                made = make_plan(loaded, **choice, context=context, stop=stop)
     if request.servable:
         check_servable(made)
     if request.save is not None:
@@ -259,16 +259,24 @@ _ROUNDED_UP = ("removal", "uniform", "tail")
 
 
 def _rounded(
-    loaded: "LoadedModel", choice: dict[str, Any], context: int, stop: Stop
+    loaded: "LoadedModel",
+    choice: dict[str, Any],
+    calibration: dict[str, str | None],
+    context: int,
+    stop: Stop,
 ) -> "tuple[Plan, Plan | None, str | None]":
     """Make a plan; also the one without a grid, from the same calibration, and its knob's name."""
-    from kvprof.commands.steps import calibration_interrupts, method_calibrator, plan_of
+    from kvprof.commands.steps import (
+        calibration_interrupts,
+        calibration_options,
+        method_calibrator,
+        plan_of,
+    )
     from kvprof.evaluation.centre_pairs import ON_CPU, ON_GPU, fewest_pairs
 
     method, options = choice["method"], choice["options"]
     amount = choice["rate"], choice["removal"], context
-    given = choice["calibrate"], choice["calibrate_tokens"]
-    calibrator = method_calibrator(loaded, *given, seq_len=None, stop=stop)
+    calibrator = method_calibrator(loaded, calibration_options(**calibration), stop)
     with calibration_interrupts():
         family = calibrator.family(method, **options)
         with console.status(f"planning {method}"):

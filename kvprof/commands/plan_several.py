@@ -83,7 +83,7 @@ def several(request: "PlanRequest", methods: str | None, links: Sequence[Link]) 
     usual = "full" if request.plan_files or request.rate is None else COMPARED
     requests = parse_methods(methods or usual, dict(options))
     _refuse_unheeded(request, requests)
-    calibration_options(request.calibrate, request.calibrate_tokens, seq_len=None)
+    calibration_options(**request.calibration)
     given = None if request.context is None else parse_count(request.context, what="--context")
     planned = _planned_for(request)
     context = given or evaluation_context(planned.context_length or DEFAULT_SEQ_LEN)
@@ -120,7 +120,7 @@ def _refuse_unheeded(request: "PlanRequest", requests: Sequence[MethodRequest]) 
             "--rate: of what is asked for, nothing has a rate to turn; name methods with "
             "--methods, or leave it out"
         )
-    calibrating = request.calibrate or request.calibrate_tokens
+    calibrating = any(request.calibration.values())
     if calibrating and all(follows_from_rate(one.method, **one.options) for one in turned):
         raise UsageError(
             "this calibrates nothing: what a plan stores follows from its rate; leave out "
@@ -163,7 +163,7 @@ def _choose(
         if planned.loaded is None:
             raise UsageError("it has to be calibrated, and a shape has no weights; name a MODEL")
         if not calibrators:
-            given = calibration_options(request.calibrate, request.calibrate_tokens, seq_len=None)
+            given = calibration_options(**request.calibration)
             how: dict[str, Any] = {"progress": console.track, "notice": console.warn}
             calibrators.append(Calibrator(planned.loaded, given, should_stop=stop, **how))
         return calibrators[0]

@@ -60,7 +60,7 @@ def study(
 ) -> Outcome:
     """Measure; an interrupt keeps what was measured before it."""
     measuring = Sensitivity(loaded, samples, request.batch_size)
-    usual = calibration_options(None, None, seq_len=None)
+    usual = calibration_options()
     how: dict[str, Any] = {"progress": console.track, "should_stop": stop, "notice": console.warn}
     with calibration_interrupts():
         given = Calibrator(loaded, usual, **how).inputs("kq" if request.ranks else "full")

@@ -195,21 +195,21 @@ def check_plan_file(opened: OpenedModel, plan_file: Path | None) -> None:
 
 
 def calibration_options(
-    calibrate: str | None,
-    calibrate_tokens: str | None,
-    *,
-    seq_len: int | None,
-    own_seq_len: str | None = None,
+    seq_len: int | None = None,
+    /,
+    calibrate: str | None = None,
+    calibrate_tokens: str | None = None,
+    calibrate_seq_len: str | None = None,
 ) -> CalibrationOptions:
     """Return what the user said about calibration."""
     source = parse_source(calibrate, what="--calibrate") if calibrate else None
     tokens = parse_count(calibrate_tokens, what="--calibrate-tokens") if calibrate_tokens else None
-    if own_seq_len is not None:
+    if calibrate_seq_len is not None:
         if source is not None and source.kind is SourceKind.MOMENTS:
             raise UsageError(
                 f"{source.name}: saved moments are what they are; leave out --calibrate-seq-len"
             )
-        seq_len = parse_count(own_seq_len, what="--calibrate-seq-len")
+        seq_len = parse_count(calibrate_seq_len, what="--calibrate-seq-len")
     return CalibrationOptions(source, tokens, seq_len or DEFAULT_SEQ_LEN)
 
 
@@ -220,12 +220,10 @@ def make_plan(
     rate: float | None,
     removal: float | None,
     plan_file: Path | None,
-    calibrate: str | None,
-    calibrate_tokens: str | None,
     options: dict[str, Any],
     context: int,
-    seq_len: int | None,
     stop: Stop,
+    **calibration: str | None,
 ) -> Plan:
     """Read the plan that was given, or calibrate the method that was named and make one."""
     if plan_file is not None:
@@ -233,7 +231,7 @@ def make_plan(
 
         return load_plan(plan_file, fingerprint=loaded.fingerprint, layout=loaded.layout)
     assert method is not None
-    calibrator = method_calibrator(loaded, calibrate, calibrate_tokens, seq_len=seq_len, stop=stop)
+    calibrator = method_calibrator(loaded, calibration_options(**calibration), stop)
     with calibration_interrupts():
         family = calibrator.family(method, **options)
     with console.status(f"planning {method}"):
@@ -266,36 +264,25 @@ def check_plannable(
     method: str | None,
     rate: float | None,
     removal: float | None,
-    calibrate: str | None,
-    calibrate_tokens: str | None,
     options: dict[str, Any],
     context: int,
     plan_file: Path | None,
+    **calibration: str | None,
 ) -> None:
     """Refuse what a method has no use for, lacks, or does not reach."""
     if method is None:
         return
     needs = calibration_needs(method, **options)
-    if needs is None and (calibrate or calibrate_tokens):
-        raise UsageError(
-            f"{method} needs no calibration; leave out --calibrate and --calibrate-tokens"
-        )
+    if needs is None and any(calibration.values()):
+        raise UsageError(f"{method} needs no calibration; leave out the options of calibration")
     if needs is not None and rate is None and removal is None and not has_one_setting(method):
         raise UsageError(f"--method {method} needs --rate or --removal")
-    calibration_options(calibrate, calibrate_tokens, seq_len=None)
+    calibration_options(**calibration)
     check_reach(laid, method, options, rate, removal, context)
 
 
-def method_calibrator(
-    loaded: LoadedModel,
-    calibrate: str | None,
-    calibrate_tokens: str | None,
-    *,
-    seq_len: int | None,
-    stop: Stop,
-) -> Calibrator:
+def method_calibrator(loaded: LoadedModel, given: CalibrationOptions, stop: Stop) -> Calibrator:
     """Return what calibrates a method that is `check_plannable`, as `make_plan` has it."""
-    given = calibration_options(calibrate, calibrate_tokens, seq_len=seq_len)
     return Calibrator(loaded, given, progress=console.track, should_stop=stop, notice=console.warn)
 
 

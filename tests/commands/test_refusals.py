@@ -112,6 +112,8 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("--method full --calibrate short.txt", "needs no calibration"),
         ("--method fp8 --compare other.plan", "other.plan"),
         ("--plan missing.plan", "missing.plan"),
+        ("--plan a --calibrate-seq-len 64", "--calibrate-seq-len"),
+        (f"{KQ} --calibrate-seq-len x", "x"),
         ("--plan a --plan b", "several"),
         ("--plan other.plan", "not for the model given"),
         ("--plan cut.plan", "cut.plan", 1),

@@ -31,20 +31,20 @@ def planned(loaded: LoadedModel, **given: Any) -> Plan:
         "rate": None,
         "removal": None,
         "plan_file": None,
-        "calibrate": None,
-        "calibrate_tokens": None,
+        "calibrate_seq_len": None,
         "options": {},
         "context": 96,
-        "seq_len": 64,
         "stop": Stop(),
     }
     arguments |= given
-    check_plannable(loaded, **{k: v for k, v in arguments.items() if k not in ("seq_len", "stop")})
+    check_plannable(loaded, **{k: v for k, v in arguments.items() if k != "stop"})
     return make_plan(loaded, **arguments)
 
 
 def test_a_rate_is_reached_with_no_more_compression_than_asked(loaded: LoadedModel) -> None:
-    plan = planned(loaded, method="kq", rate=0.4, calibrate="random:512", options=FINE)
+    plan = planned(
+        loaded, method="kq", rate=0.4, calibrate="random:512", calibrate_seq_len="64", options=FINE
+    )
     assert 0.4 <= rate(plan, 96) < 0.45
     assert plan.made["calibration"]["seq_len"] == 64
     full = planned(loaded, method="kq", rate=0.0, calibrate="random:512", options=FINE)
@@ -120,11 +120,11 @@ def test_a_damaged_tokenizer_is_found_out_before_weights_are_read(
 
 
 def test_calibration_options_default_to_the_method(tmp_path: Path) -> None:
-    options = calibration_options(None, None, seq_len=None)
+    options = calibration_options()
     assert (options.source, options.tokens, options.seq_len) == (None, None, 2048)
-    assert calibration_options("prose", "4k", seq_len=512).tokens == 4096
-    assert calibration_options("prose", None, seq_len=512, own_seq_len="2k").seq_len == 2048
+    assert calibration_options(512, "prose", "4k").tokens == 4096
+    assert calibration_options(512, "prose", calibrate_seq_len="2k").seq_len == 2048
     saved = tmp_path / "moments.safetensors"
     saved.touch()
     with pytest.raises(UsageError, match="leave out --calibrate-seq-len"):
-        calibration_options(str(saved), None, seq_len=512, own_seq_len="2k")
+        calibration_options(512, str(saved), calibrate_seq_len="2k")
