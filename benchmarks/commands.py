@@ -66,7 +66,11 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         f"--method kq-wf {_plain(_WF.replace('output', 'loss'))} --rate 0.8572", _PROSE_AND_CODE
     ),
     # For models with a context of 8K, as SmolLM2's is.
-    "needles-5x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.801", "2k,4k"),
+    "needles-5x": _needles(
+        f"--method kq-wf {_plain('allocation=loss,centre=true,sink=4,window=128')} --rate 0.801 "
+        "--calibrate-seq-len 4k --calibrate-tokens 32k",
+        "2k,4k",
+    ),
     "needles-5x-hadamard": _needles(
         f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}", "2k,4k"
     ),
