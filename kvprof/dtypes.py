@@ -21,5 +21,5 @@ def read_dtype(name: str, device_type: str) -> str:
         return "float32" if device_type == "cpu" else "bfloat16"
     found = long_name(name)
     if found is None:
-        raise UsageError(f"--dtype {name!r}: give auto, {', '.join(DTYPE_BYTES)}")
+        raise UsageError(f"--dtype {name!r}: use auto, {', '.join(DTYPE_BYTES)}")
     return found

@@ -53,7 +53,7 @@ def parse_counts(text: str, *, what: str = "counts", minimum: int = 1) -> list[i
     """Read a comma-separated list of counts (``1k,2k,4k``), ascending and without repeats."""
     entries = [entry for entry in text.split(",") if entry.strip()]
     if not entries:
-        raise UsageError(f"{what}: {text!r} has no count; write for example 1k,2k,4k")
+        raise UsageError(f"{what}: {text!r} contains no count; write for example 1k,2k,4k")
     for entry in entries:
         if _CUT_OFF.fullmatch(entry.strip()):
             raise UsageError(
@@ -87,7 +87,7 @@ def parse_share(text: str | float, *, what: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         shown = (written if len(written) <= 40 else f"{written[:40]}…") or repr(written)
-        raise UsageError(f"{what} {shown} is not a share; write for example 30% or 0.3")
+        raise UsageError(f"{what} {shown} is not a fraction; write for example 30% or 0.3")
     return value
 
 

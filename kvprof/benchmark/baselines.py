@@ -149,15 +149,15 @@ def _check_memory(workload: Workload, backend: str, form: str, free: int) -> Non
         extra += 8 * workload.batch * shape.num_heads * workload.queries * workload.seq
     if extra > _EXTRA_SHARE * free:
         raise Lack(
-            f"it would need {format_bytes(extra)} beside K and V, too much of the "
-            f"{format_bytes(free)} that are free"
+            f"it needs {format_bytes(extra)} in addition to K and V, too much of the "
+            f"{format_bytes(free)} free"
         )
 
 
 def _without(workload: Workload) -> str | None:
     if workload.shape.sinks or workload.shape.softcap:
         lacking = "sinks" if workload.shape.sinks else "soft-cap"
-        return f"torch's SDPA knows no {lacking}: it is timed without, which favours it"
+        return f"torch's SDPA does not support {lacking}: timed without, which favours it"
     return None
 
 
@@ -335,7 +335,7 @@ def _flashinfer(
         samples=samples,
         scaling=shape.scaling,
         softcap=shape.softcap,
-        note="FlashInfer knows no sinks here: it is timed without, which favours it"
+        note="FlashInfer does not support sinks here: timed without, which favours it"
         if shape.sinks
         else None,
     )

@@ -158,7 +158,7 @@ def _prefill_path(workload: Workload, layout: RaggedLayout) -> tuple[int, str]:
     """
     choice = measured_path(layout, workload.seq, workload.dtype, workload.device)
     library = sum(path == "library" for path in choice.paths)
-    words = f"{library} of {layout.heads} heads through torch's own kernels, the others by Triton's"
+    words = f"{library} of {layout.heads} heads on torch's own kernels, the others on Triton"
     return library, words
 
 

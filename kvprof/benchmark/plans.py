@@ -52,7 +52,7 @@ class Widths:
 def full_widths(shape: Shape) -> Widths:
     """Return every head at full width."""
     whole = (shape.head_dim,) * shape.num_kv_heads
-    return Widths(whole, whole, "full width")
+    return Widths(whole, whole, "uncompressed")
 
 
 def check_heads(what: str, plan: Plan, shape: Shape) -> None:
@@ -64,8 +64,8 @@ def check_heads(what: str, plan: Plan, shape: Shape) -> None:
         widths = {group.head_dim for group in (*layer.keys.groups, *layer.values.groups)}
         if heads != shape.num_kv_heads or widths != {shape.head_dim}:
             raise UsageError(
-                f"{what}: a plan for {heads} KV heads of "
-                f"{'/'.join(map(str, sorted(widths)))} dimensions, and {shape.name} has "
+                f"{what}: the plan is for {heads} KV heads of "
+                f"{'/'.join(map(str, sorted(widths)))} dimensions, but {shape.name} has "
                 f"{shape.num_kv_heads} of {shape.head_dim}"
             )
 
@@ -107,8 +107,8 @@ def stored_widths(plan: Plan, source: str) -> Widths:
 def layer_words(plan: Plan, words: str) -> str:
     """Return which layer of a plan is measured, in words."""
     left = sum(layer.left_out for layer in plan.layers)
-    of = f" (of those compressed: {left} of {len(plan.layers)} are left out)" if left else ""
-    return f"{words}, the layer nearest to its mean bytes{of}"
+    of = f" (compressed layers only: {left} of {len(plan.layers)} are left out)" if left else ""
+    return f"{words}, the layer closest to its mean bytes{of}"
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,6 @@ def stored_parts(plan: Plan, tokens: int) -> list[Part]:
     if len(shares) > 1 and len(levels) < sum(share > 0 for share in shares):
         raise UsageError(
             f"{plan.method}: its levels need more than {tokens:,} tokens: {plan.levels.sink} "
-            f"sinks, and of the others {' and '.join(f'{share:.0%}' for share in shares)}"
+            f"sinks, then {' and '.join(f'{share:.0%}' for share in shares)} of the others"
         )
     return found

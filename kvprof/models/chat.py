@@ -47,11 +47,11 @@ class ChatWriter:
         try:
             self._pipe.send((list(messages), add_generation_prompt))
             if not self._pipe.poll(SECONDS):
-                raise FailedError(f"{what} did not end within {SECONDS:g} s; it may loop")
+                raise FailedError(f"{what} did not finish within {SECONDS:g} s; it may loop")
             text, problem = self._pipe.recv()
         except (EOFError, OSError):
             self.close()
-            raise FailedError(f"{what} ended its process; it takes more than it may") from None
+            raise FailedError(f"{what} crashed; it probably exceeded its memory limit") from None
         except BaseException:
             self.close()
             raise
@@ -100,10 +100,12 @@ def _serve(tokenizer: Any, pipe: Connection, other: Connection) -> None:
             )
             text.encode()  # a template may hold half a character
             answer = (
-                (text, None) if len(text) <= _MOST else (None, f"it wrote {len(text):,} letters")
+                (text, None)
+                if len(text) <= _MOST
+                else (None, f"it wrote over {_MOST:,} characters")
             )
         except MemoryError:
-            answer = (None, "it takes more memory than a template needs")
+            answer = (None, "it exceeds the memory limit for templates")
         except Exception as cause:  # a template raises whatever it likes
             answer = (None, " ".join(str(cause).split())[:200] or type(cause).__name__)
         pipe.send(answer)

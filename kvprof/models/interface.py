@@ -109,8 +109,8 @@ def _eager(
     function = forward_namespace(module).get("eager_attention_forward")
     if function is None:
         raise UsageError(
-            f"{type(module).__name__} has no eager attention in its own module, so kvprof cannot "
-            "tap it without changing the model's output"
+            f"{type(module).__name__}: kvprof cannot capture its Q, K and V (its module defines "
+            "no eager attention)"
         )
     batch, heads, length, _ = query.shape
     step = max(1, _EAGER_SCORES // (batch * heads * key.shape[2]))
@@ -140,7 +140,7 @@ def _tapped(
 ) -> Any:
     watching = _active.get(id(module))
     if watching is None:
-        raise UsageError(f"{type(module).__name__} runs under kvprof's attention outside a capture")
+        raise UsageError(f"{type(module).__name__} uses kvprof's attention outside a capture")
     if watching.implementation == "eager":
         result = _eager(module, query, key, value, attention_mask, options)
     else:
@@ -213,7 +213,7 @@ def intercept(
     decoder = text_decoder(model)
     identities = [id(module) for module in decoder.modules()]
     if any(identity in _active for identity in identities):
-        raise UsageError(f"{type(model).__name__} is being captured already; captures do not nest")
+        raise UsageError(f"{type(model).__name__} is already captured; captures do not nest")
     before = decoder.config._attn_implementation
     own = before if before in _NAMES else "sdpa" if decoder._supports_sdpa else "eager"
     watching = Interception(own, observe)
@@ -238,8 +238,8 @@ def set_attention(decoder: PreTrainedModel, implementation: str) -> None:
 def refusal(model: PreTrainedModel) -> str:
     """Say why a model whose attention never reaches the interface is not supported."""
     return (
-        f"{type(model).__name__} is not supported: none of its layers attends through "
-        "transformers' attention interface, so its Q, K and V cannot be tapped"
+        f"{type(model).__name__} is not supported: no layer uses transformers' attention "
+        "interface, so Q, K and V cannot be captured"
     )
 
 

@@ -52,8 +52,8 @@ def check_finite(model: PreTrainedModel, spec: str) -> None:
         if not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all():
             kind = "NaN" if values.isnan().any() else "infinite"
             raise FailedError(
-                f"{spec}: the weight {name} holds {kind} values; the checkpoint is damaged, or "
-                f"{str(weight.dtype).removeprefix('torch.')} is too narrow for it"
+                f"{spec}: the weight {name} contains {kind} values; the checkpoint is damaged or "
+                f"{str(weight.dtype).removeprefix('torch.')} is too narrow"
             )
 
 
@@ -91,7 +91,7 @@ def compute_device(module: nn.Module) -> torch.device:
             with align_module_device(part):
                 device: torch.device = next(part.parameters(recurse=False)).device
                 return device
-    raise FailedError(f"{type(module).__name__} has no weights, so nothing says where it computes")
+    raise FailedError(f"{type(module).__name__} has no weights, so its device is unknown")
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

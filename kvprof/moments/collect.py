@@ -331,7 +331,7 @@ def collect_moments(
                 moments.complete = False
                 break
     if not moments.tokens:
-        raise UsageError("no tokens are left; lower --skip-first or give more text")
+        raise UsageError("no tokens remain; lower --skip-first or give more text")
     _check_finite(loaded, moments)
     yield moments
 
@@ -351,16 +351,16 @@ def _prefix(loaded: LoadedModel, source: Source) -> str:
     if source.kind in (SourceKind.TEXT, SourceKind.EMBEDDED) or source.name == RANDOM[1]:
         tokenizer = loaded.tokenizer()
         if model_tokens(loaded).prefix():
-            return f"{tokenizer.bos_token}, as the tokenizer adds it"
-        return "nothing; the tokenizer adds none"
-    return "nothing (ids as they are)"
+            return f"{tokenizer.bos_token} (added by the tokenizer)"
+        return "nothing (the tokenizer adds none)"
+    return "nothing (token ids are used unchanged)"
 
 
 def _info(loaded: LoadedModel, source: Source, options: CollectOptions) -> dict[str, Any]:
     """Return what a reader needs to repeat the pass."""
     labels = []
     if any(layer.mla for layer in loaded.layout.layers):
-        labels.append("MLA: spectra of the expanded heads; the cache itself holds a latent")
+        labels.append("MLA: spectra are of the expanded heads; the cache itself stores a latent")
     return {
         "model": loaded.spec,
         "architecture": loaded.layout.architecture,
@@ -388,7 +388,7 @@ def _check_finite(loaded: LoadedModel, moments: Moments) -> None:
         for key in layer.rest:
             if not bool(torch.isfinite(layer.gram(key)).all()):
                 raise FailedError(
-                    f"{loaded.spec}: {key} of layer {index} is not finite; try --dtype float32, "
+                    f"{loaded.spec}: {key} of layer {index} is not finite; use --dtype float32, "
                     "or check the weights"
                 )
 
@@ -420,9 +420,8 @@ def capture(
     layout = loaded.layout
     if pre_rope and any(layer.rotary_offset is None for layer in layout.layers):
         raise UsageError(
-            f"{layout.architecture}: Q and K before RoPE cannot be had (it rotates in a way of its "
-            "own); leave out the pairs q_pre and k_pre, and methods that store K before RoPE "
-            "(palu, kvtc, xkv)"
+            f"{layout.architecture}: Q and K before RoPE cannot be captured; leave out the pairs "
+            "q_pre and k_pre and methods that store K before RoPE (palu, kvtc, xkv)"
         )
     indices = {id(loaded.model.get_submodule(x.attention)): x.index for x in layout.layers}
     seen: set[int] = set()
@@ -431,7 +430,7 @@ def capture(
         facts = layout.layers[indices[id(call.module)]]
         if call.key.shape[2] != call.query.shape[2]:
             raise UsageError(
-                f"capture saw {call.key.shape[2]} keys for {call.query.shape[2]} queries: run the "
+                f"captured {call.key.shape[2]} keys for {call.query.shape[2]} queries; run the "
                 "model without a cache (use_cache=False)"
             )
         seen.add(facts.index)
@@ -453,8 +452,8 @@ def capture(
         if len(seen) != len(layout.layers):
             missing = next(x.index for x in layout.layers if x.index not in seen)
             raise FailedError(
-                f"{layout.architecture}: a forward pass left layer {missing} untapped; nothing "
-                "that was captured can be trusted"
+                f"{layout.architecture}: layer {missing} was not captured in a forward pass; the "
+                "capture is incomplete"
             )
 
     decoder = text_decoder(loaded.model)

@@ -47,7 +47,7 @@ def loss_moments(
     for name, weight in loaded.model.named_parameters():
         if weight.is_meta:
             raise UsageError(
-                f"{loaded.spec}: {name} is offloaded and has no gradient; choose another "
+                f"{loaded.spec}: {name} is offloaded and has no gradient; use another "
                 "--allocation or --device"
             )
     layers = loaded.layout.layers
@@ -169,7 +169,7 @@ def _gradients(loaded: LoadedModel, read: _Read, sink: int, window: int) -> tupl
         again = chances @ read.value[head].float()
         if not bool((again - output).norm() <= _DEVIATION * output.float().norm()):
             raise UsageError(
-                f"{loaded.spec}: the attention of layer {facts.index} cannot be traced; choose "
+                f"{loaded.spec}: the attention of layer {facts.index} cannot be traced; use "
                 "another --allocation"
             )
         wide = slope.float()
@@ -194,6 +194,6 @@ def _seen(read: _Read, place: Tensor) -> Tensor:
 def _finite(loaded: LoadedModel, moment: Tensor, layer: int) -> Tensor:
     if not bool(moment.isfinite().all()):
         raise FailedError(
-            f"{loaded.spec}: the gradient at layer {layer} is not finite; try --dtype float32"
+            f"{loaded.spec}: the gradient at layer {layer} is not finite; use --dtype float32"
         )
     return moment.cpu()

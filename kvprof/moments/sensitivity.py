@@ -64,7 +64,7 @@ def measure_sensitivities(
     let the allocation take everything from that head.
     """
     if not batches:
-        raise UsageError("sensitivities require text of two tokens or more")
+        raise UsageError("sensitivities require text of at least two tokens")
     assert family.at_ranks is not None  # the caller has looked
     exact = [_logits(loaded, ids) for ids in batches]
     whole = [target.width for target in family.targets]
@@ -145,7 +145,7 @@ def _divergence(
                 total += _kl(p, q)
     mean = float(total) / sum(ids.numel() for ids in batches)
     if not mean < float("inf"):
-        raise FailedError(f"{loaded.spec}: the divergence is not finite; try --dtype float32")
+        raise FailedError(f"{loaded.spec}: the KL divergence is not finite; use --dtype float32")
     return mean
 
 

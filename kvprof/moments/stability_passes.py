@@ -113,9 +113,9 @@ def _saved_warnings(name: str, moments: Moments) -> list[str]:
     """Return what makes saved moments differ from a pass that would be run now."""
     warnings = []
     if not moments.complete:
-        warnings.append(f"{name}: saved by a run that was interrupted at {moments.tokens:,} tokens")
+        warnings.append(f"{name}: from a run that was interrupted at {moments.tokens:,} tokens")
     if skipped := moments.info.get("skip_first"):
-        warnings.append(f"{name}: without the first {skipped} positions of each sequence")
+        warnings.append(f"{name}: excludes the first {skipped} positions of each sequence")
     return warnings
 
 

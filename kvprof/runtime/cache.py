@@ -150,8 +150,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
         """Take notice of new tokens and return them, uncompressed and without the past."""
         if not self._compression.active:
             raise UsageError(
-                "a compressed cache works inside its own kvprof.compressed context only; "
-                "generate there, or leave past_key_values out"
+                "a compressed cache works only inside its own kvprof.compressed context; "
+                "generate there, or leave out past_key_values"
             )
         self.is_initialized = True
         self.pending = key_states.shape[-2]
@@ -261,7 +261,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
         else:
             past = self.sliding_window - 1
             lost = any(x.stored - tokens < min(x.seen - tokens, past) for x in self.row_groups)
-        return "what came before lies no longer in its sliding window" if lost else None
+        return "earlier tokens have left its sliding window" if lost else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens; with 0 let go of what is kept for that alone."""
@@ -269,7 +269,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
             raise UsageError(not_croppable(reason))
         if not -self.seen <= tokens_to_remove <= 0:
             raise UsageError(
-                f"{-tokens_to_remove} tokens cannot be taken back out of a cache of {self.seen}"
+                f"cannot remove {-tokens_to_remove} tokens from a cache of {self.seen}"
             )
         self.seen += tokens_to_remove
         # Rows that have none left begin anew.
@@ -288,7 +288,7 @@ def not_croppable(reason: str) -> str:
     """Say that tokens cannot be taken back, and what does not work then."""
     return (
         f"this compressed cache cannot be rolled back ({reason}), so assisted, prompt-lookup and "
-        "speculative decoding do not work with it; decode plainly"
+        "speculative decoding do not work; use plain decoding"
     )
 
 
@@ -301,13 +301,13 @@ def _lossy(plan: Plan, layer: LayerPlan) -> str | None:
         what = "codes a prompt's cache" if plan.across.at_rest else "shares latents across layers"
         return f"{plan.method} {what}"
     if plan.lazy or plan.online_bases:
-        return f"{plan.method} attends to a prompt's own tokens exactly"
+        return f"{plan.method} attends to the prompt's uncompressed tokens"
     if layer.sliding_window is not None:
         return None
     if plan.eviction is not None:
         return f"{plan.method} evicts tokens"
     if len(plan.levels.shares) > 1:
-        return f"{plan.method} cuts tokens to lower ranks as they get older"
+        return f"{plan.method} truncates tokens to lower ranks as they age"
     return None
 
 
@@ -437,7 +437,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
             raise UsageError(not_croppable(reason))
         windows = [layer for layer in self.layers if layer.sliding_window is not None]
         if self.kernels is not None and any(layer.planes is not None for layer in windows):
-            self.compression.leave_kernels(self, "tokens are taken back out of a sliding window")
+            self.compression.leave_kernels(self, "tokens are removed from a sliding window")
         for layer in windows:
             layer.record_past = True
 
@@ -448,7 +448,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
         has to be told, or lengths and bytes that it reports stay behind.
         """
         if self.kernels is None or any(layer.planes is None for layer in self.layers):
-            raise UsageError("only a cache that the kernels keep can be captured and replayed")
+            raise UsageError("only a cache that the kernels store can be captured and replayed")
         for layer in self.layers:
             layer.seen += tokens
         most = max(self.kernels.seen(self.get_seq_length()), default=0)

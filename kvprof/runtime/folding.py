@@ -74,8 +74,8 @@ def _changes(loaded: LoadedModel, layer: LayerPlan, facts: LayerLayout) -> dict[
             continue
         if group.rank > group.head_dim:
             raise UsageError(
-                f"layer {facts.index}: a latent of {group.rank} columns has no room in a query "
-                f"head of {group.head_dim}; leave fold_up out, or take smaller head groups"
+                f"layer {facts.index}: a latent of {group.rank} columns does not fit in a query "
+                f"head of {group.head_dim}; leave out fold_up or use smaller head groups"
             )
         for head, up in _by_query_head(group, facts):
             add("q", [head], _padded(up))

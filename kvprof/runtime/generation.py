@@ -61,7 +61,7 @@ def prompt_ids(loaded: OpenedModel, prompt: str, *, chat: bool) -> tuple[str, li
     # A template writes its own special tokens.
     ids = loaded.token_ids(prompt, add_special_tokens=not chat)
     if not ids:
-        raise UsageError(f"the prompt {prompt!r} is empty, and {loaded.spec} puts no token first")
+        raise UsageError(f"the prompt {prompt!r} is empty, and {loaded.spec} adds no first token")
     return prompt, ids
 
 
@@ -72,8 +72,8 @@ def _refuse_what_cannot_fit(loaded: OpenedModel, tokenizer: Any, prompt: str) ->
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     if len(prompt) > longest * loaded.context_length:
         raise UsageError(
-            f"the prompt has {len(prompt):,} letters, far more than the context of {loaded.spec} "
-            f"holds, {loaded.context_length:,} tokens; shorten it"
+            f"the prompt has {len(prompt):,} characters, far more than the context of "
+            f"{loaded.spec} ({loaded.context_length:,} tokens); shorten it"
         )
 
 
@@ -99,7 +99,7 @@ def generate_text(
         choice = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     ids = torch.tensor([list(prompt)], device=loaded.device)
     torch.manual_seed(settings.seed)
-    doing = blaming(f"{loaded.spec}: no text can be generated as its generation config says")
+    doing = blaming(f"{loaded.spec}: its generation config cannot be used")
     asked = _Asked(should_stop)
     with quiet(), torch.inference_mode(), doing:
         try:

@@ -359,7 +359,7 @@ class DecodingGraphs:
             with capturing(graph, self._pool, device):
                 output = self._forward(**fed, **{**step.options, "return_dict": True})
         except torch.OutOfMemoryError:
-            self.reason = "there is no memory left for a CUDA graph of a step"
+            self.reason = "no memory is left for a CUDA graph of a step"
             return None
         except (KvprofError, RuntimeError) as error:
             # A model that asks the device about its own states cannot be captured, and runs as
@@ -371,7 +371,7 @@ class DecodingGraphs:
             for mark, was in zip(marks, before, strict=True):
                 mark.captured = was
         if not isinstance(output, ModelOutput):
-            self.reason = f"the model puts out {type(output).__name__}"
+            self.reason = f"the model returns {type(output).__name__}"
             return None
         return _Captured(
             graph,

@@ -95,8 +95,8 @@ class LayerRuntime:
         self.keeper = EvictionPolicy(plan, self.layer, facts)
         if plan.lazy and (self.layer.keys.fold_down or self.layer.keys.fold_up):
             raise UsageError(
-                f"layer {index}: a lazy prefill needs exact Q and K, so nothing can be folded into "
-                "W_Q or W_K; leave fold_down and fold_up of the keys out"
+                f"layer {index}: a lazy prefill needs uncompressed Q and K; leave out fold_down "
+                "and fold_up of the keys"
             )
         self._known = known
         self._bundles: dict[Any, tuple[list[Bundle], list[Bundle]]] = {}

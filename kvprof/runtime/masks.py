@@ -60,7 +60,7 @@ def visible_keys(mask: Tensor | None, stored: int, tokens: int) -> Tensor | None
         mask = mask > torch.finfo(mask.dtype).min / 2
     if mask.shape[-1] - tokens < stored:
         raise UsageError(
-            f"the attention mask is for {mask.shape[-1]} keys, but {stored + tokens} are there"
+            f"the attention mask covers {mask.shape[-1]} keys, but there are {stored + tokens}"
         )
     return mask[..., mask.shape[-1] - tokens - stored :]
 
@@ -86,8 +86,8 @@ def mask_facts(
         return MaskFacts([0] * batch, packed, mask is None and not packed)
     if is_capturing(mask.device):
         raise UsageError(
-            "a CUDA graph cannot hold a pass whose attention mask must be read; leave "
-            "attention_mask out of the captured step, and give position_ids"
+            "a CUDA graph cannot read an attention mask; capture the step without attention_mask "
+            "and give position_ids"
         )
     real = mask.bool()[:, : past + tokens]
     first = torch.where(real.any(1), real.int().argmax(dim=1), past + tokens)

@@ -297,8 +297,8 @@ class RowGroup:
         """Return some rows, by their number in the group, as the rows `rows` of a new batch."""
         if self.shared is not None:
             raise UsageError(
-                "latents that layers share cannot be reordered or repeated by row (beams, "
-                "contrastive search); decode greedily or by sampling"
+                "latents shared by layers cannot be reordered or repeated by row (beams, "
+                "contrastive search); use greedy decoding or sampling"
             )
 
         def pick(tensor: Tensor) -> Tensor:

@@ -183,10 +183,11 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
             "ALiBi": alibi_slopes is not None,
             "a sliding window": sliding_window is not None,
             "a soft-cap": bool(logits_soft_cap),
-            "attention that is not causal": attn_type != AttentionType.DECODER,
-            "a layer that shares another's cache": kv_sharing_target_layer_name is not None,
+            "non-causal attention": attn_type != AttentionType.DECODER,
+            "KV sharing between layers": kv_sharing_target_layer_name is not None,
             "attention sinks": others.get("sinks") is not None,
-            f"a cache in {kv_cache_dtype}": kv_cache_dtype not in ("auto", "bfloat16", "float16"),
+            f"--kv-cache-dtype {kv_cache_dtype}": kv_cache_dtype
+            not in ("auto", "bfloat16", "float16"),
         }
         for what, there in reasons.items():
             if there:

@@ -111,7 +111,7 @@ class ServedModel:
         for layer in self.layers:
             cache = layer.attention.kv_cache
             if cache.dim() != 2:
-                raise FailedError(f"{layer.attention.layer_name} was given no pages")
+                raise FailedError(f"{layer.attention.layer_name} was given no KV cache pages")
             if layer.rebuilding is not None:
                 if rebuilt is None:
                     whole = -(-longest // page) * page

@@ -157,7 +157,7 @@ def test_another_error_is_told_as_what_it_is(folder, monkeypatch):
     monkeypatch.setattr(point_module, "build_case", broken)
     data, warnings = run_bench(request_for(folder))
     assert [row["method"] for row in data["rows"]] == ["full"]
-    assert any(text.endswith("it failed: a bug") for text in warnings)
+    assert any(text.endswith("failed: a bug") for text in warnings)
     assert data["stopped"] is None
 
 
@@ -257,10 +257,10 @@ def test_widths_off_the_grid_warn(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seqs": (0,)}, "context of 0 tokens"),
-        ({"seqs": ()}, "context of 0"),
-        ({"batches": (0,)}, "batch of 0"),
-        ({"repeats": 2}, "2 repeats"),
+        ({"seqs": (0,)}, "--seq 0"),
+        ({"seqs": ()}, "--seq 0"),
+        ({"batches": (0,)}, "--batch 0"),
+        ({"repeats": 2}, "--repeats 2"),
         ({"rate": 1.0}, "rate of 1"),
         ({"phases": ("train",)}, "no phase 'train'"),
         ({"methods": ("zip",)}, "'zip' is unknown"),

@@ -28,8 +28,8 @@ def simulate(*arguments, short=SHORT):
             ["--load", "--simulate", "--timeout", "3"],
             "--timeout cannot be combined with --simulate",
         ),
-        (["--load", "--simulate", "--methods", "tale"], "no steps of it for Llama-3.1-8B: it has"),
-        (["--load", "--simulate", "--model", "Other"], "no steps of Other with --tp 1"),
+        (["--load", "--simulate", "--methods", "tale"], "--methods tale"),
+        (["--load", "--simulate", "--model", "Other"], "Other with --tp 1"),
         (["--load", "--simulate", "--tp", "8"], "Llama-3.1-70B with --tp 4"),
         (["--load", "--simulate", "--tp", "1,4"], "--tp 1,4: --simulate takes one number"),
         (["--load", "--simulate", "--tp", "2,x"], "--tp: 'x' is not a count"),
@@ -37,7 +37,7 @@ def simulate(*arguments, short=SHORT):
         (["--load", "--simulate", "--engine", "--pages 3"], "--engine --pag"),
         (["--load", "--simulate", "--engine", "--block-size x"], "--block-size: 'x' is no"),
         (["--load", "--simulate", "--engine", "--block-size"], "--block-size: '' is no"),
-        (["--load", "--simulate", "--engine", "--max-num-seqs=9k"], "a step of 8192 tokens cannot"),
+        (["--load", "--simulate", "--engine", "--max-num-seqs=9k"], "8192"),
         (["--load", "--simulate", "--memory", "1KB"], "not one page of full fits"),
         (["--load", "--simulate", "--router", "round-robin"], "--replicas 2"),
         (["--load", "--simulate", "--baseline", "tale"], "--baseline tale is not among"),
@@ -47,7 +47,7 @@ def simulate(*arguments, short=SHORT):
         ),
         (
             ["--load", "--simulate", "--lengths", "in=64k,out=9", "--memory", "1GiB"],
-            "full's cache holds 8,192; name shorter",
+            "8,192",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_texts_are_as_long_as_a_named_tokenizer_says(tmp_path):
     lengths = ("--lengths", chats, "--requests", 20, "--request-rate", 1, "--methods", "full")
     refused = simulate(*lengths, short=())
     assert refused.code == ExitCode.USAGE
-    assert "name a model that has one with --tokenizer" in refused.error
+    assert "--tokenizer" in refused.error
     done = simulate(*lengths, "--tokenizer", "reference", "--json", tmp_path / "a.json", short=())
     assert done.code == 0, done.stderr
     result = json.loads((tmp_path / "a.json").read_text())

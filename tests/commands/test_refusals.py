@@ -50,7 +50,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("--text short.txt --tokens 512", "short.txt"),
         ("--text empty.txt", "empty"),
         ("--from missing.safetensors", "missing.safetensors"),
-        ("--from other.safetensors", "not of the model"),
+        ("--from other.safetensors", "not of this model"),
         ("--source random:1k --token-ids x.npy", "--token-ids"),
         ("--source random:1k --tokens 2k", "--tokens"),
         ("--from m.safetensors --seed 3", "--seed"),
@@ -100,7 +100,10 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("--method palu --removal 0.1", "--rate"),
         ("--method kq+h2o --rate 0.99", "kq+h2o"),
         ("--method strawman --allocation fisher --rate 0.3", "option allocation"),
-        ("--method kq --rate 0.3 --calibrate random:8k --calibrate-tokens 1k", "both give a count"),
+        (
+            "--method kq --rate 0.3 --calibrate random:8k --calibrate-tokens 1k",
+            "--calibrate-tokens",
+        ),
         ("--method kq --rate 0.3 --calibrate-tokens lots", "--calibrate-tokens"),
         ("--method kq --rate 0.3 --calibrate nowhere.txt", "'nowhere.txt'"),
         *(

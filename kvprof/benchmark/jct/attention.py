@@ -103,7 +103,7 @@ class FullAttention:
                 found.append((median(seconds), case))
         if not found:
             raise LackingError(
-                f"no full-width kernel runs {workload.name}: {'; '.join(reasons)[:300]}"
+                f"no uncompressed kernel runs {workload.name}: {'; '.join(reasons)[:300]}"
             )
         found.sort(key=lambda pair: pair[0])
         self._tried[_key(workload)] = [case.name for _, case in found]
@@ -154,7 +154,7 @@ def full_attention(workload: Workload, full: FullAttention, window: int | None) 
         (queries, keys, keys),
         queries,
         "both",
-        {**labels, "store": "K and V going into the cache count as attention"},
+        {**labels, "store": "storing K and V in the cache counts as attention"},
     )
 
 
@@ -181,7 +181,7 @@ def ragged_attention(method: Method, workload: Workload, window: int | None) -> 
         if workload.device.type == "cuda":
             labels["by_difference"] = "attention"
             labels["merge"] = (
-                "timed alone on partial results of the same sizes; attention is its launch's time "
+                "timed alone on partial results of the same sizes; attention is its launch "
                 "without it"
             )
         else:

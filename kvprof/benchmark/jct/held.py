@@ -31,7 +31,7 @@ def level_tokens(plan: Plan, tokens: int) -> dict[str, int]:
         if segment.start == 0 and plan.levels.sink:
             name = "sinks"
         elif plan.quantiser is not None and not segment.quantised:
-            name += ", full precision"
+            name += ", uncompressed"
         found[name] = found.get(name, 0) + segment.tokens
     return found
 

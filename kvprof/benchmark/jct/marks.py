@@ -64,8 +64,8 @@ def _layer_name(loaded: LoadedModel, facts: LayerLayout) -> str:
         if isinstance(parent, nn.ModuleList):
             return ".".join(parts[:end])
     raise UsageError(
-        f"{loaded.layout.architecture}: layer {facts.index} is no entry of a list of layers, so "
-        "its parts cannot be timed"
+        f"{loaded.layout.architecture}: layer {facts.index} is not in a list of layers, so its "
+        "parts cannot be timed"
     )
 
 

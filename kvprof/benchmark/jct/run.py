@@ -138,7 +138,7 @@ def run_jct(
         except Interrupted:
             reason = _INTERRUPTED
         except DeviceLost as stopped:
-            reason = f"the GPU stopped ({stopped}); what comes after it was not measured"
+            reason = f"the GPU stopped ({stopped}); later cases were not measured"
             lost = FailedError(reason)
     if not run.started:  # it ended while the model was being loaded
         if lost is not None:

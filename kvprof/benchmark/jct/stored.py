@@ -71,7 +71,7 @@ def segments_attention(
         else:
             unit, labels = full.call(workload, window)
             units.append(unit)
-            labels = {**labels, "prefill": "attends to exact K and V, then stores them quantised"}
+            labels = {**labels, "prefill": "attends uncompressed, then stores K and V quantised"}
         units.append(_quantised(method, plan, workload))
         return AttentionCalls(units, projections, output, turned, labels)
     case = segments_case(method, workload)
@@ -85,7 +85,7 @@ def segments_attention(
     labels["dequantisation"] = "counted in attention: the kernel does it in registers"
     if len(plan.levels.shares) > 1:
         labels["levels"] = (
-            "a step stores one token in the newest level and moves one down into the one below"
+            "each step stores one token in the newest level and moves one to the next level"
         )
     return AttentionCalls(
         units,
@@ -178,7 +178,7 @@ def latent_attention(
             projections,
             queries,
             "query",
-            {**labels, "prefill": "rebuilds K and V, attends at full width, keeps its own W_O"},
+            {**labels, "prefill": "rebuilds K and V, attends uncompressed, uses the original W_O"},
         )
     case = palu_case(name, workload, widths)
     stored_runs, schedule = _without_rebuild(workload, layout, heads)
@@ -286,8 +286,8 @@ def strawman_attention(
         calls = [attention, online, compressed]
         labels = {
             **labels,
-            "basis": "eigenvectors of KᵀK and VᵀV per sequence and head, decomposed by the host; "
-            "timed beside the layer's other calls",
+            "basis": "eigenvectors of KᵀK and VᵀV per sequence and head, computed on the host; "
+            "timed along with the layer's other calls",
         }
     else:
         latents = [

@@ -122,7 +122,7 @@ class Telemetry:
         rate_hz: float = 5.0,  # samples per second
     ) -> None:
         if not 0 < rate_hz < float("inf"):
-            raise UsageError(f"{rate_hz:g} samples per second make no sense; give more than 0")
+            raise UsageError(f"{rate_hz:g} samples per second: use more than 0")
         self._emit, self._now, self._device = emit, now, device
         self._period = 1.0 / rate_hz
         self._over = threading.Event()

@@ -180,7 +180,7 @@ class ColumnSide(Side):
     forms: ClassVar[dict[Bits, NumberFormat]] = {
         "uniform-rms": NumberFormat(COLUMNS, 2, ("scale",), "float8_e4m3fn")
     }
-    words = "bits by column"
+    words = "bits per column"
     by_width = False
     #: All bits that there are.
     # Several, so that multiprocessors have shares of the work, and neighbours.
@@ -217,12 +217,12 @@ class ColumnSide(Side):
         for width, own in runs:
             if own and width % STEP:
                 return (
-                    f"{head} keeps {width} columns with the same bits, and these are multiples of "
+                    f"{head} has {width} columns with the same bits; this must be a multiple of "
                     f"{STEP}"
                 )
         bits = [own for _, own in runs]
         if bits != sorted(set(bits), reverse=True) or not set(bits) <= {*COLUMN_BITS, 0}:
-            return f"the bits of {head} do not fall from column to column"
+            return f"the bits of {head} do not decrease from column to column"
         return None
 
     @classmethod
@@ -234,9 +234,8 @@ class ColumnSide(Side):
             known = set(bits) <= set(COLUMN_BITS) and bits == sorted(set(bits), reverse=True)
             if not known or any(width % STEP or width < 1 for width, _ in _runs(kind)):
                 raise UsageError(
-                    f"runs of columns and bits {kind} cannot be stored: bits fall from run to "
-                    f"run, from {', '.join(map(str, COLUMN_BITS))}, and widths are multiples of "
-                    f"{STEP}"
+                    f"columns and bits {kind} cannot be stored: bits must decrease "
+                    f"({', '.join(map(str, COLUMN_BITS))}), and widths must be multiples of {STEP}"
                 )
 
     @classmethod

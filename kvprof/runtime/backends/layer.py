@@ -95,15 +95,15 @@ def refused_width(spec: LayerSpec) -> str | None:
         for group in side.groups:
             if group.rank % STEP or group.rank > _WIDEST:
                 return (
-                    f"KV head {group.first} keeps {group.rank} columns of its {name}, and widths "
-                    f"are multiples of {STEP} to {_WIDEST}"
+                    f"KV head {group.first} keeps {group.rank} columns of its {name}; the kernels "
+                    f"run multiples of {STEP} up to {_WIDEST}"
                 )
     return None
 
 
 def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type not in ("cuda", "cpu"):
-        return f"there are kernels for CUDA and the CPU, none for {device.type}"
+        return f"the kernels run on CUDA and CPUs, not on {device.type}"
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         return f"the kernels compute in bfloat16, float16 or float32, not in {name}"
@@ -112,11 +112,11 @@ def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu":
         return None
     if torch.version.hip is not None:
-        return "the kernels are for NVIDIA GPUs"
+        return "the kernels require an NVIDIA GPU"
     capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST:
         return (
-            f"the kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} (A100) or newer, and "
+            f"the kernels require compute capability {_OLDEST[0]}.{_OLDEST[1]} (A100) or newer; "
             f"this GPU has {capability[0]}.{capability[1]}"
         )
     return None
@@ -130,16 +130,16 @@ def _planned(spec: LayerSpec) -> str | None:
     """
     if spec.plan.across is not None:
         if spec.plan.across.at_rest:
-            return "a prompt's cache is coded to be stored or moved, and not decoded from"
-        return "several layers share a latent, and a kernel reads one layer's"
+            return "a coded prompt cache is stored or moved, not decoded from"
+        return "several layers share a latent, but a kernel reads one layer"
     if spec.layer.left_out:
         return None
     if spec.layer.keys.per_query_head:
-        return "each query head stores a key of its own, and the kernels share one per KV head"
+        return "each query head stores its own key, but the kernels share one per KV head"
     if spec.plan.online_bases:
-        return "bases are found online, per sequence"
+        return "bases are computed online, per sequence"
     if spec.plan.lazy and not ages(spec.plan, spec.layer):
-        return "a lazy prefill attends exactly and compresses afterwards"
+        return "a lazy prefill attends to uncompressed tokens and compresses afterwards"
     if spec.plan.eviction is not None and spec.layer.sliding_window is None:
         return "tokens are evicted"
     return None
@@ -147,11 +147,11 @@ def _planned(spec: LayerSpec) -> str | None:
 
 def _modelled(facts: LayerLayout) -> str | None:
     if facts.position == "alibi":
-        return "ALiBi adds to the scores"
+        return "ALiBi adds biases to the scores"
     if facts.masked:
-        return "its mask hides more than what is later or out of its sliding window"
+        return "its mask is not just causal with a sliding window"
     if facts.group > LARGEST_GROUP:
-        return f"{facts.group} query heads share a KV head, more than {LARGEST_GROUP}"
+        return f"{facts.group} query heads share a KV head (limit {LARGEST_GROUP})"
     return None
 
 

@@ -56,7 +56,7 @@ __all__ = [
 # found by calling the function with angles that are all different.
 
 
-_UNKNOWN = "keys are rotated in a form that the kernels do not know"
+_UNKNOWN = "the kernels do not support this model's rotary embedding"
 
 
 @dataclass(frozen=True)
@@ -154,21 +154,21 @@ class LatentKernelLayer(PlaneKernelLayer):
         if quantises(spec.plan, spec.layer):
             return f"{what} and latents are quantised"
         if any(len(set(own.ranks)) > 1 for own in spec.groups):
-            return f"{what} and tokens are stored at several ranks (levels)"
+            return f"{what} and token levels have different ranks"
         sizes = sorted({own.heads for own in spec.groups})
         if len(sizes) > 1:
             return (
                 f"latents are shared by {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} KV "
-                "heads, and the kernels want the same number in all keys and values of a layer"
+                "heads; the kernels require one number per layer"
             )
         if sizes[0] * group > LARGEST_GROUP:
-            return f"{sizes[0] * group} query heads share a latent, more than {LARGEST_GROUP}"
+            return f"{sizes[0] * group} query heads share a latent (limit {LARGEST_GROUP})"
         for name, side in (("keys", spec.layer.keys), ("values", spec.layer.values)):
             for own in side.groups:
                 if not _runs(own.rank):
                     return (
-                        f"KV head {own.first} keeps {own.rank} columns of its {name}, and widths "
-                        f"are multiples of {STEP} to 256 and of {2 * STEP} to 512"
+                        f"KV head {own.first} keeps {own.rank} columns of its {name}; the kernels "
+                        f"run multiples of {STEP} up to 256 and of {2 * STEP} up to 512"
                     )
         return None
 
@@ -259,11 +259,11 @@ class RebuiltKernelLayer(LatentKernelLayer):
         if (reason := super()._own_reason(spec)) is not None:
             return reason
         if not _runs(facts.qk_head_dim):
-            return f"keys are {facts.qk_head_dim} wide, and kernels rebuild multiples of {STEP}"
+            return f"keys have {facts.qk_head_dim} columns; the kernels rebuild multiples of {STEP}"
         if facts.rotary_offset != 0 or facts.rotary_dim % 2:
             return (
-                f"RoPE turns {facts.rotary_dim} columns from column {facts.rotary_offset} on, and "
-                "the kernels an even number of a head's first ones"
+                f"RoPE rotates {facts.rotary_dim} columns from column {facts.rotary_offset}; the "
+                "kernels require an even number of leading columns"
             )
         return None
 
@@ -346,8 +346,8 @@ class RebuiltKernelLayer(LatentKernelLayer):
         form = rotary_form(rotation.function, facts.rotary_dim, facts.rotary_transposed)
         if form is None:
             raise FailedError(
-                f"layer {facts.index}: its keys are rotated in a form that the kernels do not "
-                "know; run it with kernels='off'"
+                f"layer {facts.index}: the kernels do not support its rotary embedding; use "
+                "kernels='off'"
             )
         return form
 
@@ -364,8 +364,8 @@ class RebuiltKernelLayer(LatentKernelLayer):
         apart = (form.rotated(before, cos, sin) - after).float().norm()
         if not bool(apart <= _FAR * after.float().norm()):
             raise FailedError(
-                f"layer {self.facts.index}: the model rotates its keys by other angles than the "
-                "kernels would; run it with kernels='off'"
+                f"layer {self.facts.index}: the kernels would compute other RoPE angles than the "
+                "model; use kernels='off'"
             )
 
     def _rebuilt(

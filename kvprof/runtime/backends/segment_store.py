@@ -130,26 +130,26 @@ def refused_quantiser(quantiser: Quantiser) -> str | None:
     if quantiser.kind not in FORMATS and quantiser.kind != "affine":
         return f"latents are quantised by {quantiser.kind}"
     if quantiser.block != 1:
-        return f"tokens are quantised {quantiser.block} at a time"
+        return f"tokens are quantised in blocks of {quantiser.block}"
     if quantiser.kind in FORMATS:
         geometry, kept = geometry_of(quantiser.kind), FORMATS[quantiser.kind].kept_dtype
         if kept is not None and quantiser.scale_dtype != kept:
-            return f"scales are kept in {quantiser.scale_dtype}"
+            return f"scales are stored in {quantiser.scale_dtype}"
         if geometry is not geometry_of(None) and None in (quantiser.keys, quantiser.values):
-            return f"only keys, or only values, have {geometry.words}"
+            return f"only keys or only values have {geometry.words}"
         return None
     sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
     if any(side.axis != "token" for side in sides):
         return "scales are shared along a channel"
     if any(side.clip is not None for side in sides):
-        return "rows are clipped before they are quantised"
+        return "rows are clipped before quantisation"
     if quantiser.scale_dtype != "float16":
-        return f"scales are kept in {quantiser.scale_dtype}"
+        return f"scales are stored in {quantiser.scale_dtype}"
     groups = {side.group for side in sides}
     if len(groups) > 1:
-        return "keys and values share scales in groups of unlike width"
+        return "keys and values have scale groups of different widths"
     if any(group is not None and group % STEP for group in groups):
-        return f"groups of {groups.pop()} columns share a scale, no multiple of {STEP}"
+        return f"groups of {groups.pop()} columns share a scale (not a multiple of {STEP})"
     bits = {own for side in sides for own in side.bits} - FORMATS.keys()
     if bits:
         return f"latents are quantised to {bits.pop()} bits"
@@ -192,7 +192,7 @@ def refused_heads(quantiser: Quantiser | None, groups: Iterable[HeadGroup]) -> s
         head = f"KV head {group.first}"
         for rank in group.ranks:
             if rank % STEP:
-                return f"{head} keeps {rank} columns at a level, and widths are multiples of {STEP}"
+                return f"{head} has {rank} columns at a level (not a multiple of {STEP})"
         if (reason := geometry_of(kind).why_not(head, group.column_bits)) is not None:
             return reason
     return None
@@ -210,10 +210,10 @@ def refused_bits(quantiser: Quantiser | None, layer: LayerPlan) -> str | None:
         side, groups = getattr(quantiser, name), getattr(layer, name).groups
         quantised = {group.quantised for group in groups}
         if side is not None and not by_width and quantised != {True}:
-            return f"{name} stay at full precision beside {geometry_of(quantiser.kind).words}"
+            return f"some {name} stay uncompressed, others have {geometry_of(quantiser.kind).words}"
         bits = {group.column_bits[0][1] for group in groups if by_width and group.column_bits}
         if len(quantised) > 1 or len(bits) > 1:
-            return f"the {name} of one layer have unlike bits"
+            return f"the {name} of one layer have different bits"
         if unknown := bits - FORMATS.keys():
             return f"latents are quantised to {unknown.pop()} bits"
     return None

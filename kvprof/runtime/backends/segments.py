@@ -62,12 +62,12 @@ __all__ = ["SegmentKernelLayer"]
 def _levels(plan: Plan) -> str | None:
     levels = plan.levels
     if len(levels.shares) > 2:
-        return f"there are {len(levels.shares)} levels of rank, more than 2"
+        return f"there are {len(levels.shares)} rank levels (limit 2)"
     if len(levels.shares) == 2:
         if levels.batch != 1:
-            return f"tokens move down {levels.batch} at a time"
+            return f"tokens move down in batches of {levels.batch}"
         if plan.quantiser is not None and plan.quantiser.window:
-            return "levels are quantised but for a window of the newest tokens"
+            return "levels are quantised except for a window of the newest tokens"
     return None
 
 
@@ -126,14 +126,14 @@ class SegmentKernelLayer(KernelLayer):
     def _own_reason(cls, spec: LayerSpec) -> str | None:
         plan = spec.plan
         if spec.layer.sliding_window is not None:
-            return "latents within a sliding window are quantised"
+            return "latents in a sliding window are quantised"
         if spec.device.type == "cuda" and spec.dtype == torch.float32:
-            return "quantised tokens and levels run in bfloat16 or float16 on a GPU"
+            return "quantised tokens and rank levels require bfloat16 or float16 on a GPU"
         reason = _levels(plan) or (refused_quantiser(plan.quantiser) if plan.quantiser else None)
         if reason is None and plan.lazy:
             widths = spec.facts.qk_head_dim, spec.facts.v_head_dim
             if any(width % STEP for width in widths):
-                reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
+                reason = f"a lazy prefill has heads of {widths} columns (not multiples of {STEP})"
         reason = reason or refused_bits(plan.quantiser, spec.layer)
         return reason or refused_heads(plan.quantiser, spec.groups)
 

@@ -104,14 +104,13 @@ class SlotTable:
             return
         if is_capturing(old.device):
             raise UsageError(
-                "a CUDA graph cannot make room for the angles of rebuilt keys; capture a step of "
-                "a static cache (new_cache(capacity=...)) that has run once before, with the same "
-                "position_ids"
+                "a CUDA graph cannot allocate RoPE tables; capture a static cache "
+                "(new_cache(capacity=...)) after one ordinary step with the same position_ids"
             )
         if self.captured:
             raise UsageError(
-                "a CUDA graph reads this cache's angles, which rows that are padded otherwise "
-                "cannot share; make a new cache for them, and capture a step of it"
+                "a CUDA graph reads this cache's RoPE tables, so its padding cannot change; make "
+                "a new cache and capture it"
             )
         slots = max(old.shape[2], capacity + 1)
         self.both = _empty((2, rows, slots, old.shape[3]), old, old.dtype)

@@ -78,8 +78,8 @@ class KernelStore(ABC):
         """Refuse to make room in the middle of a CUDA graph, or away from where one writes."""
         if is_capturing(device):
             raise UsageError(
-                "a CUDA graph cannot make room in a cache; capture a step of a static cache "
-                "(new_cache(capacity=...)) that has run once before"
+                "a CUDA graph cannot grow a cache; capture a static cache "
+                "(new_cache(capacity=...)) after one ordinary step"
             )
         self._may_move()
 
@@ -87,8 +87,8 @@ class KernelStore(ABC):
         """Refuse to lay the tokens elsewhere where a CUDA graph would go on writing here."""
         if self.captured:
             raise UsageError(
-                "a CUDA graph writes into this cache, which another number of sequences needs "
-                "elsewhere; make a new cache for them, and capture a step of it"
+                "a CUDA graph writes into this cache, so its number of sequences cannot change; "
+                "make a new cache and capture it"
             )
 
     @property

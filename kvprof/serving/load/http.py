@@ -67,16 +67,16 @@ def parse_address(url: str) -> Address:
     except (ValueError, h11.LocalProtocolError):
         # Without what stands before an @, or behind the path, which may be a key.
         shown = re.split(r"[?#]", url.rpartition("@")[2])[0][:60]
-        raise UsageError(f"--url {shown} is no address; write http://127.0.0.1:8000") from None
+        raise UsageError(f"--url {shown} is not an address; try http://127.0.0.1:8000") from None
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UsageError(
-            "--url takes an address alone; a key belongs into an environment variable (--key-env)"
+            "--url must not contain a key; put the key in an environment variable (--key-env)"
         )
     if parts.scheme not in ("http", "https") or not host:
         raise UsageError(f"--url {url[:60]}: write http://127.0.0.1:8000 or https://…")
     if port == 0:
         raise UsageError(
-            f"--url {url[:60]}: no server listens at port 0; write http://127.0.0.1:8000"
+            f"--url {url[:60]}: port 0 is not a server's port; try http://127.0.0.1:8000"
         )
     return address
 

@@ -63,12 +63,11 @@ class EngineSettings:
                 raise UsageError(f"{name.replace('_', ' ')}: {getattr(self, name)} is less than 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise UsageError(
-                f"a step of {self.max_num_batched_tokens} tokens cannot serve {self.max_num_seqs} "
-                "sequences at once: give it more (--max-num-batched-tokens), or fewer sequences "
-                "(--max-num-seqs)"
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than "
+                f"--max-num-seqs {self.max_num_seqs}; raise the first or lower the second"
             )
         if self.route not in ROUTES:
-            raise UsageError(f"no route {self.route!r}: there are {', '.join(ROUTES)}")
+            raise UsageError(f"no route {self.route!r}; use {', '.join(ROUTES)}")
 
 
 class StepLog:

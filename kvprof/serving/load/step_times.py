@@ -87,7 +87,7 @@ def fit_step_times(samples: Sequence[StepSample]) -> StepTimes:
     """
     kept = [one for one in samples if one.seconds > 0 and one.tokens > 0]
     if not any(one.decode for one in kept) or not any(one.prefill for one in kept):
-        raise ValueError("steps that decode and steps that read prompts are needed, of both one")
+        raise ValueError("at least one decode step and one prefill step are required")
     means = any(one.mean for one in kept)
     points = [0.0]
     if not means:

@@ -88,7 +88,7 @@ def load_trace(name: str, *, what: str = "--trace") -> Trace:
     """Return a trace by name."""
     found = _shipped().get(name.lower())
     if found is None:
-        raise UsageError(f"{what}: no trace {name!r}: there are {', '.join(trace_names())}")
+        raise UsageError(f"{what}: no trace {name!r}; use {', '.join(trace_names())}")
     return found
 
 
