@@ -1,8 +1,4 @@
-"""What a plan stores of the layer that is measured, and the widths of its heads.
-
-Whatever is measured is a plan (`kvprof.methods.plan`): which columns of which tokens are stored
-with how many bits is read off it, and its bytes are `kvprof.methods.accounting`'s.
-"""
+"""What a plan stores in the measured layer, and the widths of its heads."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,11 +67,7 @@ def check_heads(what: str, plan: Plan, shape: Shape) -> None:
 
 
 def measured_layer(plan: Plan) -> LayerPlan:
-    """Return the layer of a plan that stands for all of them, as one without a sliding window.
-
-    Of layers of unlike ranks it is the one whose bytes are nearest to the mean over the layers
-    without a sliding window, or over all where each has one. Layers left out stand for none.
-    """
+    """Return the representative layer of a plan: the one closest to its mean bytes."""
     stored = [layer for layer in plan.layers if not (layer.shared or layer.left_out)]
     layers = [layer for layer in stored if layer.sliding_window is None] or stored
     whole = [replace(layer, sliding_window=None) for layer in layers]

@@ -35,11 +35,7 @@ __all__ = [
 
 
 def plan_pairs(file: Path, shape: Shape) -> tuple[list[tuple[int, int]], str]:
-    """Return the ranks of K and of V per KV head of a plan's middle layer by bytes, and its words.
-
-    One layer is measured; of a plan with layers of unlike ranks it is the one whose bytes are
-    nearest to the mean over the layers without a sliding window.
-    """
+    """Return the ranks of K and V per KV head of a plan's representative layer, and its label."""
     plan = load_plan(file)
     check_heads(f"--ranks {file.name}", plan, shape)
     _refuse_levels(plan, file)
@@ -196,10 +192,7 @@ def _rounded(shares: NDArray[np.float64], total: int, full: int) -> NDArray[np.i
 
 
 def ranks_from(path: str | Path, shape: Shape) -> Widths:
-    """Read widths from a file: a JSON list of [K, V] pairs, one per KV head, or a saved plan.
-
-    One layer is measured: of a plan it is the one whose bytes are nearest to the mean.
-    """
+    """Read widths from a file: a JSON list of [K, V] pairs per KV head, or a saved plan."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UsageError(f"--ranks {path}: no such file")

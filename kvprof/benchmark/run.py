@@ -369,10 +369,7 @@ def _shortened(workload: Workload, machine: Machine, rate: float, found: Found) 
 
 
 def _compile(workloads: list[Workload], chosen: list[Method], progress: Progress) -> None:
-    """Compile the kernels of all rows at once: one after the other they took half of a run.
-
-    A row that cannot be made is left out here, and says why when it is measured.
-    """
+    """Compile the kernels of all rows in parallel; rows that fail report it when measured."""
     with torch.cuda.device(workloads[0].device), compiling_ahead() as pending:
         for workload in workloads:
             full = full_widths(workload.shape)

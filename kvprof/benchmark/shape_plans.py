@@ -100,10 +100,7 @@ class ShapePlan:
 
 
 def parse_method(text: str) -> Asked:
-    """Read a method as ``kvprof plan`` does: ``fdc``, ``fdc-4bit``, ``kq:grid=32``, ``palu+kivi``.
-
-    The benchmark's own are ``uniform``, ``palu-folded`` and ``tale:bits=none``.
-    """
+    """Read a method as ``kvprof plan`` does, or one of the benchmark's own."""
     entries = method_entries(text)
     if len(entries) > 1:
         raise UsageError(f"{text!r} names {len(entries)} methods; give one at a time")

@@ -135,10 +135,7 @@ def load_shape(name: str | Path) -> Shape:
 
 
 def has_weights(model: str) -> bool:
-    """Whether a name stands for a model with weights; otherwise it is a shape.
-
-    A name that is neither a shape nor a folder is taken for a hub id.
-    """
+    """Whether a name is a model with weights (a folder or a hub id), not a shape."""
     if model.lower() in {name.lower() for name in shape_names()}:
         return False
     path = Path(model).expanduser()

@@ -1,8 +1,4 @@
-"""A model's chat template written out in a process that can be stopped: it is somebody's program.
-
-A template may loop without end, or make text that no memory holds, inside a single operation that
-nothing in this process could interrupt.
-"""
+"""Render a model's chat template in a process that can be stopped, as it may loop forever."""
 
 import resource
 import signal
@@ -22,15 +18,7 @@ _MOST = 1 << 26  # characters
 
 
 class ChatWriter:
-    """Writes chats out with a tokenizer's template.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-        With a chat template.
-    name : str
-        Of the model, for messages.
-    """
+    """Render chats with a tokenizer's template; `name` is the model's, for messages."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer

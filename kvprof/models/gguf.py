@@ -1,9 +1,7 @@
-"""GGUF files: read as data, through transformers, after a look at whether they hold together.
+"""Read GGUF files through transformers, after checking that they are consistent.
 
-A GGUF file has everything in it: configuration, tokenizer, chat template and weights, the latter
-rounded to blocks of a few bits. transformers turns them back into numbers of full width, so that
-the model computes as one whose weights were rounded: not as llama.cpp does to the last bit, and
-not as the model before rounding.
+transformers dequantises the blocks, so the model computes with rounded weights: not bit for bit as
+llama.cpp does, and not as the model before rounding.
 """
 
 import mmap
@@ -207,10 +205,7 @@ def _reader() -> Any:
     from numpy import dtype, ndarray
 
     class Reader(GGUFReader):  # type: ignore[misc]  # of a package without types
-        """Parses lists at once, not too long ones, and takes no number for one of two tensors.
-
-        It cuts its pieces out of a plain array: those of a memory map are maps, and take longer.
-        """
+        """Parse lists quickly, limit their length, and refuse overlapping tensors."""
 
         _left = _MOST_ENTRIES
 

@@ -1,7 +1,7 @@
-"""Whether the model that transformers makes of a GGUF file is the one that the file describes.
+"""Check that the model that transformers builds from a GGUF file is the one described.
 
-transformers translates a list of keys for each architecture and leaves out the rest without a word.
-What decides results is set here: RoPE, heads, windows, caps. A key that nobody reads is refused.
+transformers ignores keys that it does not know. RoPE, heads, windows and caps are set here, and
+unknown keys are refused.
 """
 
 import math
@@ -225,13 +225,7 @@ class _File:
 
 
 def _as_llama3(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
-    """Return the parameters of Llama 3's scaling that give these factors; None where none do.
-
-    Frequencies whose wavelengths are short stay, those of long ones are divided by one factor, and
-    between the two ``1 / factor`` grows linearly with the number of waves in the context that the
-    model was trained at first. Only the products of that context with the two borders count, so
-    that the lower one may be taken for 1.
-    """
+    """Return the Llama 3 RoPE scaling that gives these factors; None where none does."""
     most = max(factors)
     if not (min(factors) >= 1 and 1 < most < math.inf):
         return None

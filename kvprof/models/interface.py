@@ -266,10 +266,7 @@ def find_rotation(call: AttentionCall) -> tuple[int, int | None, bool] | None:
 
 
 def rotary_tables(rotation: Rotation) -> tuple[Tensor, Tensor] | None:
-    """Return the tables of cosines and sines of a rotary function's call, ``[B or 1, T, columns]``.
-
-    None for a function of another form than ``f(q, k, cos, sin)``.
-    """
+    """Return a rotary call's cos and sin, ``[B or 1, T, columns]``; None for unknown forms."""
     named = dict(zip(("q", "k", "cos", "sin"), rotation.args, strict=False)) | rotation.kwargs
     cos, sin = named.get("cos"), named.get("sin")
     if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.dim() != 3:
@@ -280,11 +277,7 @@ def rotary_tables(rotation: Rotation) -> tuple[Tensor, Tensor] | None:
 def rotary_pairs(
     rotation: Rotation, offset: int, transposed: bool
 ) -> tuple[tuple[int, int, int, int], ...] | None:
-    """Return which dimensions a rotary function turns into each other: ``(x, y, s, column)``.
-
-    A pair becomes ``(x cos - s y sin, y cos + s x sin)`` with the cosine and sine of one column of
-    the function's tables. Found by what it makes of unit vectors.
-    """
+    """Return which dimensions a rotary function rotates together: ``(x, y, s, column)``."""
     names = ("q", "k", "cos", "sin")
     named = dict(zip(names, rotation.args, strict=False)) | rotation.kwargs
     tables = rotary_tables(rotation)

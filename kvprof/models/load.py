@@ -61,11 +61,7 @@ _MOST_DESCRIBED = 4
 def read_config(
     spec: str, folder: Path, trust_remote_code: bool, gguf: GgufFile | None = None
 ) -> Any:
-    """Read a folder's ``config.json`` and make sure that it names a causal language model.
-
-    With `gguf` that file's own description takes its place, held against what the file says
-    (`kvprof.models.gguf_config`).
-    """
+    """Read a folder's config.json, or a GGUF file's, and check that it is a causal LM."""
     given = {} if gguf is None else {"gguf_file": gguf.path.name}
     where = "config.json" if gguf is None else gguf.path.name
     try:
@@ -180,12 +176,7 @@ _AS_GGUF = RLock()
 
 @contextmanager
 def _read_as_gguf() -> Iterator[None]:
-    """Let transformers read a GGUF file without its bar, parse it sooner, and name tensors once.
-
-    It draws the bar without asking its own settings. It makes the table of all tensors' names again
-    for each of a model's modules, which takes a minute for 46 layers of 15 modules. What was read
-    of the file would stay in memory beside the weights made of it.
-    """
+    """Let transformers read a GGUF file faster and without a progress bar."""
     import gguf  # an extra, which the file's reader has asked for
 
     with _AS_GGUF:  # two at once would put back what the other has put there
@@ -220,11 +211,7 @@ def _first_sentence(error: Exception) -> str:
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Let whatever fails in the body be a line that names a stranger's file.
-
-    Around code of transformers that builds or runs what such a file describes: there is no list of
-    what it raises. kvprof's own errors, and those of memory and of files, stay.
-    """
+    """Turn any error in the body into one line that names the file; keep kvprof's own errors."""
     try:
         yield
     except (KvprofError, MemoryError, OSError, torch.OutOfMemoryError):
@@ -289,11 +276,7 @@ class OpenedModel:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that random tokens leave out.
-
-        The tokenizer's special ids, those of the configs, and rows of the embedding that are no
-        token's. A GGUF file says them; any other tokenizer is read for them on first use.
-        """
+        """Token ids that random tokens exclude: special ids and unused embedding rows."""
         ids: set[Any] = set()
         for config in self._stating:
             for name, value in config.to_dict().items():

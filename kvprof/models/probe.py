@@ -1,9 +1,8 @@
-"""Finds a model's layout by watching one tiny forward pass, not from a list of classes.
+"""Find a model's layout from one tiny forward pass, not from a list of classes.
 
-Two rows of eight tokens go through the decoder: distinct tokens, and one token repeated (so that
-anything that differs between its positions is a position scheme). Every claim about a module is
-checked on values: the value projection is the one whose output *is* V, the output projection the
-one whose input *is* what the heads put out.
+Two rows of eight tokens go through the decoder: distinct tokens, and one repeated token. Values
+decide: the value projection is the module that outputs V, the output projection the one that takes
+the heads' outputs.
 """
 
 import contextlib
@@ -329,10 +328,7 @@ _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def model_class(config: Any) -> Any:
-    """Return what builds a config's model: its decoder with a head, and what it sees or hears with.
-
-    ``AutoModel`` where transformers knows no head for it.
-    """
+    """Return the class that builds a config's model; ``AutoModel`` for unknown heads."""
     with_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     alone = with_code or type(config) in AutoModelForCausalLM._model_mapping
     around = config.get_text_config(decoder=True) is not config

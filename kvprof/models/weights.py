@@ -20,11 +20,7 @@ __all__ = [
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter once, in the module tree's order, with its values present.
-
-    A tied parameter comes once, under the name it is stored by. An offloaded module is brought in
-    for the time of its own turn, so that memory stays at one module's weights.
-    """
+    """Yield every parameter once, loading offloaded modules one at a time."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     seen: set[int] = set()
     for prefix, module in model.named_modules():

@@ -158,11 +158,7 @@ class MomentStore:
         return self._file
 
     def wanted(self, needs: CalibrationNeeds) -> int:
-        """Return how many tokens a method is calibrated on where its source has as many.
-
-        What the user says, else the paper's own count; else `DEFAULT_TOKENS`, and for joint moments
-        `_PER_COLUMN` for each column of the widest Gram matrix.
-        """
+        """Return a method's calibration tokens: the user's, the paper's or the default."""
         if self._options.tokens is not None:
             return self._options.tokens
         source = self._options.source
@@ -377,10 +373,7 @@ class Calibrator:
     # Fisher information and sensitivities.
 
     def text(self, most: int, longest: int) -> CalibrationTokens:
-        """Read at most so many tokens of text, in sequences that several kinds of text fit in.
-
-        Of the user's text, or of the embedded calibration split where that is none.
-        """
+        """Read at most so many tokens of the user's text, or of the embedded calibration split."""
         source = self._options.source
         if source is None or source.kind in (SourceKind.RANDOM, SourceKind.MOMENTS):
             source = parse_source("calibration")

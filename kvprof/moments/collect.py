@@ -113,13 +113,7 @@ class CollectOptions:
 
 
 class PassAbandoned(Exception):
-    """A pass was left in the middle of a batch, and what it counted is of no use.
-
-    Attributes
-    ----------
-    tokens : int
-        Of the batches before.
-    """
+    """A pass was stopped; `tokens` counts the complete batches before."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"after {tokens:,} tokens")
@@ -216,10 +210,7 @@ def empty_moments(
 
 
 def count_tokens(loaded: OpenedModel, source: Source, options: CollectOptions) -> int:
-    """Return how many tokens a pass will see, before anything is run.
-
-    Tokenising is cheap beside the forward pass: a text that is too short is found out now.
-    """
+    """Return how many tokens a pass will see, so that a short text fails early."""
     if options.seq_len > loaded.context_length:
         raise UsageError(
             f"--seq-len {options.seq_len:,} exceeds the context of {loaded.spec}, "
@@ -256,11 +247,7 @@ def collect_moments(
     should_stop: Callable[[], bool] = lambda: False,
     abandon: Callable[[], bool] | None = None,
 ) -> Iterator[Moments]:
-    """Stream the moments of `source` in one pass and yield them at each snapshot and at the end.
-
-    The moments of one layer are accumulated in float64 on the device that computes the layer
-    (FDC §5.1 and ZACK §4.3 stack all vectors instead; the Gram matrix is the same).
-    """
+    """Yield the moments of `source` at each snapshot and at the end, in float64."""
     moments = empty_moments(
         loaded,
         pre_rope=options.pre_rope,
@@ -394,10 +381,7 @@ def _check_finite(loaded: LoadedModel, moments: Moments) -> None:
 
 
 def undefined_pairs(layout: ModelLayout) -> tuple[str, ...]:
-    """Return the pairs that a model does not have, in the order of `PAIRS`.
-
-    ``vo`` needs a slice of W_O per head, ``w_v`` a plain projection of the layer's input.
-    """
+    """Return the pairs that a model does not have, in the order of `PAIRS`."""
     lacking = {
         "vo": any(layer.output_projection is None for layer in layout.layers),
         "w_v": any(layer.mla or layer.value_projection is None for layer in layout.layers),
@@ -412,11 +396,7 @@ def undefined_pairs(layout: ModelLayout) -> tuple[str, ...]:
 def capture(
     loaded: LoadedModel, receive: Callable[[Tap], None], *, pre_rope: bool = False
 ) -> Iterator[None]:
-    """Hand every layer's Q, K and V to `receive` while the body runs the model.
-
-    The model's output does not change, and its attention is put back afterwards, also after an
-    exception. At the end of each forward pass every layer is proven to have been seen.
-    """
+    """Pass every layer's Q, K and V to `receive` while the body runs the model unchanged."""
     layout = loaded.layout
     if pre_rope and any(layer.rotary_offset is None for layer in layout.layers):
         raise UsageError(
@@ -466,10 +446,6 @@ def capture(
 
 
 def run_batch(loaded: LoadedModel, input_ids: Tensor) -> None:
-    """Run a batch of full sequences through the decoder, without a cache and without logits.
-
-    The head is left out: 8k tokens times a vocabulary of 128k would cost more memory than the
-    moments of the whole model.
-    """
+    """Run a batch of full sequences through the decoder, without cache and logits."""
     with torch.inference_mode():
         text_decoder(loaded.model)(input_ids=input_ids.to(loaded.device), use_cache=False)

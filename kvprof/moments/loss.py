@@ -1,9 +1,7 @@
-"""What errors in stored keys and values cost the next token, from one backward pass per sequence.
+"""Measure what errors in stored keys and values cost, by one backward pass per sequence.
 
-`kvprof.moments.sensitivity` cuts one head after the other, a pass over the text each, and finds
-one figure per head. Gradients find a matrix per head: which directions matter too. Attention is
-gone through by hand here, because only those reads count that find a token as it is stored: its
-own neighbours read it from the exact window.
+Gradients give a matrix per head, so directions count. Attention is traced by hand, because a
+token's neighbours in the window read it uncompressed and must not count.
 """
 
 from collections.abc import Callable, Iterable
@@ -86,11 +84,7 @@ def loss_moments(
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """One layer's attention over one sequence, and the gradient at what its heads put out.
-
-    ``query`` and ``slope`` are ``[num_kv_heads, G, T, d]``, ``key`` and ``value`` ``[num_kv_heads,
-    T, d]``.
-    """
+    """One layer's attention over one sequence, and the gradient at its heads' outputs."""
 
     facts: LayerLayout
     call: AttentionCall

@@ -109,11 +109,7 @@ def _longest(plan: Plan, layer: LayerPlan, capacity: int) -> dict[_Kind, int]:
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries no types
-    """One layer's store.
-
-    `update` only takes notice of the tokens and hands K and V back; the attention function, which
-    has the queries too, attends and stores.
-    """
+    """One layer's store; `update` returns K and V unchanged, the attention function stores."""
 
     is_compileable = False
 
@@ -428,11 +424,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
             self.kernels.crop(total)
 
     def activate_past_recording(self) -> None:
-        """Prepare for passes that are taken back in part (assisted decoding).
-
-        Layers with a sliding window keep what a pass pushes out of it until then. On the kernels
-        there is no room for it, so such a cache leaves them.
-        """
+        """Prepare for passes that are rolled back in part; this cache leaves the kernels."""
         if reason := next(filter(None, (layer.lossy for layer in self.layers)), None):
             raise UsageError(not_croppable(reason))
         windows = [layer for layer in self.layers if layer.sliding_window is not None]
@@ -442,11 +434,7 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
             layer.record_past = True
 
     def replayed(self, tokens: int = 1) -> None:
-        """Take notice of passes that a CUDA graph has replayed.
-
-        While a pass is captured nothing is stored. A replay stores, and the device counts; the host
-        has to be told, or lengths and bytes that it reports stay behind.
-        """
+        """Count the tokens of replayed CUDA graphs on the host, which a replay does not do."""
         if self.kernels is None or any(layer.planes is None for layer in self.layers):
             raise UsageError("only a cache that the kernels store can be captured and replayed")
         for layer in self.layers:

@@ -1,8 +1,7 @@
-"""The context in which a model runs with a plan's compressed cache.
+"""Run a model with a plan's compressed cache: ``with compressed(model, plan): ...``.
 
-``with compressed(model, plan): model.generate(...)``. Inside, the model's attention is kvprof's,
-projections carry the plan's bases, and every cache is a compressed one. Afterwards the model is
-what it was, bit for bit, also after an exception.
+Inside, the model uses kvprof's attention, folded projections and compressed caches. Afterwards it
+is restored bit for bit, also after an exception.
 """
 
 import math
@@ -209,12 +208,7 @@ def check_runs(loaded: LoadedModel, fingerprint: str | None = None) -> None:
 
 
 def refusal(loaded: LoadedModel, fingerprint: str | None = None) -> str | None:
-    """Return why a model cannot run with a compressed cache; None where it can.
-
-    It is found out by a pass of a few tokens through a cache of full rank, whose logits have to be
-    the model's own; once for a model, as long as it stays as it is, which `fingerprint` tells
-    (`check_runs`).
-    """
+    """Return why a model cannot run compressed; None if uncompressed logits are reproduced."""
     if loaded.layout.layers[0].mla:
         return "multi-head latent attention"
     known = _found.get(loaded.model)

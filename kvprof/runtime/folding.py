@@ -1,7 +1,4 @@
-"""Projections with a plan's bases folded in, put in place of the model's own and taken out again.
-
-The model's own modules are never written to: what comes back is what was there, bit for bit.
-"""
+"""Fold a plan's bases into copies of the projections, and restore the model's own modules."""
 
 from collections.abc import Sequence
 
@@ -92,10 +89,7 @@ def _by_query_head(group: HeadGroup, facts: LayerLayout) -> list[tuple[int, Tens
 
 
 def _padded(matrix: Tensor) -> Tensor:
-    """Give a basis as many columns as rows, so that the projection keeps its width.
-
-    The columns behind the rank are never looked at: models cut a projection's output by width.
-    """
+    """Pad a basis with zero columns, so that the projection keeps its width."""
     return torch.cat([matrix, matrix.new_zeros(len(matrix), len(matrix) - matrix.shape[1])], dim=1)
 
 

@@ -86,10 +86,7 @@ def generate_text(
     keep_logits: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Generated:
-    """Continue a prompt with transformers' own ``generate``.
-
-    Inside `kvprof.runtime.compressed.compressed` the cache is the compressed one.
-    """
+    """Continue a prompt with transformers' own ``generate`` and the active cache."""
     tokenizer = loaded.tokenizer()
     own = loaded.model.generation_config
     ends = end_ids(loaded)
@@ -131,11 +128,7 @@ def generate_text(
 def difference(
     compressed: Generated, full: Generated, decode: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
-    """Return where two continuations of one prompt part, as JSON values.
-
-    Up to the first different token both models saw the same text, so that their probabilities can
-    be compared; after it they cannot.
-    """
+    """Return where two continuations of a prompt first differ, as JSON values."""
     ours, theirs = compressed.tokens, full.tokens
     assert compressed.logits is not None
     assert full.logits is not None

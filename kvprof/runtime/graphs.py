@@ -162,10 +162,7 @@ class DecodingGraphs:
         return False
 
     def _is_own(self, hook: Any) -> bool:
-        """Whether a hook is the session's, or one of those that transformers records outputs with.
-
-        These do nothing unless a step is asked for more outputs, which is none to replay.
-        """
+        """Whether a hook is the session's, or one that transformers records outputs with."""
         origin = str(getattr(hook, "__module__", ""))
         return getattr(hook, "__self__", None) is self._session or origin.startswith(
             "transformers."
@@ -320,10 +317,7 @@ class DecodingGraphs:
         return found
 
     def _counts_padding(self) -> bool:
-        """Whether the model counts padding in a token's position where it is given none.
-
-        Some find positions in the mask, which a captured step does not see.
-        """
+        """Whether the model derives positions from the mask, which a captured step cannot."""
         if self._padding_counted is None:
             device, before = self._session.loaded.device, self._session.cache
             ids = torch.arange(8, device=device).view(2, 4) % self._session.loaded.vocab_size

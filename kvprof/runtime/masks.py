@@ -17,10 +17,7 @@ __all__ = ["MaskFacts", "Masks", "mask_facts", "masks", "visible_keys", "whole_m
 
 
 class Masks(threading.local):
-    """Whether the pass under way needs masks: kernels know themselves what is causal.
-
-    A mask of a long prompt is larger than its keys and values.
-    """
+    """Whether the pass needs masks; the kernels apply causality themselves."""
 
     needed = True
 
@@ -38,10 +35,7 @@ def whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def without(lent: Callable[[], object]) -> Callable[..., Any]:
-    """Return how transformers reads what a mask is made of, as if the cache lent were not there.
-
-    With a cache it does not look for texts that are packed into one row.
-    """
+    """Return transformers' mask options as if there were no cache, so packed texts are found."""
     read = masking_utils._preprocess_mask_arguments
 
     def reading(*args: Any, **kwargs: Any) -> Any:

@@ -21,11 +21,7 @@ def rebuilds(layer: LayerPlan, facts: LayerLayout) -> bool:
 
 @dataclass
 class RotaryTable:
-    """Cosines and sines of every token seen, ``[batch, T, rotary width]`` each.
-
-    Layers that rotate alike share one. It is working memory, no part of the cache: it could be
-    computed anew from the positions at every step.
-    """
+    """Cosines and sines of every token, ``[batch, T, rotary width]`` each; not counted."""
 
     cos: Tensor
     sin: Tensor

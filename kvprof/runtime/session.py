@@ -93,10 +93,7 @@ class Compression:
 
     @property
     def kernel_reasons(self) -> list[str | None]:
-        """Per layer, why it does not run on the kernels; None where it does.
-
-        What only a pass can tell (a mask, a short prompt on a CPU) is of the last one.
-        """
+        """Per layer, why it does not run on the kernels in the last pass; None where it does."""
         left = None if self.cache is None else self.cache.left
         return [reason or left for reason in self.route.reasons]
 
@@ -117,10 +114,7 @@ class Compression:
 
     @property
     def graph_reason(self) -> str | None:
-        """Why decoding steps on the kernels are not replayed as CUDA graphs; None where they are.
-
-        A layer that does not run on the kernels has its own reason among `kernel_reasons`.
-        """
+        """Why decoding steps are not replayed as CUDA graphs; None where they are."""
         return None if self.graphs is None else self.graphs.reason
 
     @property

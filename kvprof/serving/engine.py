@@ -79,11 +79,7 @@ def check_engine(config: Any) -> None:
 
 
 def check_model(plan: Plan, config: Any) -> None:
-    """Refuse the plan of another model before weights are loaded.
-
-    Random weights (``load_format="dummy"``) are nobody's: there the plan has to have the model's
-    shape, and what the engine answers means nothing, as ever with them.
-    """
+    """Refuse another model's plan before weights load; with random weights check the shape only."""
     model = config.model_config
     kv_heads, parallel = model.get_total_num_kv_heads(), config.parallel_config
     check_shape(plan, model.get_total_num_hidden_layers(), kv_heads, model.get_head_size())
@@ -322,10 +318,7 @@ def _fold_rows(linear: Any, rows: slice, downs: Sequence[Tensor]) -> None:
 
 
 def run_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Run a layer; what it puts out is as wide as the latents, or as values, as W_O is.
-
-    Without torch.compile the operator that hides attention from it would only cost a copy.
-    """
+    """Run a layer; the output is as wide as W_O's input, latents or values."""
     impl = layer.impl
     query = query.view(-1, layer.num_heads, layer.head_size)
     key = key.view(-1, layer.num_kv_heads, layer.head_size)

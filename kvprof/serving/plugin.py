@@ -27,11 +27,7 @@ PLAN_VARIABLE = "KVPROF_PLAN"
 
 
 def check_found() -> None:
-    """Refuse to serve where the engine's own processes would not find the plug-in.
-
-    They look for entry points, and one that found none, or could not import it, would serve full
-    width without a word. So a process like theirs is asked.
-    """
+    """Refuse to serve where vLLM's own processes would not find the plug-in."""
     group = entry_points(group="vllm.general_plugins")
     names = {one.name for one in group if one.module == register.__module__}
     if not names:

@@ -1,8 +1,6 @@
-"""A model's rotary embedding in an engine, where keys are stored as they are before it.
+"""Store an engine's keys before RoPE: its rotary embedding then rotates queries only.
 
-The model goes on calling it between its projections and its attention; what it calls then turns the
-queries alone. How keys turn at reading is what the embedding did: its own table, and the form that
-this is held against before weights are loaded.
+Reading rotates keys by the embedding's own table, whose form is checked before weights load.
 """
 
 from typing import Any

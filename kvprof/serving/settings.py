@@ -1,7 +1,4 @@
-"""What ``kvprof serve`` sets for vLLM, and why; everything else is vLLM's own default.
-
-Standard library only: the command reads it before anything is loaded.
-"""
+"""What ``kvprof serve`` sets for vLLM, and why; imports the standard library only."""
 
 import json
 import os
@@ -120,10 +117,7 @@ def engine_options(
 
 
 def _graphs(longest: int, most: int | None) -> list[int]:
-    """Return the sizes of graphs, the longest step of the engine among them where it is shorter.
-
-    vLLM adds that one to sizes of its own alone.
-    """
+    """Return the sizes of CUDA graphs, including the engine's longest step if it is shorter."""
     sizes = [one for one in _GRAPHS if one <= longest]
     if most is not None and most < longest:
         sizes = sorted({*(one for one in sizes if one < most), most})

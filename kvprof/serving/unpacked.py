@@ -1,8 +1,6 @@
-"""A GGUF file's model as a folder that an engine reads: safetensors, config and tokenizer.
+"""Unpack a GGUF model into a folder that vLLM reads: safetensors, config and tokenizer.
 
-vLLM takes GGUF files only with a plug-in of its own, which keeps weights in blocks. So the numbers
-that kvprof reads from such a file are written out: the engine has the same ones as every other
-command, in the dtype that it computes in.
+vLLM reads GGUF only with a plug-in; so it gets the same weights as every other command.
 """
 
 from collections.abc import Iterator, Sequence

@@ -250,10 +250,7 @@ def windows(
 def _random(
     model: ModelTokens, tokens: int, seq_len: int, seed: int, prefix: tuple[int, ...]
 ) -> Iterator[Ids]:
-    """Yield uniform random tokens of the vocabulary, special ones left out, behind a prefix.
-
-    The prefix counts as tokens, as it does in text.
-    """
+    """Yield uniform random tokens without special ids, after a prefix that counts as tokens."""
     if len(prefix) >= seq_len:
         raise UsageError(f"--seq-len {seq_len} leaves no room after the tokenizer's own prefix")
     allowed = np.setdiff1d(np.arange(model.vocab_size), np.fromiter(model.special_ids, np.int64))
@@ -267,10 +264,7 @@ def _random(
 
 
 def _text(documents: Iterable[Iterable[str]], model: ModelTokens, seq_len: int) -> Iterator[Ids]:
-    """Cut the running text of all documents into sequences, each begun with the prefix.
-
-    Each document ends with the separator.
-    """
+    """Split the running text of all documents into sequences, each after the prefix."""
     tokenize, prefix, separator = model.tokenize(), model.prefix(), model.separator()
     if len(prefix) >= seq_len:
         raise UsageError(f"--seq-len {seq_len} leaves no room after the tokenizer's own prefix")

@@ -1,7 +1,7 @@
-"""A layer's attention at full width and over ragged widths, as calls that are timed.
+"""A layer's attention, uncompressed and over ragged widths, as timed calls.
 
-Full width runs on the best kernel that this machine has. FDC, ``kq`` and uniform widths attend to
-latents as they lie. What is stored otherwise is in `kvprof.benchmark.jct.stored`.
+Uncompressed attention runs on the fastest kernel of this machine. Other storage is in
+`kvprof.benchmark.jct.stored`.
 """
 
 from collections.abc import Callable, Sequence
@@ -203,10 +203,7 @@ def random_bases(workload: Workload, widths: Sequence[int], salt: int) -> BasisS
 
 
 def compress_call(workload: Workload, layout: RaggedLayout) -> PartCall:
-    """Return the online projection of Q and K and the store of K and V (FDC §5.1).
-
-    At full width the same kernel only stores, which counts as attention, as in the runtime.
-    """
+    """Return the projection of Q and K and the store of K and V (FDC §5.1)."""
     shape, source = workload.shape, workload.generator(31)
     # Where in the cache new tokens lie changes nothing: their own buffer is enough.
     own = RaggedLayout(

@@ -1,7 +1,4 @@
-"""A composed run: one layer's parts, put together to requests that are told as events.
-
-Nobody runs them: `kvprof.benchmark.jct.composer` says how their time comes about.
-"""
+"""A composed run: requests predicted from the measured parts of one layer, as events."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""A request run without marks and with them, in turns, until its parts' share stays the same.
-
-What several runs of one request say together, and the events that tell of it.
-"""
+"""Run a request alternately with and without marks until its parts' shares are stable."""
 
 import gc
 import math
@@ -207,12 +204,7 @@ class CaseEvents:
         )
 
     def finish(self, plain: Sequence[RequestRun], timed: Sequence[RequestRun]) -> None:
-        """Emit each step's parts, those of its median run, and its time as all runs have it.
-
-        Every part's own median would add up to less than any run took, because noise hits one part
-        here and another one there. The time between tokens is of the same runs as the request's, of
-        which the first may be far off.
-        """
+        """Emit each step's parts, from its median run, and the request's time over all runs."""
         whole = [one for one in plain if one.ended is not None]
         walls = step_seconds(whole) if whole else []
         for number in self.told:

@@ -272,10 +272,7 @@ class LayerBench:
         *,
         powered: bool,
     ) -> tuple[float, tuple[float, float] | None, float | None]:
-        """Measure what is not known yet, in turn with the layer.
-
-        Returns its seconds, their interval relative to them, and watts.
-        """
+        """Measure missing points alternately with the layer; return seconds, interval and watts."""
         new = {call.key: call for call in (*calls, *once) if call.key not in self._known}
         # A long prompt's parts, each with memory of its own, would not fit beside one another.
         pool = torch.cuda.graph_pool_handle() if workload.device.type == "cuda" else None

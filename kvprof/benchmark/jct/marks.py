@@ -32,10 +32,7 @@ class TimedModules:
 
 
 def find_timed_modules(loaded: LoadedModel) -> TimedModules:
-    """Sort a model's modules into parts, by where they lie and by the names of their classes.
-
-    Inside `kvprof.runtime.compressed.compressed` these are the modules with bases folded in.
-    """
+    """Sort a model's modules into parts, by position and class name."""
     model, layers = loaded.model, []
     stacks: set[int] = set()
     for facts in loaded.layout.layers:

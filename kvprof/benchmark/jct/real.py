@@ -56,12 +56,7 @@ def measure_real(
     graph: bool | None = False,
     energy: Callable[[float, float], float | None] | None = None,
 ) -> CaseFinished | None:
-    """Measure one request under one plan and tell what happens as events.
-
-    Steps are emitted as the first run without marks takes them, and again as the medians of all
-    such runs; parts in the last run with marks, each step's as its median run had them; the times
-    of the whole request are sums of every step's median.
-    """
+    """Measure one request under one plan, as events; times are medians without marks."""
     _check(loaded, input_ids, output_len, repeats)
     try:
         with _opened(

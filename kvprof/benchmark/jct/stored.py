@@ -37,12 +37,7 @@ def segments_attention(
     full: FullAttention,
     window: int | None,
 ) -> AttentionCalls:
-    """Return quantised storage, and attention over it in decode.
-
-    A prefill is one attention at full precision: at full width, or over the latents of a quantised
-    low rank. Where a plan reads by age the runtime also reads back what it has stored, and attends
-    to the newest tokens apart; neither is in these times.
-    """
+    """Return quantised storage and attention over it in decode; prefill is uncompressed."""
     plan, layer, shape = method.plan, method.layer, workload.shape
     sides = (*layer.keys.groups, *layer.values.groups)
     low = not plan.lazy and not all(group.identity for group in sides)
@@ -158,11 +153,7 @@ def _quantised(method: Method, plan: Plan, workload: Workload) -> PartCall:
 def latent_attention(
     name: str, workload: Workload, widths: Widths, full: FullAttention, window: int | None
 ) -> AttentionCalls:
-    """Return attention over latents from before RoPE (Palu §3.1.2).
-
-    Decode rebuilds keys inside its kernel: what that costs is the kernel's time without the same
-    kernel's over latents as they lie. Prefill rebuilds K and V and attends at full width.
-    """
+    """Return attention over pre-RoPE latents (Palu §3.1.2), which rebuilds keys."""
     shape = workload.shape
     heads = shape.num_kv_heads // len(widths.keys)
     layout = RaggedLayout(
@@ -250,11 +241,7 @@ def _rebuilt(workload: Workload, widths: Widths, heads: int) -> PartCall:
 def strawman_attention(
     workload: Workload, widths: Widths, full: FullAttention, window: int | None
 ) -> AttentionCalls:
-    """Return ZACK §3.2's strawman: bases per request, K and V rebuilt whole at every step.
-
-    The basis is found as the runtime finds it: eigenvectors of ``KᵀK`` and ``VᵀV`` in float64, the
-    right singular vectors that the paper's SVD gives; the host decomposes the matrices.
-    """
+    """Return ZACK §3.2's strawman: bases per request, K and V rebuilt at every step."""
     shape, source = workload.shape, workload.generator(43)
     rank, width, heads = widths.keys[0], shape.head_dim, shape.num_kv_heads
     new = workload.random(source, 2, workload.batch, heads, workload.queries, width)

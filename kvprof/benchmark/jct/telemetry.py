@@ -155,11 +155,7 @@ class Telemetry:
             raise self._failure
 
     def energy_joules(self, start: float, stop: float) -> float | None:
-        """Return what the device took between two times of `now`.
-
-        From the driver's counter, or from power integrated over time; between samples it is taken
-        to grow evenly.
-        """
+        """Return the device's energy between two times, by counter or integrated power."""
         times, joules = self._times[:], self._joules[:]
         times = times[: len(joules)]
         inside = bisect_right(times, stop) - bisect_left(times, start)

@@ -1,10 +1,7 @@
-"""What every way to run an attention layer on kvprof's kernels shares.
+"""The base of all attention layers on kvprof's kernels.
 
-A way to store tokens is one subclass of `KernelLayer`: it says whether a plan asks for it
-(`stores`), why it cannot run (`why_not`), makes the store, and runs.
-`kvprof.runtime.backends.route` holds the list of them. The order differs from
-`kvprof.runtime.layer`'s, which attends first: a pass's own tokens are stored as they are attended
-to, so one store serves both.
+Each way to store tokens is a subclass of `KernelLayer`: whether a plan uses it (`stores`), why it
+cannot run (`why_not`), its store and its run. `kvprof.runtime.backends.route` lists them.
 """
 
 import importlib.util
@@ -123,11 +120,7 @@ def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _planned(spec: LayerSpec) -> str | None:
-    """Say what of the plan no kernel knows.
-
-    What a plan says of all layers counts only where it touches this one: levels and eviction stop
-    at a sliding window.
-    """
+    """Return which part of the plan no kernel supports for this layer; None if all are."""
     if spec.plan.across is not None:
         if spec.plan.across.at_rest:
             return "a coded prompt cache is stored or moved, not decoded from"

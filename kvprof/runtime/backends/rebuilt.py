@@ -1,10 +1,7 @@
-"""Attention layers whose KV heads share latents (Palu), on kvprof's kernels.
+"""Attention layers in which KV heads share latents (Palu), on kvprof's kernels.
 
-Queries meet the latents, or keys are rebuilt from them before RoPE.
-
-A decoding step rebuilds, rotates and multiplies in one kernel (`kvprof.kernels.reconstruct`). A
-prompt's keys are rebuilt once, into planes that last as long as its attention: a kernel that
-rebuilt them for every block of queries would do so hundreds of times.
+A decoding step rebuilds, rotates and multiplies keys in one kernel (`kvprof.kernels.reconstruct`).
+A prompt's keys are rebuilt once, into temporary planes.
 """
 
 from collections.abc import Callable
@@ -137,10 +134,7 @@ def rotary_functions(loaded: LoadedModel) -> tuple[Callable[..., Any], ...]:
 
 
 class LatentKernelLayer(PlaneKernelLayer):
-    """A layer whose tokens are stored alike, at full precision, as latents of groups of KV heads.
-
-    All groups of the keys and of the values have as many heads.
-    """
+    """A layer that stores unquantised latents of groups of KV heads, all of one size."""
 
     narrow = True
     #: What a plan asks for, as a refusal says it.

@@ -224,11 +224,7 @@ class KernelRoute:
         masks.needed = not all(layer is not None for layer in self._layers)
 
     def compile_ahead(self, batch: int, progress: Progress = silent) -> int:
-        """Compile what layers will launch, on all cores at once, or find it on disk.
-
-        Layers whose keys are rebuilt are left out: what they launch depends on how the model
-        rotates, which its first pass shows.
-        """
+        """Compile the layers' kernels on all cores, except those that rebuild keys."""
         self._compiled = True
         layers = [
             layer

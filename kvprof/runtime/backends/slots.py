@@ -46,10 +46,7 @@ class KernelPass:
         return slots
 
     def lengths(self, window: int | None) -> Tensor:
-        """Return how many slots a decoding step's query sees, ``[batch]`` int32.
-
-        A row that is padding still sees one, whatever lies there; nobody reads its result.
-        """
+        """Return how many slots a decoding query sees, ``[batch]`` int32; 1 for padding."""
         if window is None and self.hidden is None:
             return self.after
         lengths: Tensor = self.once(("lengths", window), lambda: self.after.clamp(1, window))

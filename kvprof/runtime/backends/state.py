@@ -1,8 +1,6 @@
-"""What the layers of one cache share when they run on the kernels: counts of tokens, cut work.
+"""State that all layers of a cache share on the kernels: token counts and work partitions.
 
-All layers see the same tokens, so how many each row has had, which slots a pass fills and how a
-decoding step is cut are computed once per pass, on the device: nothing waits for the host, and a
-CUDA graph that holds a step counts for itself when it is replayed.
+It is computed once per pass, on the device, so the host never waits and CUDA graphs replay it.
 """
 
 from abc import ABC, abstractmethod
@@ -215,11 +213,7 @@ class KernelState:
     def cut(
         self, passing: KernelPass, step: Any, lengths: Callable[[], Tensor], of: Hashable
     ) -> "Schedule":
-        """Return how a decoding step's work is cut: together for all layers that are alike.
-
-        Which layers are, the cache knows after their first decoding step, in which each is cut by
-        itself.
-        """
+        """Return the partition of a decoding step's work, shared by layers of the same layout."""
         if step not in passing.schedules:
             with part("schedule"):
                 steps, tables = self._alike(step, of)
@@ -267,10 +261,7 @@ class KernelState:
         return [max(0, total - first) for first in self.first]
 
     def step(self, layout: RaggedLayout, device: torch.device, window: int | None) -> Any:
-        """Return the decoding step of a layout, one for all layers of the same widths.
-
-        Layers with a window see other lengths: they have a step of their own.
-        """
+        """Return the decoding step of a layout; layers with a sliding window have their own."""
         from kvprof.kernels.decode.step import decode_step  # Triton is for Linux only
 
         widths = layout.key_widths, layout.value_widths, layout.group

@@ -29,13 +29,7 @@ class Arrivals:
         return f"gamma:cv={self.cv:.15g}" if self.kind == "gamma" else self.kind
 
     def gaps(self, count: int, seed: int) -> NDArray[np.float64]:
-        """Draw the times between arrivals at a rate of one a second, which is also their mean.
-
-        They are scaled until it is: a sample's own mean would be another rate than the named one.
-        (Of Poisson's, that leaves arrivals spread over the whole time as any that number so many.)
-        Other rates divide them: at every rate the same requests come in the same pattern, so that
-        rates and methods differ in nothing else.
-        """
+        """Draw inter-arrival times with mean 1 exactly; each rate divides the same times."""
         generator = np.random.default_rng([seed, 1])  # lengths are drawn with the seed itself
         if self.kind == "gamma" and self.cv == 0:
             return np.ones(count)

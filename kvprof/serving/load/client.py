@@ -1,8 +1,7 @@
-"""A client of any OpenAI-compatible server: sends completions, and keeps when each token came.
+"""A client of OpenAI-compatible servers: sends completions and records when each token came.
 
-What is sent are random tokens, or words, of the wanted length; nothing of what is sent or answered
-is kept. The same `Request` gives another text each time a load begins, so that a server that keeps
-prefixes finds only those that the load itself shares.
+Prompts are random tokens, or words. Each load has new texts, so a prefix cache finds only prefixes
+that the load itself shares. No text is stored.
 """
 
 import asyncio
@@ -292,11 +291,7 @@ _EVENT_LINES = (b":", b"event:", b"id:", b"retry:")
 
 
 class _Tokens:
-    """Reads a stream of pieces and keeps when each token came.
-
-    A piece is a token unless the server counts. A server that says to have written more tokens than
-    were asked for is not believed: a time is kept for each of them.
-    """
+    """Read a stream of chunks and record each token's time; a chunk is a token unless counted."""
 
     def __init__(self, most: int, start: float = 0.0) -> None:
         self._most = most

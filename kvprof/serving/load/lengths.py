@@ -140,10 +140,7 @@ def _fixed(text: str) -> tuple[int, int]:
 def arriving(
     lengths: Lengths, arrivals: Arrivals, rate: float, count: int, seed: int
 ) -> list[Request]:
-    """Return a load: requests with their times of arrival.
-
-    The same count and seed give the same requests in the same order at every rate.
-    """
+    """Return requests with arrival times; count and seed fix them at every rate."""
     requests = lengths.draw(count, seed)
     if arrivals.kind == "trace":
         if not lengths.timed:

@@ -71,10 +71,7 @@ class EngineSettings:
 
 
 class StepLog:
-    """The stretches of one replica's steps, one after the other.
-
-    Step ``first + j`` of a stretch ends at ``start + (j + 1) * base + slope * j * (j + 1) / 2``.
-    """
+    """Store one replica's runs of steps; times within a run grow linearly from step to step."""
 
     def __init__(self) -> None:
         self.first = array("q")
@@ -198,10 +195,7 @@ class Replica:
         self.computed = self.found = self.again = self.kept = self.preemptions = 0
 
     def token_times(self, lives: Sequence["LiveRequest"]) -> Iterator[TokenTimes]:
-        """Yield those of requests that have ended.
-
-        Each writes a token in every step from its first one on, with a gap where it was preempted.
-        """
+        """Yield the token times of finished requests, with gaps at preemptions."""
         for begin in range(0, len(lives), _TOGETHER):
             own = [live.ranges for live in lives[begin : begin + _TOGETHER]]
             steps = [np.arange(a, b + 1) for ranges in own for a, b in ranges]

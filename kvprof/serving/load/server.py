@@ -231,11 +231,7 @@ _WORD = re.compile(r"\w{1,40}")
 
 
 def server_variables(method: str, *, plan: bool = False) -> dict[str, str]:
-    """Return what a method's server gets beside the environment: which of vLLM's model runners.
-
-    A baseline has the one that vLLM takes, but for TurboQuant, to whose layers the first one gives
-    pages of full width, so that the engine ends (0.26, 0.27).
-    """
+    """Return a server's extra environment: vLLM's first model runner, except for TurboQuant."""
     stored = None if plan else served_by_engine(method)
     if stored is None:
         return {RUNNER_VARIABLE: model_runner()}

@@ -81,10 +81,7 @@ class Simulated:
     _logs: list[StepLog] = field(repr=False, default_factory=list)
 
     def moments(self, times: Sequence[float]) -> list[Moment]:
-        """Return the state at given times, in seconds after the load began.
-
-        Pages are those at the end of the stretch of steps that a time lies in.
-        """
+        """Return the state at given times, in seconds; pages at the end of a run of steps."""
         at = np.asarray(times, dtype=np.float64)
         running, pages, preemptions = (np.zeros(len(at), dtype=np.int64) for _ in range(3))
         for log in self._logs:
@@ -114,10 +111,7 @@ def simulate(
     times: StepTimes,
     stop: Callable[[], bool] = lambda: False,
 ) -> Simulated:
-    """Return what becomes of requests, which come in the order of arrival.
-
-    SimulationStoppedError when `stop`, which is asked from time to time, says so.
-    """
+    """Simulate requests sorted by arrival; SimulationStoppedError if `stop` returns True."""
     if any(b.arrival < a.arrival for a, b in pairwise(requests)):
         raise ValueError("requests must be sorted by arrival")
     if (empty := next((one for one in requests if one.output < 1), None)) is not None:
@@ -201,11 +195,7 @@ class _Router:
 
 
 def _shared(request: Request, settings: EngineSettings) -> Held:
-    """Return what of a request's prompt others may have too, in whole pages.
-
-    Within a session that is page by page; where blocks of a trace say it, a block is found as a
-    whole.
-    """
+    """Return the part of a request's prompt that others may share, in whole pages."""
     size = settings.block_size
     if not settings.prefix_caching or not request.prefix:
         return Held()

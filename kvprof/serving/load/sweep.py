@@ -155,11 +155,7 @@ def run_sweep(
     earlier: Sequence[Event] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[bool, list[KvprofError]]:
-    """Measure every method at every rate, the baseline first; say if all was, and what went wrong.
-
-    Each event is on disk as it happens. Rates that an `earlier` run of the same options completed
-    are not measured again, and what it had of others is kept until they are.
-    """
+    """Measure every method at every rate, the baseline first; resume from an `earlier` run."""
     return _Sweep(options, journal, stop, progress).run(targets, earlier)
 
 

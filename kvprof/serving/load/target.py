@@ -90,10 +90,7 @@ class LoadTarget(Protocol):
 
 
 class ServedTarget:
-    """A method behind OpenAI-compatible servers, over which requests are spread as `router` says.
-
-    Without `model` the server is asked how it calls it. It may take `ready` seconds to be ready.
-    """
+    """A method behind OpenAI-compatible servers; `router` spreads the requests."""
 
     waits_for = "waiting for the server"
 

@@ -253,11 +253,7 @@ def _texts(where: str, question: Any, answer: Any) -> tuple[str, str] | None:
 
 
 def _paired(text: str) -> str:
-    """Return a text in which halves of a character that were cut off from each other are replaced.
-
-    JSON can have them, as of an emoji in the middle of which an answer was cut; no tokenizer takes
-    them.
-    """
+    """Replace unpaired surrogates in a text, which no tokenizer accepts."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
