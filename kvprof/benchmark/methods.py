@@ -103,9 +103,9 @@ class Method:
             return None
         if self.plan.lazy:
             return "it is uncompressed prefill (K and V are compressed afterwards)"
-        whose = self.base or "the ranks alone"
+        whose = self.base or "low-rank"
         same = whose if self.widths is not None else "uncompressed"
-        return f"it attends to dequantised tokens, which is {same} prefill"
+        return f"it attends to dequantised tokens, so it takes as long as {same} prefill"
 
 
 def laid_method(
