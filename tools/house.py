@@ -30,7 +30,7 @@ CEILINGS: Measures = {
     "modules_with_one_importer": 99,
     "test_lines": 58_412,
     "test_functions": 2692,
-    "tests_of_wording": 632,
+    "tests_of_wording": 631,
     "document_words": 20_599,
     "readme_lines": 111,
     "tracked_megabytes_outside_the_package": 6.1,
