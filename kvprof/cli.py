@@ -218,8 +218,8 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
         console.note("".join(traceback.format_exception(problem)))
     if no_memory(problem):
         console.error(
-            f"out of memory: {str(problem) or 'an allocation failed'} (try smaller batches, "
-            "shorter sequences or another --device)"
+            f"out of memory: {str(problem) or 'an allocation failed'}; try smaller batches, "
+            "shorter sequences or another --device"
         )
         return ExitCode.LACKING
     if isinstance(problem, KvprofError):
@@ -232,9 +232,7 @@ def _explain(problem: BaseException, *, debug: bool) -> ExitCode:
         console.error(f"{os.strerror(problem.errno)}: {problem.filename or 'writing the output'}")
         return ExitCode.FAILED
     if isinstance(problem, ModuleNotFoundError) and not (problem.name or "").startswith("kvprof"):
-        console.error(
-            f"the Python package that provides {problem.name!r} is missing: pip install it"
-        )
+        console.error(f"missing Python package for {problem.name!r}: pip install it")
         return ExitCode.LACKING
     if isinstance(problem, OSError) and problem.strerror and problem.filename is not None:
         # Whatever file it was, the user named it or can do something about it.

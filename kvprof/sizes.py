@@ -56,7 +56,7 @@ def parse_counts(text: str, *, what: str = "counts", minimum: int = 1) -> list[i
     """Read a comma-separated list of counts (``1k,2k,4k``), ascending and without repeats."""
     entries = [entry for entry in text.split(",") if entry.strip()]
     if not entries:
-        raise UsageError(f"{what}: {text!r} has no count; write for example 1k,2k,4k")
+        raise UsageError(f"{what}: {text!r} contains no count; write for example 1k,2k,4k")
     for entry in entries:
         if _CUT_OFF.fullmatch(entry.strip()):
             raise UsageError(
@@ -90,7 +90,7 @@ def parse_share(text: str | float, *, what: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         shown = (written if len(written) <= 40 else f"{written[:40]}…") or repr(written)
-        raise UsageError(f"{what} {shown} is not a share; write for example 30% or 0.3")
+        raise UsageError(f"{what} {shown} is not a fraction; write for example 30% or 0.3")
     return value
 
 
@@ -143,5 +143,5 @@ def read_dtype(name: str, device_type: str) -> str:
         return "float32" if device_type == "cpu" else "bfloat16"
     found = long_name(name)
     if found is None:
-        raise UsageError(f"--dtype {name!r}: give auto, {', '.join(DTYPE_BYTES)}")
+        raise UsageError(f"--dtype {name!r}: use auto, {', '.join(DTYPE_BYTES)}")
     return found

@@ -17,7 +17,7 @@ __all__ = ["FORMER_NOTE", "UNKNOWN", "load_tensors", "other_model", "save_tensor
 
 #: Of which model files are that were written before a model was known by its files.
 UNKNOWN = ""
-FORMER_NOTE = "its file does not say which files its model had: shapes alone were compared"
+FORMER_NOTE = "the file does not record its model's fingerprint; only shapes were compared"
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOST_TENSORS = 1_000_000
@@ -56,29 +56,27 @@ def load_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read what `save_tensors` wrote."""
     if path.is_dir():
-        raise UsageError(f"{path}: a folder, and no file of {what} ({made_by})")
+        raise UsageError(f"{path} is a folder, not a file of {what} ({made_by})")
     if not path.is_file():
-        raise UsageError(f"{path}: there is no such file of {what}")
+        raise UsageError(f"{path}: no such file of {what}")
     try:
         with path.open("rb") as file:
             begins_as_json = file.read(1) == b"{"
         if begins_as_json:  # a tensor file begins with the length of its head
-            raise FailedError(
-                f"{path.name}: no file of {what} ({made_by}) but JSON, as a result is"
-            )
+            raise FailedError(f"{path.name}: JSON, not a file of {what} ({made_by})")
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             written = metadata.get("format", "")
             if written not in (format_name, *former):
                 if written.startswith(format_name.partition("/")[0] + "/"):
                     raise FailedError(
-                        f"{path.name}: format {written}, this kvprof reads {format_name}; make it "
-                        f"again ({made_by})"
+                        f"{path.name}: format {written}, but this kvprof reads {format_name}; "
+                        f"create it again ({made_by})"
                     )
-                raise FailedError(f"{path.name}: no file of {what} ({made_by})")
+                raise FailedError(f"{path.name}: not a file of {what} ({made_by})")
             names = list(file.keys())
             if len(names) > _MOST_TENSORS:
-                raise ValueError(f"{len(names):,} tensors are more than any model's")
+                raise ValueError(f"{len(names):,} tensors are more than any model has")
             tensors = {name: file.get_tensor(name) for name in names}
         if _digest(tensors, metadata) != metadata["digest"]:
             raise FailedError(f"{path.name}: damaged: its contents do not match its digest")
@@ -94,9 +92,9 @@ def _check(name: str, value: Tensor) -> None:
     shape = tuple(value.shape)
     if value.dtype not in _DTYPES or len(shape) > _MOST_DIMENSIONS or 0 in shape:
         kind = str(value.dtype).removeprefix("torch.")
-        raise ValueError(f"{name[:80]} is a tensor of {kind} {shape}, which nothing here is")
+        raise ValueError(f"{name[:80]} has an unsupported dtype or shape: {kind} {shape}")
     if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"{name[:80]} holds NaN or an infinity")
+        raise ValueError(f"{name[:80]} contains NaN or infinity")
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:

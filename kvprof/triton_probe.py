@@ -52,5 +52,5 @@ def probe_triton() -> TritonState:
             return TritonState(version, False, interpreted, problem)
     if done.returncode == 0:
         return TritonState(version, True, interpreted, None)
-    said = done.stderr.strip().splitlines() or [f"the compiler ended with {done.returncode}"]
+    said = done.stderr.strip().splitlines() or [f"the compiler exited with code {done.returncode}"]
     return TritonState(version, False, interpreted, said[-1])

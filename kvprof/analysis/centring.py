@@ -142,6 +142,6 @@ def _crossed(layer: LayerMoments) -> tuple[Tensor, Tensor, RotaryPairs]:
     if layer.cross is None or layer.table is None or layer.pairs is None:
         raise UsageError(
             "centre: the saved moments have no key means by position; save them again (kvprof "
-            "spectrum --save), or give the option centre=false"
+            "spectrum --save) or use the option centre=false"
         )
     return layer.cross, layer.table, layer.pairs

@@ -49,10 +49,10 @@ class Integral(NamedTuple):
 def ladder(ends: Iterable[int], ratio: float = 2.0) -> list[int]:
     """Return contexts to measure at: all ends, and between them steps of at most `ratio`."""
     if ratio <= 1:
-        raise ValueError(f"a ladder cannot climb by a factor of {ratio:g}")
+        raise ValueError(f"ratio {ratio:g} must be above 1")
     wanted = sorted(set(ends))
     if not wanted or wanted[0] < 1:
-        raise ValueError("a ladder needs ends of 1 token or more")
+        raise ValueError("ends must be 1 token or more")
     kept = [wanted[-1]]
     for point in reversed(wanted[:-1]):
         if point * _CLOSE < kept[-1] or point == wanted[0]:
@@ -78,7 +78,7 @@ def step_weights(nodes: Sequence[int], first: int, last: int) -> NDArray[np.floa
     if last < first:
         return np.zeros(len(nodes))
     if not nodes or first < nodes[0] or last > nodes[-1]:
-        raise ValueError(f"steps from {first} to {last} are not within {list(nodes)}")
+        raise ValueError(f"steps {first} to {last} are outside the measured contexts {list(nodes)}")
     weights = np.zeros(len(nodes))
     if len(nodes) == 1:
         weights[0] = last - first + 1
@@ -99,7 +99,7 @@ def step_weights(nodes: Sequence[int], first: int, last: int) -> NDArray[np.floa
 def interpolated(nodes: Sequence[int], values: Sequence[float], at: int) -> float:
     """Return the time at a context on the straight line between its neighbours."""
     if not nodes[0] <= at <= nodes[-1]:
-        raise ValueError(f"{at} is not within {list(nodes)}")
+        raise ValueError(f"{at} is outside the measured contexts {list(nodes)}")
     return float(np.interp(at, nodes, values))
 
 
@@ -110,7 +110,7 @@ def between(lengths: Sequence[int], values: Sequence[float], at: int) -> float:
     these. Of two lengths it is a straight line.
     """
     if not lengths[0] <= at <= lengths[-1]:
-        raise ValueError(f"{at} is not within {list(lengths)}")
+        raise ValueError(f"{at} is outside the measured lengths {list(lengths)}")
     if len(lengths) < 3:
         return interpolated(lengths, values, at)
     right = int(np.searchsorted(lengths, at))
@@ -159,7 +159,7 @@ def beyond(lengths: Sequence[int], values: Sequence[float], at: int, *, degree: 
     cost by the token, and causal attention by pairs of them.
     """
     if degree not in (1, 2) or len(lengths) < 2:
-        raise ValueError(f"{len(lengths)} lengths do not tell a curve of degree {degree}")
+        raise ValueError(f"{len(lengths)} lengths are too few for a polynomial of degree {degree}")
     longest = max(lengths)
     powers = np.arange(degree + 1)
     terms = (np.asarray(lengths, dtype=np.float64)[:, None] / longest) ** powers

@@ -241,8 +241,8 @@ class LayerMoments:
         """
         if self.c_o is None:
             raise UsageError(
-                "vo: this model gates or normalises head outputs, so W_O has no slice per head; "
-                "use the pair v, the method svd-kv, or the option values=svd-v"
+                "vo: this model gates or normalises head outputs, so W_O cannot be split by "
+                "head; use the pair v, the method svd-kv or the option values=svd-v"
             )
         return self.c_o
 
@@ -394,7 +394,7 @@ def group_size(heads: int, num_kv_heads: int) -> int:
     """
     size = min(heads, num_kv_heads)
     if size < 1 or num_kv_heads % size:
-        raise UsageError(f"groups of {heads} heads do not divide {num_kv_heads} KV heads")
+        raise UsageError(f"{num_kv_heads} KV heads are not divisible into groups of {heads}")
     return size
 
 

@@ -36,7 +36,7 @@ def check_pairs(pairs: list[str]) -> tuple[str, ...]:
     unknown = [pair for pair in pairs if pair not in PAIRS]
     if unknown or not pairs:
         named = repr(unknown[0]) if unknown else "an empty list"
-        raise UsageError(f"--pairs: {named} is unknown; give some of {', '.join(PAIRS)}")
+        raise UsageError(f"--pairs: {named} is unknown; use {', '.join(PAIRS)}")
     return tuple(pair for pair in PAIRS if pair in pairs)
 
 
@@ -82,12 +82,12 @@ def pair_gram(
     if pair == "w_v":
         if store.c_wv is None:
             raise UsageError(
-                "w_v: V is not one projection of the layer's input in this model (MLA, "
+                "w_v: V is not one linear projection of the layer's input in this model (MLA, "
                 "normalised values); leave it out"
             )
         return store.c_wv
     if pair not in store.rest:
-        raise UsageError(f"{pair}: the saved moments lack it; collect them with --pairs {pair}")
+        raise UsageError(f"{pair}: not in the saved moments; collect it with --pairs {pair}")
     return store.grouped(pair)
 
 

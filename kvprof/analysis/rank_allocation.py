@@ -78,7 +78,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.step < 1 or self.minimum < 1:
-            raise UsageError(f"a grid of {self.step} from {self.minimum} on holds no rank")
+            raise UsageError(f"no rank is available from {self.minimum} in steps of {self.step}")
 
     def up(self, rank: int, width: int) -> int:
         """Round a rank up to the grid."""
@@ -194,9 +194,7 @@ def fisher_ranks(
         the group of ``sqrt(E[grad²])``; both are the caller's choice.
     """
     if len(importance) != len(targets) or min(importance) < 0 or sum(importance) <= 0:
-        raise UsageError(
-            "fisher: one importance per layer, side and group is needed, none negative"
-        )
+        raise UsageError("fisher: requires one non-negative importance per layer, side and group")
     widths = [target.width for target in targets]
     wanted = (1.0 - rate) * sum(widths)
     total = sum(importance)
@@ -241,9 +239,7 @@ def budget_ranks(
         measured time per width.
     """
     if len(sensitivities) != len(targets) or min(sensitivities) < 0:
-        raise UsageError(
-            "budget: one sensitivity per layer, side and group is needed, none below 0"
-        )
+        raise UsageError("budget: requires one non-negative sensitivity per layer, side and group")
     price = cost or (lambda _, rank: float(rank))
     steps: list[tuple[float, int, float, int]] = []
     ranks: list[int] = []

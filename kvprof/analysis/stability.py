@@ -323,7 +323,7 @@ def pair_factors(moments: Moments, pair: str) -> PairFactors:
     """
     if pair not in FACTOR_PAIRS:
         raise UsageError(
-            f"--pairs: {pair!r} has no basis to compare; give some of {', '.join(FACTOR_PAIRS)}"
+            f"--pairs: {pair!r} has no basis to compare; use {', '.join(FACTOR_PAIRS)}"
         )
     per_token = 1.0 / moments.tokens
     gram, left, right = [], [], []

@@ -61,7 +61,7 @@ def stability_data(
     for run in (*sources, *targets):
         warnings += run.warnings
     if len(tested) < len(data_comparisons):
-        warnings.append(f"{itself} is both source and dataset; no claim is tested on it")
+        warnings.append(f"{itself} is both source and dataset, so no claim is tested on it")
     warnings += _unexplained_lengths(sources[0], targets, short_targets)
     if not floor:
         warnings.append("no noise floor: it requires the model and two seeds of random tokens")
@@ -150,7 +150,7 @@ def _unexplained_lengths(
     """Warn of saved moments whose length is far off, for which no second pass could be run."""
     rerun = {run.name for run in short_targets}
     return [
-        f"{target.name}: sequence length {target.seq_len:,}, the source's {source.seq_len:,}; "
+        f"{target.name} has sequence length {target.seq_len:,}, the source {source.seq_len:,}; "
         "saved moments cannot separate its effect"
         for target in targets
         if target.name not in rerun

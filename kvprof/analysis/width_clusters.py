@@ -115,7 +115,7 @@ class KindChooser:
 
     def __post_init__(self) -> None:
         if self.kinds < 1:
-            raise UsageError(f"kinds {self.kinds} is below 1")
+            raise UsageError(f"kinds={self.kinds} is below 1")
         on = self.lattice
         heads = len(on.key_loss)
         loss = on.key_loss[:, :, None] + on.value_loss[:, None, :]
@@ -155,8 +155,8 @@ class KindChooser:
                     best = loss, pairs, assigned
         if best is None:
             raise UsageError(
-                f"{self.kinds} head shapes cannot meet the budget; raise the option kinds, or "
-                "give 0 for no limit"
+                f"{self.kinds} head shapes cannot meet the budget; raise --option kinds, or use "
+                "kinds=0 for no limit"
             )
         width = self.lattice.value_loss.shape[1]
         return [(int(index) // width, int(index) % width) for index in best[2]]

@@ -1,8 +1,7 @@
-"""Every full-width kernel that a user of this machine has: what a compressed one must beat.
+"""Every uncompressed attention kernel on this machine, as baselines of compressed ones.
 
-torch's SDPA in all its back ends and in the forms in which grouped queries can be put to it,
-FlashInfer where it is installed, and kvprof's own kernels at full width. What cannot run is listed
-with its reason.
+torch's SDPA in all its back ends and forms of grouped queries, FlashInfer where installed, and
+kvprof's own kernels. A kernel that cannot run is listed with its reason.
 """
 
 import warnings
@@ -85,12 +84,7 @@ def _own_full_width(inputs: FullWidth) -> Case:
 
 
 def _form(backend: str, form: str, free: int) -> Callable[[FullWidth], Case]:
-    """Return the builder of one of torch's back ends.
-
-    ``grouped`` leaves grouped queries to torch (``enable_gqa``); ``rows`` makes the queries of a
-    group rows of one head, which a decoding step may, having no mask; ``expanded`` repeats K and V
-    beforehand, as most code does, and pays for reading them G times.
-    """
+    """Return a torch back end's case: ``grouped`` (enable_gqa), ``rows`` or ``expanded``."""
 
     def build(inputs: FullWidth) -> Case:
         workload = inputs.workload
@@ -149,15 +143,15 @@ def _check_memory(workload: Workload, backend: str, form: str, free: int) -> Non
         extra += 8 * workload.batch * shape.num_heads * workload.queries * workload.seq
     if extra > _EXTRA_SHARE * free:
         raise Lack(
-            f"it would need {format_bytes(extra)} beside K and V, too much of the "
-            f"{format_bytes(free)} that are free"
+            f"it needs {format_bytes(extra)} in addition to K and V, too much of the "
+            f"{format_bytes(free)} free"
         )
 
 
 def _without(workload: Workload) -> str | None:
     if workload.shape.sinks or workload.shape.softcap:
         lacking = "sinks" if workload.shape.sinks else "soft-cap"
-        return f"torch's SDPA knows no {lacking}: it is timed without, which favours it"
+        return f"torch's SDPA does not support {lacking}: timed without, which favours it"
     return None
 
 
@@ -215,11 +209,7 @@ _WORKSPACE = 256 * 2**20
 
 
 def flashinfer_case(inputs: FullWidth) -> Case:
-    """Return FlashInfer's attention.
-
-    Decoding runs through the wrapper that is made for it (not through the prefill kernel, which is
-    several times slower at one query), on pages of 16 tokens, planned beforehand.
-    """
+    """Return FlashInfer's attention; decode on pages of 16 tokens, planned beforehand."""
     try:
         library = import_module("flashinfer")
     except ImportError as problem:
@@ -335,7 +325,7 @@ def _flashinfer(
         samples=samples,
         scaling=shape.scaling,
         softcap=shape.softcap,
-        note="FlashInfer knows no sinks here: it is timed without, which favours it"
+        note="FlashInfer does not support sinks here: timed without, which favours it"
         if shape.sinks
         else None,
     )

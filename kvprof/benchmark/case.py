@@ -91,18 +91,11 @@ class Workload:
         return 2 * self.visible * (key_columns + value_columns)
 
     def copies(self, nbytes: int) -> int:
-        """Return how many copies of inputs of `nbytes` are read in turn: together twice the cache.
-
-        At most 16: inputs that small are measured warm, and the run says so.
-        """
+        """Return how many copies of the inputs exceed the device's cache, at most 16."""
         return min(_MOST_COPIES, max(1, -(-2 * self.device_cache_bytes // max(1, nbytes))))
 
     def random(self, generator: torch.Generator, *sizes: int) -> Tensor:
-        """Return normal random values of the run's dtype on its device; never zeros.
-
-        A CPU draws a gigabyte in ten seconds, so what is larger repeats itself there, after a
-        number of values that no token, head or sequence is a divisor of.
-        """
+        """Return non-zero normal values; on a CPU long tensors repeat, to save time."""
         count = math.prod(sizes)
         if self.device.type != "cpu" or count <= _PERIOD:
             return torch.randn(sizes, generator=generator, dtype=self.dtype, device=self.device)

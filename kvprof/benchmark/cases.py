@@ -55,10 +55,7 @@ def ragged_case(
     group: int | None = None,
     path: str = "auto",
 ) -> Case:
-    """Return attention over K and V whose widths differ from head to head.
-
-    Cutting the work is not timed: a step does it once, and its layers share it.
-    """
+    """Return attention over K and V of different widths; partitioning is not timed."""
     shape = workload.shape
     layout = RaggedLayout(
         widths.keys, widths.values, group or shape.group, workload.batch, workload.seq
@@ -152,13 +149,10 @@ def _prefill(
 
 
 def _prefill_path(workload: Workload, layout: RaggedLayout) -> tuple[int, str]:
-    """Return how many heads torch's own kernels compute, and in words who computes the heads.
-
-    On a GPU the kernel takes the faster of Triton and torch's own kernels, as it measures.
-    """
+    """Return how many heads run on torch's own kernels, and a sentence about it."""
     choice = measured_path(layout, workload.seq, workload.dtype, workload.device)
     library = sum(path == "library" for path in choice.paths)
-    words = f"{library} of {layout.heads} heads through torch's own kernels, the others by Triton's"
+    words = f"{library} of {layout.heads} heads on torch's own kernels, the others on Triton"
     return library, words
 
 
@@ -192,11 +186,7 @@ def ragged_samples(
 
 
 def palu_case(name: str, workload: Workload, widths: Widths) -> Case:
-    """Return attention over latents from before RoPE.
-
-    The rotary tables have the plain frequencies of the shape's θ: how they were stretched changes
-    no time.
-    """
+    """Return attention over pre-RoPE latents, with the shape's plain RoPE frequencies."""
     shape, source = workload.shape, workload.generator(3)
     heads = shape.num_kv_heads // len(widths.keys)
     layout = RaggedLayout(
@@ -351,10 +341,7 @@ def segments_case(method: Method, workload: Workload) -> Case:
 
 
 def _packed(workload: Workload, source: torch.Generator, layout: SegmentsLayout) -> Tensor:
-    """Return a buffer full of random tokens; long segments repeat their first ones.
-
-    To quantise values takes a CPU far longer than to attend to them.
-    """
+    """Return a buffer of random quantised tokens; long segments repeat their first ones."""
     few = SegmentsLayout(
         tuple(
             replace(own, layout=replace(own.layout, capacity=min(own.layout.capacity, _DISTINCT)))
@@ -396,10 +383,7 @@ def _segments_samples(
     buffer: Tensor,
     sinks: Tensor | None,
 ) -> Iterator[Sample]:
-    """Return heads with their segments dequantised and joined.
-
-    A narrower level holds the first columns of the same latent: the others count as zero.
-    """
+    """Return heads with dequantised segments joined; narrower levels are padded with zeros."""
     widest = layout.widest
     for row, head in sampled_heads(workload.batch, widest.heads):
         stored = [layout.head(buffer, number, head) for number in range(len(layout.segments))]

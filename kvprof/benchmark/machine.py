@@ -52,7 +52,7 @@ def open_machine(device: torch.device) -> Machine:
         bandwidth: float | None = gpu_read_bandwidth(device.index or 0)
         what = "a sum over 2 GiB, the median of 20"
     except torch.OutOfMemoryError:
-        bandwidth, what = None, "not measured: the GPU has no 2 GiB free"
+        bandwidth, what = None, "not measured: the GPU has less than 2 GiB free"
     return Machine(device, bandwidth, what, int(facts.L2_cache_size))
 
 
@@ -63,7 +63,7 @@ def free_bytes(device: torch.device) -> int:
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             return int(torch.cuda.mem_get_info(device)[0]) + unused
         except RuntimeError as problem:
-            raise LackingError(f"{device} does not tell its free memory: {problem}") from problem
+            raise LackingError(f"{device} does not report its free memory: {problem}") from problem
     here = psutil.Process().memory_info().rss
     free = min(psutil.virtual_memory().available, max(0, memory_bytes() - here))
     return int(free * _CPU_SHARE)
@@ -121,8 +121,8 @@ def _warnings(device: torch.device, before: bool) -> list[str]:
             busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
         if busy > _BUSY:
             found.append(
-                f"the GPU was {busy} % busy before the run began: another program uses it, and "
-                "times may be too long"
+                f"the GPU was {busy} % busy before the run; another program is using it, so times "
+                "may be too long"
             )
         return found
     reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
@@ -135,7 +135,7 @@ def _warnings(device: torch.device, before: bool) -> list[str]:
         clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
         most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
         found.append(
-            f"the GPU's clocks were held down by {' and '.join(why)} ({clock:,} of {most:,} MHz)"
+            f"the GPU's clocks were throttled by {' and '.join(why)} ({clock:,} of {most:,} MHz)"
         )
     return found
 

@@ -94,7 +94,7 @@ class Method:
 
     def lacks(self, phase: str) -> str | None:
         """Return why a phase has no row of this method; None where it has one."""
-        rebuilt = "its prefill attends to rebuilt K and V: it is full width's and a product"
+        rebuilt = "it is uncompressed prefill plus one matrix product (rebuilt K and V)"
         if phase == "decode":
             return None
         if self.base == FOLDED or self.form == "latents":
@@ -102,12 +102,10 @@ class Method:
         if self.form in ("ragged", "full"):
             return None
         if self.plan.lazy:
-            return "its prefill attends to exact K and V (lazily compressed): it is full width's"
-        whose = self.base or "the ranks alone"
-        return (
-            "a prefill attends to tokens that were read back at full precision: it is "
-            f"{whose if self.widths is not None else 'full width'}'s"
-        )
+            return "it is uncompressed prefill (K and V are compressed afterwards)"
+        whose = self.base or "low-rank"
+        same = whose if self.widths is not None else "uncompressed"
+        return f"it attends to dequantised tokens, so it takes as long as {same} prefill"
 
 
 def laid_method(
@@ -168,7 +166,7 @@ def make_methods(
             family = calibrator.family(one.registered, **dict(one.options))
             plan = plan_for_rate(family, rate, tokens, alone=alone)
             check_heads(one.name, plan, shape)
-            words = layer_words(plan, f"as kvprof plan makes {one.name}")
+            words = layer_words(plan, f"the plan of kvprof plan for {one.name}")
             found[one.name] = ShapePlan(of_shape(plan, shape), words)
     for name, plan in read.items():
         words = layer_words(plan, f"the plan {name} ({plan.method})")
@@ -215,7 +213,7 @@ def named_plans(files: Sequence[str]) -> dict[str, str]:
     for file in files:
         name = Path(file).name
         if name in found:
-            raise UsageError(f"--plan {file}: two plans are called {name}; rename one")
+            raise UsageError(f"--plan {file}: two plans have the name {name}; rename one")
         found[name] = file
     return found
 

@@ -1,8 +1,4 @@
-"""What a plan stores of the layer that is measured, and the widths of its heads.
-
-Whatever is measured is a plan (`kvprof.methods.plan`): which columns of which tokens are stored
-with how many bits is read off it, and its bytes are `kvprof.methods.accounting`'s.
-"""
+"""What a plan stores in the measured layer, and the widths of its heads."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +48,7 @@ class Widths:
 def full_widths(shape: Shape) -> Widths:
     """Return every head at full width."""
     whole = (shape.head_dim,) * shape.num_kv_heads
-    return Widths(whole, whole, "full width")
+    return Widths(whole, whole, "uncompressed")
 
 
 def check_heads(what: str, plan: Plan, shape: Shape) -> None:
@@ -64,18 +60,14 @@ def check_heads(what: str, plan: Plan, shape: Shape) -> None:
         widths = {group.head_dim for group in (*layer.keys.groups, *layer.values.groups)}
         if heads != shape.num_kv_heads or widths != {shape.head_dim}:
             raise UsageError(
-                f"{what}: a plan for {heads} KV heads of "
-                f"{'/'.join(map(str, sorted(widths)))} dimensions, and {shape.name} has "
+                f"{what}: the plan is for {heads} KV heads of "
+                f"{'/'.join(map(str, sorted(widths)))} dimensions, but {shape.name} has "
                 f"{shape.num_kv_heads} of {shape.head_dim}"
             )
 
 
 def measured_layer(plan: Plan) -> LayerPlan:
-    """Return the layer of a plan that stands for all of them, as one without a sliding window.
-
-    Of layers of unlike ranks it is the one whose bytes are nearest to the mean over the layers
-    without a sliding window, or over all where each has one. Layers left out stand for none.
-    """
+    """Return the representative layer of a plan: the one closest to its mean bytes."""
     stored = [layer for layer in plan.layers if not (layer.shared or layer.left_out)]
     layers = [layer for layer in stored if layer.sliding_window is None] or stored
     whole = [replace(layer, sliding_window=None) for layer in layers]
@@ -107,8 +99,8 @@ def stored_widths(plan: Plan, source: str) -> Widths:
 def layer_words(plan: Plan, words: str) -> str:
     """Return which layer of a plan is measured, in words."""
     left = sum(layer.left_out for layer in plan.layers)
-    of = f" (of those compressed: {left} of {len(plan.layers)} are left out)" if left else ""
-    return f"{words}, the layer nearest to its mean bytes{of}"
+    of = f" (compressed layers only: {left} of {len(plan.layers)} are left out)" if left else ""
+    return f"{words}, the layer closest to its mean bytes{of}"
 
 
 @dataclass(frozen=True)
@@ -153,6 +145,6 @@ def stored_parts(plan: Plan, tokens: int) -> list[Part]:
     if len(shares) > 1 and len(levels) < sum(share > 0 for share in shares):
         raise UsageError(
             f"{plan.method}: its levels need more than {tokens:,} tokens: {plan.levels.sink} "
-            f"sinks, and of the others {' and '.join(f'{share:.0%}' for share in shares)}"
+            f"sinks, then {' and '.join(f'{share:.0%}' for share in shares)} of the others"
         )
     return found

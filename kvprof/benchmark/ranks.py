@@ -35,32 +35,27 @@ __all__ = [
 
 
 def plan_pairs(file: Path, shape: Shape) -> tuple[list[tuple[int, int]], str]:
-    """Return the ranks of K and of V per KV head of a plan's middle layer by bytes, and its words.
-
-    One layer is measured; of a plan with layers of unlike ranks it is the one whose bytes are
-    nearest to the mean over the layers without a sliding window.
-    """
+    """Return the ranks of K and V per KV head of a plan's representative layer, and its label."""
     plan = load_plan(file)
     check_heads(f"--ranks {file.name}", plan, shape)
     _refuse_levels(plan, file)
     if any(layer.keys.per_query_head for layer in plan.layers):
         raise UsageError(
-            f"--ranks {file.name}: it stores a key per query head, and what is measured here "
-            "shares one per KV head"
+            f"--ranks {file.name}: it stores one key per query head; bench measures one per KV head"
         )
     if all(layer.sliding_window is not None for layer in plan.layers):
         raise UsageError(f"--ranks {file.name}: every layer of the plan has a sliding window")
     layer = measured_layer(plan)
     pairs = zip(_ranks(layer.keys.groups, file), _ranks(layer.values.groups, file), strict=True)
     return list(pairs), (
-        f"the plan {file.name} ({plan.method}), the layer nearest to its mean bytes"
+        f"the plan {file.name} ({plan.method}), the layer closest to its mean bytes"
     )
 
 
 def _refuse_levels(plan: Plan, file: Path) -> None:
     if len(plan.levels.shares) > 1:
         raise UsageError(
-            f"--ranks {file.name}: a plan with token levels has no one width per head; run "
+            f"--ranks {file.name}: a plan with token levels has several widths per head; use "
             "--methods tale"
         )
 
@@ -68,7 +63,7 @@ def _refuse_levels(plan: Plan, file: Path) -> None:
 def _ranks(groups: tuple[HeadGroup, ...], file: Path) -> list[int]:
     if any(group.heads > 1 for group in groups):
         raise UsageError(
-            f"--ranks {file.name}: its KV heads share latents, so it has no width per head; run "
+            f"--ranks {file.name}: its KV heads share latents, so it has no width per head; use "
             "--methods palu"
         )
     return [group.rank for group in groups]
@@ -90,15 +85,15 @@ def resampled_layers(
     """Return the reference model's profile, resampled to the heads of several layers together."""
     if shape.head_dim % STEP:
         raise UsageError(
-            f"{shape.name} has heads of {shape.head_dim} dimensions; the kernels run multiples of "
-            f"{STEP}"
+            f"{shape.name} has heads of {shape.head_dim} dimensions; the kernels require "
+            f"multiples of {STEP}"
         )
     heads, full = layers * shape.num_kv_heads, shape.head_dim // STEP
     total = round((1 - rate) * 2 * heads * full)
     if not 0 <= rate < 1 or not 2 * heads <= total <= 2 * heads * full:
         raise UsageError(
-            f"a rate of {rate:g} cannot be had: widths are multiples of {STEP}, so {shape.name}'s "
-            f"heads of {shape.head_dim} reach rates from 0 to {1 - 1 / full:.4g}"
+            f"rate {rate:g} is out of reach: widths are multiples of {STEP}, so heads of "
+            f"{shape.head_dim} ({shape.name}) reach rates from 0 to {1 - 1 / full:.4g}"
         )
     rates, recorded = _recorded(method)
     now = _at_rate(rates, recorded, rate)  # [heads of the profile, 2], as shares of head_dim
@@ -114,7 +109,7 @@ def resampled_layers(
         f"{_profile()['label']} ({method} at rate {rate:g}), resampled to "
         f"{shape.num_kv_heads} KV heads of {shape.head_dim}"
         + (f" in each of {layers} layers" if layers > 1 else "")
-        + (f", at most {kinds} kinds of head" if kinds else "")
+        + (f", at most {kinds} head shapes" if kinds else "")
     )
     return [
         Widths(
@@ -161,9 +156,7 @@ def _recorded(method: str) -> tuple[list[float], list[NDArray[np.float64]]]:
     """Return the rates that were recorded, 0 and 1 beside them, and ``[heads, 2]`` kept at each."""
     profile = _profile()
     if method not in profile["methods"]:
-        raise UsageError(
-            f"no recorded profile of {method!r}: there are {', '.join(profile['methods'])}"
-        )
+        raise UsageError(f"no recorded profile of {method!r}; use {', '.join(profile['methods'])}")
     known = profile["methods"][method]
     width, heads = profile["head_dim"], len(known[0]["keys"])
     kept = [np.ones((heads, 2))]
@@ -199,13 +192,10 @@ def _rounded(shares: NDArray[np.float64], total: int, full: int) -> NDArray[np.i
 
 
 def ranks_from(path: str | Path, shape: Shape) -> Widths:
-    """Read widths from a file: a JSON list of [K, V] pairs, one per KV head, or a saved plan.
-
-    One layer is measured: of a plan it is the one whose bytes are nearest to the mean.
-    """
+    """Read widths from a file: a JSON list of [K, V] pairs per KV head, or a saved plan."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UsageError(f"--ranks {path}: there is no such file")
+        raise UsageError(f"--ranks {path}: no such file")
     if file.suffix == ".json":
         return _fitted(_listed(file), shape, f"given in {file.name}")
     try:
@@ -214,7 +204,7 @@ def ranks_from(path: str | Path, shape: Shape) -> Widths:
         raise
     except KvprofError as problem:
         raise UsageError(
-            f"--ranks {file.name}: neither a JSON list of [K, V] pairs nor a saved plan ({problem})"
+            f"--ranks {file.name}: not a JSON list of [K, V] pairs or a saved plan ({problem})"
         ) from problem
     return _fitted(pairs, shape, words)
 
@@ -225,7 +215,7 @@ def _listed(file: Path) -> Pairs:
     except OSError as problem:
         raise UsageError(f"--ranks {file.name}: {problem.strerror or problem}") from problem
     except ValueError as problem:
-        raise UsageError(f"--ranks {file.name}: no JSON of pairs: it {problem}") from problem
+        raise UsageError(f"--ranks {file.name}: not JSON with pairs: it {problem}") from problem
     pairs = [
         tuple(entry)
         for entry in (given if isinstance(given, list) else [])
@@ -244,15 +234,15 @@ def _fitted(pairs: Pairs, shape: Shape, source: str) -> Widths:
     """Return the pairs as widths that run, or refuse them in one line."""
     if len(pairs) != shape.num_kv_heads:
         raise UsageError(
-            f"ranks {source}: {len(pairs)} pairs for {shape.name}, which has "
-            f"{shape.num_kv_heads} KV heads; they are for another shape"
+            f"ranks {source}: {len(pairs)} pairs, but {shape.name} has {shape.num_kv_heads} KV "
+            "heads"
         )
     widest = max(width for pair in pairs for width in pair)
     if widest > shape.head_dim or min(width for pair in pairs for width in pair) < 1:
         bad = widest if widest > shape.head_dim else min(width for pair in pairs for width in pair)
         raise UsageError(
-            f"ranks {source}: a rank of {bad} for {shape.name}, whose heads have "
-            f"{shape.head_dim} dimensions"
+            f"ranks {source}: rank {bad} is outside 1 to {shape.head_dim}, the head dimensions of "
+            f"{shape.name}"
         )
     rounded = [(widened(key), widened(value)) for key, value in pairs]
     warnings: tuple[str, ...] = ()
@@ -264,8 +254,8 @@ def _fitted(pairs: Pairs, shape: Shape, source: str) -> Widths:
     ]:
         several = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         warnings = (
-            f"widths that are no multiples of {STEP} were rounded up: {lost[0]}{several}; the rate "
-            "shown counts what is stored",
+            f"widths were rounded up to multiples of {STEP}: {lost[0]}{several}; the rate counts "
+            "what is stored",
         )
     return Widths(
         tuple(key for key, _ in rounded), tuple(value for _, value in rounded), source, warnings

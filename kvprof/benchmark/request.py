@@ -35,21 +35,18 @@ class BenchRequest:
 
     def __post_init__(self) -> None:
         if any(seq < 1 for seq in self.seqs) or not self.seqs:
-            raise UsageError(
-                f"a context of {min(self.seqs, default=0)} tokens holds nothing to attend to; give "
-                "1 or more"
-            )
+            raise UsageError(f"--seq {min(self.seqs, default=0)}: use 1 token or more")
         if any(batch < 1 for batch in self.batches) or not self.batches:
-            raise UsageError(f"a batch of {min(self.batches, default=0)} is none; give 1 or more")
+            raise UsageError(f"--batch {min(self.batches, default=0)}: use 1 or more")
         if self.repeats is not None and self.repeats < 3:
-            raise UsageError(f"{self.repeats} repeats say nothing of a spread; give 3 or more")
+            raise UsageError(f"--repeats {self.repeats}: use 3 or more")
         if not 0 <= self.rate < 1:
             raise UsageError(f"a rate of {self.rate:g} is not between 0 and 1")
         unknown = [name for name in self.phases if name not in PHASES]
         if unknown or not self.phases:
-            raise UsageError(f"no phase {''.join(unknown[:1])!r}: there are {', '.join(PHASES)}")
+            raise UsageError(f"no phase {''.join(unknown[:1])!r}; use {', '.join(PHASES)}")
         if not self.methods:
-            raise UsageError("no method was named; --methods takes for example fdc,fp8")
+            raise UsageError("no method given; use for example --methods fdc,fp8")
         plans = named_plans(self.plans)
         for name in self.methods:
             if name not in plans:

@@ -80,11 +80,11 @@ def measure(point: Point, methods: list[Method]) -> None:
     """Measure one workload and add what is found to `point.found`."""
     workload, found = point.workload, point.found
     best: _Full | None = None
-    with _spared(point, "full width"):
+    with _spared(point, "uncompressed (BF16)"):
         best = _baselines(point)
     point.advance()
     if best is None:
-        found.warn(f"{workload.name}: no full-width kernel ran, so there are no speed-ups")
+        found.warn(f"{workload.name}: no uncompressed kernel ran, so there are no speed-ups")
     try:
         for method in methods:
             if method.form != "full":
@@ -140,7 +140,7 @@ def _spared(point: Point, name: str) -> Iterator[None]:
         elif _lost(problem):
             raise DeviceLost(f"{name}, {workload.name}: {_words(problem)}") from problem
         else:
-            point.found.warn(f"{name}, {workload.name}: it failed: {_words(problem)}")
+            point.found.warn(f"{name}, {workload.name}: failed: {_words(problem)}")
     finally:
         if workload.device.type == "cuda":
             with suppress(RuntimeError):  # a GPU that was lost
@@ -202,7 +202,7 @@ def _baseline(
     timed = sampler(case.runs, point.workload.device)
     error = case.error(timed.output())
     if error > TOLERANCE[point.workload.dtype]:
-        raise Lack(f"its result is wrong (error {error:.1g} against float64)")
+        raise Lack(f"its result is wrong (error {error:.1g} vs float64)")
     _tell(point, name, case, timed)
     if best is not None:
         early: list[float] = []
@@ -294,7 +294,7 @@ def run_bench(
             try:
                 _measure_all(workloads, chosen, request, machine, found, progress, should_stop)
             except DeviceLost as lost:
-                found.stopped = f"the GPU stopped ({lost}); what comes after it was not measured"
+                found.stopped = f"the GPU stopped ({lost}); later cases were not measured"
     data = {
         "rows": found.rows,
         "shape": shape.described(),
@@ -302,8 +302,7 @@ def run_bench(
         "bandwidth": {"tb_per_s": machine.tb_per_s, "what": machine.bandwidth_what},
         "compute": {
             "flop_per_s": rate,
-            "what": f"a product of square matrices in {str(dtype).removeprefix('torch.')}, the "
-            "best of 3",
+            "what": f"matrix multiplication in {str(dtype).removeprefix('torch.')}, best of 3",
         },
         "baselines": found.baselines,
         "stopped": found.stopped,
@@ -353,8 +352,8 @@ def _windowed(seq: int, shape: Shape, found: Found) -> int:
     if window is None or seq <= window:
         return seq
     found.warn(
-        f"every layer of {shape.name} has a sliding window of {window:,} tokens, so no step reads "
-        f"more: {seq:,} tokens are measured as {window:,}"
+        f"every layer of {shape.name} has a sliding window of {window:,} tokens: {seq:,} tokens "
+        f"are measured as {window:,}"
     )
     return window
 
@@ -363,17 +362,14 @@ def _shortened(workload: Workload, machine: Machine, rate: float, found: Found) 
     length = prefill_length(workload, machine, rate)
     if length < workload.seq:
         found.warn(
-            f"prefill at batch {workload.batch} is measured at {length:,} tokens: "
-            f"at {workload.seq:,} one call would take too long here"
+            f"prefill at batch {workload.batch} is measured at {length:,} tokens; one call at "
+            f"{workload.seq:,} would take too long"
         )
     return replace(workload, seq=length)
 
 
 def _compile(workloads: list[Workload], chosen: list[Method], progress: Progress) -> None:
-    """Compile the kernels of all rows at once: one after the other they took half of a run.
-
-    A row that cannot be made is left out here, and says why when it is measured.
-    """
+    """Compile the kernels of all rows in parallel; rows that fail report it when measured."""
     with torch.cuda.device(workloads[0].device), compiling_ahead() as pending:
         for workload in workloads:
             full = full_widths(workload.shape)

@@ -100,13 +100,10 @@ class ShapePlan:
 
 
 def parse_method(text: str) -> Asked:
-    """Read a method as ``kvprof plan`` does: ``fdc``, ``fdc-4bit``, ``kq:grid=32``, ``palu+kivi``.
-
-    The benchmark's own are ``uniform``, ``palu-folded`` and ``tale:bits=none``.
-    """
+    """Read a method as ``kvprof plan`` does, or one of the benchmark's own."""
     entries = method_entries(text)
     if len(entries) > 1:
-        raise UsageError(f"{text!r} names {len(entries)} methods, and one is measured at a time")
+        raise UsageError(f"{text!r} names {len(entries)} methods; give one at a time")
     ((_, name, written),) = entries
     installed = installed_points()
     found = parts_of(name, (*BENCHED, *METHODS, *installed))
@@ -122,7 +119,7 @@ def parse_method(text: str) -> Asked:
     texts = {key: value for key, value in given.items() if own.get(key)}
     if wrong := [key for key, value in texts.items() if value not in own[key]]:
         allowed = "|".join(own[wrong[0]])
-        raise UsageError(f"{text}: {base} takes {wrong[0]}={allowed}, not {texts[wrong[0]]}")
+        raise UsageError(f"{text}: {base} requires {wrong[0]}={allowed}, not {texts[wrong[0]]}")
     options = typed_options(registered, {key: given[key] for key in given if key not in texts})
     return Asked(text, base, registered, tuple(modifiers), tuple({**options, **texts}.items()))
 
@@ -154,9 +151,8 @@ def shape_plan(
     needs = calibration_needs(asked.registered, **options)
     if needs is not None and needs.sized:
         raise UsageError(
-            f"{asked.name} has to be calibrated, and {shape.name} is a shape without weights; name "
-            "a model that has them (--model reference), or a plan of one of this shape (--plan "
-            "FILE)"
+            f"{asked.name} requires calibration, but {shape.name} is a shape without weights; "
+            "name a model with weights (--model reference) or a saved plan (--plan FILE)"
         )
     # Layers that are left out need others beside them.
     whole = needs is None or "skip" in options
@@ -164,12 +160,12 @@ def shape_plan(
     family = stand_in_family(laid or bare, asked.registered, **options)
     plan = plan_for_rate(family, rate, tokens, alone=alone)
     said = (
-        f"{asked.name}: {shape.name} is a shape without weights, so its ranks and bits are those "
-        "of singular values that fall alike in every head"
+        f"{asked.name}: {shape.name} has no weights, so ranks and bits assume the same singular "
+        "values in every head"
     )
     return ShapePlan(
         plan if laid is not None else of_shape(plan, shape),
-        layer_words(plan, f"as kvprof plan makes {asked.name}"),
+        layer_words(plan, f"the plan of kvprof plan for {asked.name}"),
         (said,) if needs is not None else (),
     )
 
@@ -239,8 +235,8 @@ def _of_ranks(
         source = widths[0].source
         if asked.base == "tale":
             source += (
-                f"; the paper counts {compression_ratio(paper_rate(plan)):.2f}× for it, without "
-                "scales, zero points and sinks"
+                f"; the paper states {compression_ratio(paper_rate(plan)):.2f}×, without scales, "
+                "zero points and sinks"
             )
         found = ShapePlan(plan, source, widths[0].warnings)
     plan = replace(found.plan, method=asked.base)
@@ -295,8 +291,8 @@ def _latents(
     warnings: tuple[str, ...] = ()
     if group != heads:
         warnings = (
-            f"{asked.name}: {group} instead of {heads} KV heads share a latent (of "
-            f"{shape.num_kv_heads}, and a latent is at most {_WIDEST} wide)",
+            f"{asked.name}: {group} instead of {heads} of {shape.num_kv_heads} KV heads share a "
+            f"latent (width limit {_WIDEST})",
         )
     return [Widths((width,) * count, (width,) * count, words, warnings)] * layers
 
@@ -307,7 +303,7 @@ def _tale(
     """Return the widths of TALE's middle level, which holds nine tenths of the tokens."""
     full = (shape.head_dim,) * shape.num_kv_heads
     middle = tuple(widened(round((1 - PUBLISHED_SHARE) * width)) for width in full)
-    source = "TALE's published setting whatever the rate asked for (here its middle level)"
+    source = "TALE's published setting at any requested rate (here its middle level)"
     return [Widths(full, middle, source)] * layers
 
 

@@ -64,14 +64,14 @@ class Shape:
         whole = (self.layers, self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)
         if min(whole) < 1 or self.num_heads % self.num_kv_heads:
             raise UsageError(
-                f"{self.name}: {self.num_heads} query heads and {self.num_kv_heads} KV heads of "
-                f"{self.head_dim} dimensions in {self.layers} layers are no attention"
+                f"{self.name} has an invalid shape: {self.num_heads} query heads, "
+                f"{self.num_kv_heads} KV heads of {self.head_dim} dimensions, {self.layers} layers"
             )
         if set(self.window_pattern) - {"W", "F"} or not self.window_pattern:
-            raise UsageError(f"{self.name}: {self.window_pattern!r} is no pattern of W and F")
+            raise UsageError(f"{self.name}: window_pattern {self.window_pattern!r}: use W and F")
         if ("W" in self.window_pattern) != (self.sliding_window is not None):
             raise UsageError(
-                f"{self.name}: a sliding window needs layers that have it, and they need its size"
+                f"{self.name}: a sliding window requires a size and at least one layer"
             )
 
     @property
@@ -128,17 +128,14 @@ def load_shape(name: str | Path) -> Shape:
     path = Path(given).expanduser()
     if given not in ("reference", "smollm2") and not path.exists():
         raise UsageError(
-            f"no shape {given!r}: name one of {', '.join(shape_names())}, or a local folder with a "
+            f"no shape {given!r}; use {', '.join(shape_names())}, or a local folder with a "
             "config.json or a GGUF file"
         )
     return shape_of_config(given)
 
 
 def has_weights(model: str) -> bool:
-    """Whether a name stands for a model with weights; otherwise it is a shape.
-
-    A name that is neither a shape nor a folder is taken for a hub id.
-    """
+    """Whether a name is a model with weights (a folder or a hub id), not a shape."""
     if model.lower() in {name.lower() for name in shape_names()}:
         return False
     path = Path(model).expanduser()
@@ -218,7 +215,7 @@ def _described(given: str, path: Path, gguf: GgufFile | None) -> Shape:
     config = _decoder_config(given, path, gguf)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        raise UsageError(f"{given}: {type(config).__name__} has no attention heads to time")
+        raise UsageError(f"{given}: {type(config).__name__} has no attention heads")
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layout = _layout(given, config, width)
     first = layout.layers[0]
@@ -226,8 +223,8 @@ def _described(given: str, path: Path, gguf: GgufFile | None) -> Shape:
         raise UsageError(f"{given} cannot run with a compressed cache: {reason}")
     if any(layer.mla or layer.qk_head_dim != layer.v_head_dim for layer in layout.layers):
         raise UsageError(
-            f"{given}: K and V are no heads of one width (latent attention is compressed already); "
-            "bench has no kernel for it"
+            f"{given}: bench has no kernel for multi-head latent attention or K and V of "
+            "different widths"
         )
     context = getattr(config, "max_position_embeddings", None)
     pattern, window = _windows(given, config, layout.layers, context)
@@ -264,7 +261,7 @@ def _folder(given: str) -> Path:
     if path.is_file() and path.name == "config.json":
         return path.parent
     if not (path / "config.json").is_file():
-        raise UsageError(f"{given} has no config.json; name a model's folder or that file")
+        raise UsageError(f"{given} has no config.json; name a model's folder or its config.json")
     return path
 
 
@@ -282,7 +279,7 @@ def _layout(given: str, config: Any, width: int) -> ModelLayout:
         if layout.layers[0].qk_head_dim == width:
             return layout
     raise FailedError(
-        f"{given}: no model can be built from config.json"
+        f"{given}: cannot build a model from its config.json"
         + (f": {' '.join(str(problem).split())}" if problem is not None else "")
     )
 
@@ -300,7 +297,7 @@ def _windows(
     ]
     sizes = {window for window in found if window is not None}
     if len(sizes) > 1:
-        raise UsageError(f"{given}: layers have several sliding windows; bench knows one")
+        raise UsageError(f"{given}: bench does not support several sliding windows")
     if not sizes:
         return "F", None
     kinds = getattr(config, "layer_types", None)

@@ -114,7 +114,7 @@ class _GpuSampler:
             torch.cuda.synchronize()
             self._output = runs[0]()
             self.note = (
-                "timed without a CUDA graph, which it cannot be captured in "
+                "timed without a CUDA graph; capture failed "
                 f"({' '.join(str(problem).split())[:120]})"
             )
         for _ in range(2):

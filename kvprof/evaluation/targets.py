@@ -83,7 +83,7 @@ def _metric(text: str) -> str:
 def _share(text: str) -> float:
     share = parse_share(text, what="--target")
     if not 0 < share <= 1:
-        raise UsageError(f"--target {text.strip()[:40]} is not a share; write 0.99 for 99 %")
+        raise UsageError(f"--target {text.strip()[:40]} is not a fraction; write 0.99 for 99 %")
     return share
 
 

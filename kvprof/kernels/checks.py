@@ -32,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_dtype(what: str, dtype: torch.dtype) -> None:
     """Refuse a dtype in which nothing runs."""
     if dtype not in DTYPES:
-        raise UsageError(f"{what} in {dtype} cannot run: bfloat16, float16 or float32 can")
+        raise UsageError(f"{what} must be bfloat16, float16 or float32, not {dtype}")
 
 
 def check_queries(query: Tensor, wanted: Sequence[int | None], dtype: torch.dtype) -> None:
@@ -44,8 +44,8 @@ def check_queries(query: Tensor, wanted: Sequence[int | None], dtype: torch.dtyp
     if not fits or query.dtype != dtype:
         shape = ", ".join("tokens" if size is None else str(size) for size in wanted)
         raise UsageError(
-            f"queries of shape {tuple(query.shape)} in {query.dtype} do not fit the layout, which "
-            f"wants ({shape}) in {dtype}"
+            f"queries have shape {tuple(query.shape)} and dtype {query.dtype}; the layout "
+            f"requires ({shape}) in {dtype}"
         )
 
 
@@ -59,18 +59,18 @@ def check_cache(buffer: Tensor, rows: int, size: int, dtype: torch.dtype) -> Non
         fits = buffer.dim() == 1 and buffer.numel() == rows * size
     if not fits:
         raise UsageError(
-            f"a cache of shape {tuple(buffer.shape)} in {buffer.dtype} does not fit "
+            f"the cache has shape {tuple(buffer.shape)} and dtype {buffer.dtype}; required are "
             f"{rows:,} rows of {size:,} values in {dtype}"
         )
     if buffer.stride(-1) != 1:
-        raise UsageError("a row of a cache has no gaps, and this one's has; pass the layout's own")
+        raise UsageError("a row of the cache must be contiguous; use the layout's own cache")
     stride = row_stride(buffer, rows)
     if stride < size:
-        raise UsageError(f"rows of {size:,} values cannot lie {stride:,} values apart")
+        raise UsageError(f"the stride of rows of {size:,} values cannot be {stride:,}")
     if stride * buffer.itemsize % 16:
         raise UsageError(
-            f"rows {stride * buffer.itemsize:,} bytes apart cannot run: each must begin on a "
-            "multiple of 16 bytes"
+            f"rows are {stride * buffer.itemsize:,} bytes apart; they must start at multiples of "
+            "16 bytes"
         )
 
 
@@ -78,15 +78,15 @@ def check_device(device: torch.device, **tensors: Tensor | None) -> None:
     """Refuse tensors, by name, that lie elsewhere."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
-            raise UsageError(f"{name} on {tensor.device} cannot meet what is on {device}")
+            raise UsageError(f"{name} is on {tensor.device}, but must be on {device}")
 
 
 def check_numbers(what: str, numbers: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Refuse whole numbers of another shape, dtype or device than int32 on `device`."""
     if tuple(numbers.shape) != shape or numbers.dtype != torch.int32:
         raise UsageError(
-            f"{what} of shape {tuple(numbers.shape)} in {numbers.dtype} do not fit: "
-            f"{shape} in torch.int32 is wanted"
+            f"{what} has shape {tuple(numbers.shape)} and dtype {numbers.dtype}; required are "
+            f"{shape} and torch.int32"
         )
     check_device(device, **{what: numbers})
 
@@ -108,21 +108,21 @@ def check_contexts(lengths: Sequence[int], rows: int, capacity: int, *, least: i
     for length in lengths:
         if not least <= length <= capacity:
             raise UsageError(
-                f"a context of {length} tokens cannot run: the cache holds {least} to {capacity}"
+                f"a context of {length} tokens is outside the cache's {least} to {capacity}"
             )
 
 
 def check_pages(table: Tensor | None, rows: int, *, paged: bool) -> None:
     """Refuse a page table too many or too few, or not ``[rows, most pages]`` int32, contiguous."""
     if paged != (table is not None):
-        raise UsageError("a paged step needs its page table" if paged else "this step has no pages")
+        raise UsageError(f"this step {'requires a' if paged else 'takes no'} page table")
     if table is None:
         return
     fits = table.dim() == 2 and table.shape[0] == rows and table.dtype == torch.int32
     if not fits or not table.is_contiguous():
         raise UsageError(
-            f"a page table of shape {tuple(table.shape)} in {table.dtype} does not fit: "
-            f"({rows}, most pages) in torch.int32, contiguous, is wanted"
+            f"the page table has shape {tuple(table.shape)} and dtype {table.dtype}; required are "
+            f"contiguous ({rows}, most pages) and torch.int32"
         )
 
 
@@ -131,28 +131,28 @@ def check_pool(layout: RaggedLayout, page_tokens: int | None, rows: int | None) 
     paged = page_tokens is not None
     if paged and (page_tokens != layout.capacity or layout.capacity % STEP):
         raise UsageError(
-            f"pages of {page_tokens} tokens do not fit a pool whose pages have {layout.capacity}: "
-            f"both must be the same multiple of {STEP}"
+            f"the pool's pages have {layout.capacity} tokens, not {page_tokens}: both must be the "
+            f"same multiple of {STEP}"
         )
     if rows is None:
         if paged:
-            raise UsageError("a paged step needs to know its rows (sequences)")
+            raise UsageError("a paged step requires rows (its number of sequences)")
         rows = layout.batch
     if rows < 1 or (not paged and rows != layout.batch):
-        raise UsageError(f"{rows} rows do not fit a cache of {layout.batch} sequences or pages")
+        raise UsageError(f"{rows} rows exceed the cache's {layout.batch} sequences or pages")
     return rows
 
 
 def check_scaling(scaling: float) -> None:
     """Refuse a scaling that is not above 0."""
     if not (scaling > 0 and math.isfinite(scaling)):
-        raise UsageError(f"a scaling of {scaling} cannot run: it must be above 0")
+        raise UsageError(f"scaling must be above 0, not {scaling}")
 
 
 def check_softcap(softcap: float) -> None:
     """Refuse a soft-cap below 0."""
     if not (softcap >= 0.0 and math.isfinite(softcap)):
-        raise UsageError(f"a soft-cap of {softcap} makes no sense: 0 (none) or more")
+        raise UsageError(f"softcap must be 0 (none) or more, not {softcap}")
 
 
 def checked_sinks(sinks: Tensor | None, heads: int, group: int) -> Tensor | None:
@@ -161,7 +161,7 @@ def checked_sinks(sinks: Tensor | None, heads: int, group: int) -> Tensor | None
         return None
     if tuple(sinks.shape) != (heads, group) or sinks.dtype != torch.float32:
         raise UsageError(
-            f"sinks of shape {tuple(sinks.shape)} in {sinks.dtype} do not fit: "
-            f"{(heads, group)} in torch.float32 are wanted"
+            f"sinks have shape {tuple(sinks.shape)} and dtype {sinks.dtype}; required are "
+            f"{(heads, group)} and torch.float32"
         )
     return sinks.contiguous()

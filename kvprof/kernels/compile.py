@@ -42,7 +42,7 @@ def variants() -> list[Variant]:
         for variant in import_module(f"kvprof.kernels.{operation}.variants").VARIANTS
     ]
     if len(found) > MOST:
-        raise FailedError(f"{len(found)} kernel variants are listed, and at most {MOST} may be")
+        raise FailedError(f"{len(found)} kernel variants are listed (limit {MOST})")
     return found
 
 
@@ -82,7 +82,7 @@ def _assembled(ptx: str, architecture: int) -> dict[str, int]:
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     if registers is None or not spilled:
-        raise FailedError(f"the assembler's report cannot be read: {said.strip()!r}")
+        raise FailedError(f"cannot parse the assembler's report: {said.strip()!r}")
     return {"registers": int(registers[1]), "spilled": sum(map(int, spilled))}
 
 
@@ -110,7 +110,7 @@ def main() -> None:
             if found["spilled"] and name.startswith("decode "):
                 spilling.append(name)
     if spilling:
-        sys.stderr.write(f"kernels.compile: these spill registers: {'; '.join(spilling)}\n")
+        sys.stderr.write(f"kernels.compile: register spills in {'; '.join(spilling)}\n")
         sys.exit(1)
 
 

@@ -57,7 +57,7 @@ def uses_triton(device: torch.device) -> bool:
 def check_interpreter(dtype: torch.dtype) -> None:
     """Refuse bf16 where Triton interprets its kernels."""
     if dtype == torch.bfloat16 and interpreted():
-        raise UsageError("Triton's interpreter computes bf16 wrongly; use float16 or float32")
+        raise UsageError("Triton's interpreter computes bf16 incorrectly; use float16 or float32")
 
 
 @lru_cache(maxsize=1024)

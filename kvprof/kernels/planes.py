@@ -78,8 +78,8 @@ def chunks(width: int) -> tuple[int, ...]:
     """Return the chunks of a width, largest first."""
     if not STEP <= width <= LARGEST_WIDTH or width % _step(width):
         raise UsageError(
-            f"a head of width {width} cannot run: widths are multiples of {STEP} from {STEP} to "
-            f"{LARGEST_WIDTH // 2}, and of {2 * STEP} to {LARGEST_WIDTH}"
+            f"a head of width {width} cannot run; widths must be multiples of {STEP} up to "
+            f"{LARGEST_WIDTH // 2} or of {2 * STEP} up to {LARGEST_WIDTH}"
         )
     return tuple(chunk for chunk in (512, 256, 128, 64, 32, 16) if width & chunk)
 
@@ -87,7 +87,7 @@ def chunks(width: int) -> tuple[int, ...]:
 def widened(width: int) -> int:
     """Return the least width that can run and holds `width` columns."""
     if not 1 <= width <= LARGEST_WIDTH:
-        raise UsageError(f"a head of width {width} cannot run: widths go to {LARGEST_WIDTH}")
+        raise UsageError(f"a head of width {width} cannot run (limit {LARGEST_WIDTH})")
     step = _step(width)
     return -(-width // step) * step
 
@@ -108,13 +108,13 @@ class RaggedLayout:
             chunks(width)
         if len(self.key_widths) != len(self.value_widths) or not self.key_widths:
             raise UsageError(
-                f"{len(self.key_widths)} key widths and {len(self.value_widths)} value widths "
-                "are no layer"
+                f"a layer needs as many key widths as value widths, not {len(self.key_widths)} "
+                f"and {len(self.value_widths)}"
             )
         if min(self.group, self.batch, self.capacity) < 1 or self.group > LARGEST_GROUP:
             raise UsageError(
-                f"a layer of {self.group} query heads per KV head, {self.batch} sequences and "
-                f"{self.capacity} tokens cannot run (1 to {LARGEST_GROUP} query heads)"
+                f"a layer with {self.group} query heads per KV head (limit {LARGEST_GROUP}), "
+                f"{self.batch} sequences and {self.capacity} tokens cannot run"
             )
 
     @property

@@ -168,7 +168,7 @@ def full_layer_bytes(layer: LayerPlan, tokens: int, *, itemsize: int) -> int:
 
 
 def rate(plan: Plan, tokens: int) -> float:
-    """Return ``1 - bytes(plan) / bytes(full width)`` at a context of `tokens` tokens.
+    """Return ``1 - bytes(plan) / bytes(uncompressed)`` at a context of `tokens` tokens.
 
     Both as they serve, at 16 bits: a run in float32 stores more bytes at the same rate.
     """

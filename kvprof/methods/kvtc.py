@@ -24,7 +24,7 @@ __all__ = ["AT_REST", "kvtc"]
 #: What every plan says of itself.
 AT_REST = (
     "kvtc is for storing and moving a cache, not for decoding from it: its bytes are those at "
-    "rest, and decoding goes on at full width from what comes back"
+    "rest, and decoding continues uncompressed"
 )
 # Bits per value before DEFLATE where nothing is saved but by the integers: 8, and overhead.
 _MOST_BITS = 9.0

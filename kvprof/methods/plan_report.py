@@ -298,16 +298,16 @@ def _token_sentences(plan: Plan) -> list[str]:
     left = [str(index) for index, layer in enumerate(plan.layers) if layer.left_out]
     if left:
         found.append(
-            f"Left out, at full width with every token as the model gives it: layer"
-            f"{'s' if len(left) > 1 else ''} {', '.join(left)}."
+            f"Left out (uncompressed, every token stored): layer{'s' if len(left) > 1 else ''} "
+            f"{', '.join(left)}."
         )
     if levels.sink:
-        found.append(f"The first {levels.sink} tokens stay at full precision and top rank.")
+        found.append(f"The first {levels.sink} tokens stay uncompressed, at top rank.")
     if len(levels.shares) > 1:
         shares = ", ".join(f"{share:.0%}" for share in levels.shares)
         found.append(
-            f"Tokens have {len(levels.shares)} levels, oldest first ({shares}); they move down "
-            f"{levels.batch} at a time."
+            f"Tokens have {len(levels.shares)} rank levels, oldest first ({shares}); they move "
+            f"down in batches of {levels.batch}."
         )
     if plan.lazy:
         found.append("Prefill attends exactly; only the cached copy is compressed (lazy).")
@@ -367,7 +367,7 @@ def _quantiser_sentences(plan: Plan) -> list[str]:
     if quantiser.window or quantiser.block > 1:
         most = quantiser.window + quantiser.block - 1
         count = f"{quantiser.window} to {most}" if quantiser.block > 1 else f"{most}"
-        found.append(f"The newest {count} tokens stay at full precision.")
+        found.append(f"The newest {count} tokens stay uncompressed.")
     if "engine" in plan.made:
         found.append(f"{plan.made['engine']} stores it so with {plan.made['flag']}.")
     return found
@@ -405,7 +405,7 @@ def _own_bits(plan: Plan, name: str) -> str:
     total, exact = sum(columns.values()), columns.pop(None, 0)
     shares = [f"{bits} bits ({count / total:.0%})" for bits, count in sorted(columns.items())[::-1]]
     mean = sum(bits * count for bits, count in columns.items() if bits) / (total - exact)
-    shares = [f"full precision ({exact / total:.0%})"] * bool(exact) + shares
+    shares = [f"uncompressed ({exact / total:.0%})"] * bool(exact) + shares
     return f"{', '.join(shares)}, {mean:.2f} on average,"
 
 
@@ -430,8 +430,8 @@ def _across_sentences(plan: Plan) -> list[str]:
     if not across.at_rest:
         return _latents_across(across)
     found = [
-        "A prompt's cache is coded once, after its prefill, to be stored or moved, and decoding "
-        "goes on at full width from what comes back."
+        "A prompt's cache is coded once, after its prefill, to be stored or moved; decoding "
+        "continues uncompressed from the decoded cache."
     ]
     for side in ("keys", "values"):
         groups = [group for group in across.groups if group.side == side]
@@ -455,7 +455,7 @@ def _across_sentences(plan: Plan) -> list[str]:
             f"These bytes are after DEFLATE, measured on {tokens:,} tokens of {source} that the "
             "components have not seen; another text takes others."
         )
-    found.append(f"The newest {across.window} tokens of the prompt stay at full precision.")
+    found.append(f"The newest {across.window} tokens of the prompt stay uncompressed.")
     return found
 
 

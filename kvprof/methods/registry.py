@@ -535,7 +535,7 @@ def _skipped(name: str, given: Sequence[int], inputs: MethodInputs) -> frozenset
             )
     found = frozenset(layer % count for layer in given)
     if len(found) == count:
-        raise UsageError(f"{name}: skip leaves out every layer, which is full width: take full")
+        raise UsageError(f"{name}: skip leaves out every layer; use the method full")
     return found
 
 

@@ -80,8 +80,8 @@ def check_kinds(plan: Plan) -> None:
         return  # no limit, or a plan from before there was one
     if (found := len(head_kinds(plan))) > allowed:
         raise UsageError(
-            f"the plan says that it has at most {allowed} kinds of head, and has {found}; make it "
-            "anew with kvprof plan"
+            f"the plan has {found} head shapes, more than its option kinds={allowed}; create it "
+            "again with kvprof plan"
         )
 
 

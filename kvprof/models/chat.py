@@ -1,8 +1,4 @@
-"""A model's chat template written out in a process that can be stopped: it is somebody's program.
-
-A template may loop without end, or make text that no memory holds, inside a single operation that
-nothing in this process could interrupt.
-"""
+"""Render a model's chat template in a process that can be stopped, as it may loop forever."""
 
 import resource
 import signal
@@ -22,15 +18,7 @@ _MOST = 1 << 26  # characters
 
 
 class ChatWriter:
-    """Writes chats out with a tokenizer's template.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-        With a chat template.
-    name : str
-        Of the model, for messages.
-    """
+    """Render chats with a tokenizer's template; `name` is the model's, for messages."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
@@ -47,11 +35,11 @@ class ChatWriter:
         try:
             self._pipe.send((list(messages), add_generation_prompt))
             if not self._pipe.poll(SECONDS):
-                raise FailedError(f"{what} did not end within {SECONDS:g} s; it may loop")
+                raise FailedError(f"{what} did not finish within {SECONDS:g} s; it may loop")
             text, problem = self._pipe.recv()
         except (EOFError, OSError):
             self.close()
-            raise FailedError(f"{what} ended its process; it takes more than it may") from None
+            raise FailedError(f"{what} crashed; it probably exceeded its memory limit") from None
         except BaseException:
             self.close()
             raise
@@ -100,10 +88,12 @@ def _serve(tokenizer: Any, pipe: Connection, other: Connection) -> None:
             )
             text.encode()  # a template may hold half a character
             answer = (
-                (text, None) if len(text) <= _MOST else (None, f"it wrote {len(text):,} letters")
+                (text, None)
+                if len(text) <= _MOST
+                else (None, f"it wrote over {_MOST:,} characters")
             )
         except MemoryError:
-            answer = (None, "it takes more memory than a template needs")
+            answer = (None, "it exceeds the memory limit for templates")
         except Exception as cause:  # a template raises whatever it likes
             answer = (None, " ".join(str(cause).split())[:200] or type(cause).__name__)
         pipe.send(answer)

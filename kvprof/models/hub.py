@@ -37,8 +37,8 @@ def check_reachable(spec: str, revision: str | None, file: str | None = None) ->
 def unreachable(spec: str) -> str:
     """Return why a hub id cannot be had."""
     return (
-        f"no model {spec!r}: there is no such folder, it is not in the hub's local cache, and the "
-        "hub cannot be reached; go online or name a local folder"
+        f"no model {spec!r}: no such folder, not in the local hub cache, and the hub is "
+        "unreachable; go online or name a local folder"
     )
 
 

@@ -112,8 +112,8 @@ def _eager(
     function = forward_namespace(module).get("eager_attention_forward")
     if function is None:
         raise UsageError(
-            f"{type(module).__name__} has no eager attention in its own module, so kvprof cannot "
-            "tap it without changing the model's output"
+            f"{type(module).__name__}: kvprof cannot capture its Q, K and V (its module defines "
+            "no eager attention)"
         )
     batch, heads, length, _ = query.shape
     step = max(1, _EAGER_SCORES // (batch * heads * key.shape[2]))
@@ -143,7 +143,7 @@ def _tapped(
 ) -> Any:
     watching = _active.get(id(module))
     if watching is None:
-        raise UsageError(f"{type(module).__name__} runs under kvprof's attention outside a capture")
+        raise UsageError(f"{type(module).__name__} uses kvprof's attention outside a capture")
     if watching.implementation == "eager":
         result = _eager(module, query, key, value, attention_mask, options)
     else:
@@ -216,7 +216,7 @@ def intercept(
     decoder = text_decoder(model)
     identities = [id(module) for module in decoder.modules()]
     if any(identity in _active for identity in identities):
-        raise UsageError(f"{type(model).__name__} is being captured already; captures do not nest")
+        raise UsageError(f"{type(model).__name__} is already captured; captures do not nest")
     before = decoder.config._attn_implementation
     own = before if before in _NAMES else "sdpa" if decoder._supports_sdpa else "eager"
     watching = Interception(own, observe)
@@ -241,8 +241,8 @@ def set_attention(decoder: PreTrainedModel, implementation: str) -> None:
 def refusal(model: PreTrainedModel) -> str:
     """Say why a model whose attention never reaches the interface is not supported."""
     return (
-        f"{type(model).__name__} is not supported: none of its layers attends through "
-        "transformers' attention interface, so its Q, K and V cannot be tapped"
+        f"{type(model).__name__} is not supported: no layer uses transformers' attention "
+        "interface, so Q, K and V cannot be captured"
     )
 
 
@@ -269,10 +269,7 @@ def find_rotation(call: AttentionCall) -> tuple[int, int | None, bool] | None:
 
 
 def rotary_tables(rotation: Rotation) -> tuple[Tensor, Tensor] | None:
-    """Return the tables of cosines and sines of a rotary function's call, ``[B or 1, T, columns]``.
-
-    None for a function of another form than ``f(q, k, cos, sin)``.
-    """
+    """Return a rotary call's cos and sin, ``[B or 1, T, columns]``; None for unknown forms."""
     named = dict(zip(("q", "k", "cos", "sin"), rotation.args, strict=False)) | rotation.kwargs
     cos, sin = named.get("cos"), named.get("sin")
     if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.dim() != 3:
@@ -283,11 +280,7 @@ def rotary_tables(rotation: Rotation) -> tuple[Tensor, Tensor] | None:
 def rotary_pairs(
     rotation: Rotation, offset: int, transposed: bool
 ) -> tuple[tuple[int, int, int, int], ...] | None:
-    """Return which dimensions a rotary function turns into each other: ``(x, y, s, column)``.
-
-    A pair becomes ``(x cos - s y sin, y cos + s x sin)`` with the cosine and sine of one column of
-    the function's tables. Found by what it makes of unit vectors.
-    """
+    """Return which dimensions a rotary function rotates together: ``(x, y, s, column)``."""
     names = ("q", "k", "cos", "sin")
     named = dict(zip(names, rotation.args, strict=False)) | rotation.kwargs
     tables = rotary_tables(rotation)
@@ -411,11 +404,7 @@ def _put_back(part: Tensor, whole: Tensor, offset: int, transposed: bool) -> Ten
 
 @dataclass
 class RotaryTable:
-    """Cosines and sines of every token seen, ``[batch, T, rotary width]`` each.
-
-    Layers that rotate alike share one. It is working memory, no part of the cache: it could be
-    computed anew from the positions at every step.
-    """
+    """Cosines and sines of every token, ``[batch, T, rotary width]`` each; not counted."""
 
     cos: Tensor
     sin: Tensor

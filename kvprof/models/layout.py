@@ -71,12 +71,12 @@ class ModelLayout:
         for layer in self.layers:
             if layer.recurrent:
                 return (
-                    f"layer {layer.index} keeps a recurrent state beside its keys and values (a "
-                    "hybrid model), which a compressed cache has no place for"
+                    f"layer {layer.index} has a recurrent state (hybrid model), which a "
+                    "compressed cache cannot store"
                 )
             if layer.shared:
                 return (
-                    f"layer {layer.index} attends to the keys and values of another layer, which a "
-                    "compressed cache hands to nobody else"
+                    f"layer {layer.index} attends to another layer's keys and values, which a "
+                    "compressed cache cannot share"
                 )
         return None

@@ -61,11 +61,7 @@ _MOST_DESCRIBED = 4
 def read_config(
     spec: str, folder: Path, trust_remote_code: bool, gguf: "GgufFile | None" = None
 ) -> Any:
-    """Read a folder's ``config.json`` and make sure that it names a causal language model.
-
-    With `gguf` that file's own description takes its place, held against what the file says
-    (`kvprof.models.gguf_config`).
-    """
+    """Read a folder's config.json, or a GGUF file's, and check that it is a causal LM."""
     given = {} if gguf is None else {"gguf_file": gguf.path.name}
     where = "config.json" if gguf is None else gguf.path.name
     try:
@@ -74,16 +70,15 @@ def read_config(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True, **given
             )
     except ImportError as error:
-        raise LackingError(f"{spec} needs a package that is not installed: {error}") from error
+        raise LackingError(f"{spec} requires a package that is not installed: {error}") from error
     except Exception as error:
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise UsageError(
-                f"{spec} needs Python code that it brings along; read that code, then pass "
-                "--trust-remote-code"
+                f"{spec} contains its own Python code; review it, then pass --trust-remote-code"
             ) from error
         if "model_type" in str(error) or "model type" in str(error):
             raise UsageError(
-                f"{spec} has an architecture that this version of transformers does not know: "
+                f"{spec}: this version of transformers does not know its architecture: "
                 f"{_first_sentence(error)}"
             ) from error
         raise FailedError(f"{spec}: {where} cannot be used: {_first_sentence(error)}") from error
@@ -95,7 +90,7 @@ def read_config(
             hold_against_file(spec, gguf, config)
     if model_class(config) is AutoModel:
         raise UsageError(
-            f"{spec} is not supported: {type(config).__name__} belongs to no causal language model"
+            f"{spec} is not supported: {type(config).__name__} is not a causal language model"
         )
     return config
 
@@ -122,35 +117,35 @@ def read_weights(spec: str, checkpoint: Checkpoint, **options: Any) -> PreTraine
             )
     except torch.OutOfMemoryError as error:
         raise LackingError(
-            f"{spec} does not fit the GPU's free memory; use --device auto or --device offload"
+            f"{spec} does not fit in the GPU's free memory; use --device auto or --device offload"
         ) from error
     except ImportError as error:
-        raise LackingError(f"{spec} needs a package that is not installed: {error}") from error
+        raise LackingError(f"{spec} requires a package that is not installed: {error}") from error
     except Exception as error:
         raise FailedError(f"{spec} cannot be loaded: {_first_sentence(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise FailedError(
-            f"{spec}: the checkpoint lacks {missing[0]}{_more(missing)}, which would be random; "
-            "it is not complete or belongs to another architecture"
+            f"{spec}: the checkpoint lacks {missing[0]}{_more(missing)}; it is incomplete or "
+            "belongs to another architecture"
         )
     unexpected = sorted(k for k in report["unexpected_keys"] if not k.endswith(_HARMLESS))
     if unexpected:
         raise FailedError(
-            f"{spec}: the checkpoint holds {unexpected[0]}{_more(unexpected)}, which "
-            f"{type(model).__name__} has no place for; {described} names another architecture"
+            f"{spec}: the checkpoint has {unexpected[0]}{_more(unexpected)}, which "
+            f"{type(model).__name__} does not use; {described} names another architecture"
         )
     mismatched = sorted(str(entry[0]) for entry in report.get("mismatched_keys", ()))
     if mismatched:
         raise FailedError(
-            f"{spec}: the checkpoint holds {mismatched[0]}{_more(mismatched)} of another shape "
-            f"than {described} says"
+            f"{spec}: the shape of {mismatched[0]}{_more(mismatched)} in the checkpoint differs "
+            f"from {described}"
         )
     # transformers reads the tensors that it has a place for, and leaves out others without a word.
     if checkpoint.gguf is not None and checkpoint.gguf.numbers > numbers:
         raise FailedError(
-            f"{spec}: {described} holds {checkpoint.gguf.numbers - numbers:,} numbers more than "
-            f"{type(model).__name__} has places for: it would be another model"
+            f"{spec}: {described} has {checkpoint.gguf.numbers - numbers:,} more parameters than "
+            f"{type(model).__name__} uses; it is not this architecture"
         )
     loaded: PreTrainedModel = model
     return loaded
@@ -172,7 +167,7 @@ def _check_numbers(spec: str, gguf: "GgufFile", config: Any) -> int:
     )
     if described > _MOST_DESCRIBED * gguf.numbers:
         raise FailedError(
-            f"{spec}: {gguf.path.name} describes {described:,} numbers, and holds "
+            f"{spec}: {gguf.path.name} declares {described:,} parameters but contains "
             f"{gguf.numbers:,}; it is incomplete or damaged"
         )
     return int(described)
@@ -183,12 +178,7 @@ _AS_GGUF = RLock()
 
 @contextmanager
 def _read_as_gguf() -> Iterator[None]:
-    """Let transformers read a GGUF file without its bar, parse it sooner, and name tensors once.
-
-    It draws the bar without asking its own settings. It makes the table of all tensors' names again
-    for each of a model's modules, which takes a minute for 46 layers of 15 modules. What was read
-    of the file would stay in memory beside the weights made of it.
-    """
+    """Let transformers read a GGUF file faster and without a progress bar."""
     import gguf  # an extra, which the file's reader has asked for
 
     from kvprof.models.gguf import open_gguf, release
@@ -219,17 +209,13 @@ def _more(names: list[str]) -> str:
 
 def _first_sentence(error: Exception) -> str:
     if isinstance(error, KeyError):  # of a word that transformers looks up, such as a rope_type
-        return f"transformers knows no {error} of its config"
+        return f"transformers does not know {error} in its config"
     return " ".join(str(error).split()).split(". ")[0]
 
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Let whatever fails in the body be a line that names a stranger's file.
-
-    Around code of transformers that builds or runs what such a file describes: there is no list of
-    what it raises. kvprof's own errors, and those of memory and of files, stay.
-    """
+    """Turn any error in the body into one line that names the file; keep kvprof's own errors."""
     try:
         yield
     except (KvprofError, MemoryError, OSError, torch.OutOfMemoryError):
@@ -294,11 +280,7 @@ class OpenedModel:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that random tokens leave out.
-
-        The tokenizer's special ids, those of the configs, and rows of the embedding that are no
-        token's. A GGUF file says them; any other tokenizer is read for them on first use.
-        """
+        """Token ids that random tokens exclude: special ids and unused embedding rows."""
         ids: set[Any] = set()
         for config in self._stating:
             for name, value in config.to_dict().items():
@@ -331,8 +313,9 @@ class OpenedModel:
         """Return ids of the tokenizer that are rows of the embedding; others are refused."""
         if beyond := [i for i in ids if not 0 <= i < self.vocab_size]:
             raise UsageError(
-                f"{self.spec}: its tokenizer makes token {beyond[0]} of a text, "
-                f"{self.tokenizer().decode(beyond[:1])!r}; its embedding has {self.vocab_size:,}"
+                f"{self.spec}: its tokenizer produced token id {beyond[0]} "
+                f"({self.tokenizer().decode(beyond[:1])!r}), but the vocabulary has "
+                f"{self.vocab_size:,}"
             )
         return ids
 
@@ -394,14 +377,13 @@ def read_tokenizer(
     """Read the tokenizer of a folder, or that of a GGUF file, which cuts texts as the file says."""
     if not _has_tokenizer(folder, gguf):
         beside = (
-            "; a model in memory brings none"
+            "; a model in memory has none"
             if folder is None
-            else " (kvprof generate takes neither: it needs the tokenizer's files beside the "
-            "weights)"
+            else " (kvprof generate needs the tokenizer's files in the model's folder)"
         )
         raise UsageError(
-            f"{spec} has no tokenizer, so it cannot read text; use random tokens or a "
-            f"file of token ids{beside}"
+            f"{spec} has no tokenizer and cannot read text; use random tokens or a file of token "
+            f"ids{beside}"
         )
     if gguf is not None:
         from kvprof.models.gguf_tokenizer import byte_level_tokenizer, check_texts
@@ -422,7 +404,7 @@ def read_tokenizer(
     except KvprofError:
         raise
     except ImportError as error:
-        raise LackingError(f"{spec}: its tokenizer needs a package: {error}") from error
+        raise LackingError(f"{spec}: its tokenizer requires a package: {error}") from error
     except Exception as error:  # the tokenizers library raises bare Exception
         raise FailedError(f"{spec}: its tokenizer cannot be read: {error}") from error
     return tokenizer
@@ -500,7 +482,7 @@ def _examined(
     files = tuple(checkpoint.identifying) if checkpoint else ()
     model.eval()
     check_finite(model, spec)
-    with quiet(), blaming(f"{spec} cannot be run as its config says"):
+    with quiet(), blaming(f"{spec} cannot run as its config describes it"):
         layout = inspect_layout(model)
     _check_ends(model, spec)
     return LoadedModel(
@@ -535,6 +517,6 @@ def _check_ends(model: PreTrainedModel, spec: str) -> None:
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is not None and (isinstance(one, bool) or not isinstance(one, int)):
                 raise FailedError(
-                    f"{spec}: its generation config says {name} is {str(value)[:40]}, which is no "
-                    "token's number"
+                    f"{spec}: generation config: {name} is {str(value)[:40]}, which is not a "
+                    "token id"
                 )

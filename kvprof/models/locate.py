@@ -61,7 +61,7 @@ def check_config_sizes(
 ) -> None:
     """Refuse sizes that no model has."""
     if not isinstance(config, Mapping):
-        raise FailedError(f"{what}: {file} is damaged (it is no object)")
+        raise FailedError(f"{what}: {file} is damaged (not a JSON object)")
     for part in _parts(config):
         for name, limit in _LIMITS.items():
             value = part.get(name)
@@ -72,7 +72,7 @@ def check_config_sizes(
                 if isinstance(value, list) and len(value) <= limit:
                     continue  # one per layer, in some kinds of model
                 raise FailedError(
-                    f"{what}: {file} says {name} is {json.dumps(value)[:40]}, and not a whole "
+                    f"{what}: {file}: {name} is {json.dumps(value)[:40]}; it must be a whole "
                     f"number from 1 to {limit:,}"
                 )
         for whole, parts in _SPLIT:
@@ -80,8 +80,7 @@ def check_config_sizes(
             own = parts == "num_attention_heads" and part.get("head_dim") is not None
             if isinstance(large, int) and isinstance(small, int) and large % small and not own:
                 raise FailedError(
-                    f"{what}: {file} says {whole} is {large}, which {parts}, {small}, does "
-                    "not divide"
+                    f"{what}: {file}: {whole} ({large}) is not divisible by {parts} ({small})"
                 )
         layers, width = part.get("num_hidden_layers"), part.get("hidden_size")
         if stored is not None and isinstance(layers, int) and isinstance(width, int):
@@ -89,8 +88,8 @@ def check_config_sizes(
             smallest = layers * width * width * _LEAST_BYTES
             if smallest > max(stored, 1 << 20):
                 raise FailedError(
-                    f"{what}: {file} describes {layers:,} layers of {width:,}, far more than "
-                    "the weights beside it hold; it belongs to another model"
+                    f"{what}: {file} describes {layers:,} layers of {width:,} dimensions, far "
+                    "more than the weights contain; it belongs to another model"
                 )
 
 
@@ -135,8 +134,8 @@ def locate(
         folder = Path(str(files("kvprof"))) / "assets" / "reference"
         if not folder.is_dir():
             raise FailedError(
-                "the reference model is not part of this installation; reinstall kvprof or name "
-                "another model (a hub id or a local folder)"
+                "the reference model is missing from this installation; reinstall kvprof or name "
+                "another model (hub id or local folder)"
             )
     elif path.is_dir():
         from kvprof.models.gguf import choose_gguf
@@ -149,23 +148,23 @@ def locate(
         chosen = smollm2_file() if spec == "smollm2" else path
         folder = chosen.parent
         if not chosen.is_file():
-            raise UsageError(f"no model {spec!r}: there is no such file")
+            raise UsageError(f"no model {spec!r}: no such file")
     elif path.exists():
         raise UsageError(
-            f"{spec} is a file, and none that ends in .gguf; name the folder that holds config.json"
+            f"{spec} is a file but not .gguf; name the folder that contains config.json"
         )
     elif not HUB_ID.fullmatch(spec):
-        raise UsageError(f"no model {spec!r}: there is no such folder, and it is no hub id")
+        raise UsageError(f"no model {spec!r}: no such folder, and not a hub id")
     elif gguf is not None:
         return _gguf(spec, _from_hub(spec, revision, with_code, gguf), of_hub=True)
     else:
         folder = _from_hub(spec, revision, with_code)
         return _checked(spec, folder, folder.name)
     if revision is not None:
-        raise UsageError(f"{spec} is local, and has no revisions; leave --revision out")
+        raise UsageError(f"{spec} is local and has no revisions; leave out --revision")
     if gguf is not None and (chosen is None or not path.is_dir()):
         raise UsageError(
-            f"--gguf names a file of a folder or a repository, and {spec} is neither; leave it out"
+            f"--gguf requires a folder or a repository, and {spec} is neither; leave it out"
         )
     return _checked(spec, folder, None) if chosen is None else _gguf(spec, chosen)
 
@@ -179,7 +178,7 @@ def gguf_file(spec: str, name: str) -> Path:
         return chosen
     if spec in ("reference", "smollm2") or path.exists() or not HUB_ID.fullmatch(spec):
         raise UsageError(
-            f"--gguf names a file of a folder or a repository, and {spec} is neither; leave it out"
+            f"--gguf requires a folder or a repository, and {spec} is neither; leave it out"
         )
     return _from_hub(spec, None, False, name)
 
@@ -240,8 +239,7 @@ def _fetched(
         raise UsageError(f"{spec} has no revision {revision!r}") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UsageError(
-            f"no model {spec!r}: there is no such folder, and the hub has none by that name "
-            "(or it is private: hf auth login)"
+            f"no model {spec!r}: no such folder, and not on the hub (or private: hf auth login)"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise LackingError(unreachable(spec)) from error
@@ -249,11 +247,11 @@ def _fetched(
         if gguf is not None:
             raise UsageError(f"--gguf: {spec} has no file {gguf!r}") from error
         raise UsageError(
-            f"{spec} has no config.json or no safetensors weights ({_SINGLE}); of other weights "
-            "kvprof reads GGUF (--gguf FILE)"
+            f"{spec} lacks config.json or safetensors weights ({_SINGLE}); for GGUF weights use "
+            "--gguf FILE"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise LackingError(f"{spec} cannot be fetched from the hub: {error}") from error
+        raise LackingError(f"{spec} cannot be downloaded from the hub: {error}") from error
     return folder
 
 
@@ -272,20 +270,20 @@ def _shards(spec: str, path: Path) -> list[str]:
     index = read_json(spec, path)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not weights:
-        raise FailedError(f"{spec}: {path.name} is damaged (it has no weight_map)")
+        raise FailedError(f"{spec}: {path.name} is damaged (no weight_map)")
     if not all(isinstance(name, str) for name in weights.values()):
-        raise FailedError(f"{spec}: {path.name} is damaged (its weight_map names no files)")
+        raise FailedError(f"{spec}: {path.name} is damaged (weight_map does not name files)")
     far = (one for one in weights.values() if Path(one).is_absolute() or ".." in Path(one).parts)
     if beyond := next(far, None):
         raise FailedError(
-            f"{spec}: {path.name} names {beyond[:60]!r}, and a model's weights lie in its folder"
+            f"{spec}: {path.name} names {beyond[:60]!r}, which is outside the model's folder"
         )
     return sorted(set(weights.values()))
 
 
 def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{spec} has no config.json; it is not a model's folder")
+        raise UsageError(f"{spec} is not a model folder: config.json is missing")
     config = read_json(spec, folder / "config.json")
     check_config_sizes(spec, config)
     if (folder / _INDEX).is_file():
@@ -296,13 +294,13 @@ def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
         others = sorted(p.name for p in folder.glob("*.bin"))
         found = f"only {others[0]}" if others else f"no {_SINGLE}"
         raise UsageError(
-            f"{spec} has {found}; kvprof reads safetensors and GGUF weights only (convert it "
-            "with model.save_pretrained)"
+            f"{spec} has {found}; kvprof reads safetensors and GGUF weights only (convert with "
+            "model.save_pretrained)"
         )
     itemsize = 2.0
     for name in names:
         if not (folder / name).is_file():
-            raise FailedError(f"{spec}: {name} is missing; the checkpoint is not complete")
+            raise FailedError(f"{spec}: {name} is missing; the checkpoint is incomplete")
         try:
             # Opening reads the header and compares it with the file's length.
             with safe_open(folder / name, framework="pt") as tensors:

@@ -14,10 +14,7 @@ _CHATTY = ("accelerate", "huggingface_hub")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back warnings and progress bars of transformers and accelerate while the body runs.
-
-    Everything is put back afterwards, so that a Python user's own settings survive.
-    """
+    """Silence warnings and progress bars of transformers and accelerate during the body."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     levels = {name: logging.getLogger(name).level for name in _CHATTY}
@@ -39,11 +36,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def unheard(name: str) -> Iterator[None]:
-    """Hold back what one logger is told while the body runs, not what those below it are.
-
-    For what is done often: another level, as `quiet` sets it, empties what every logger of the
-    process remembers, which takes a millisecond.
-    """
+    """Silence one logger during the body; faster than `quiet`, which resets every logger."""
     logger = logging.getLogger(name)
     logger.addFilter(_nothing)
     try:

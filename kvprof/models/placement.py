@@ -31,22 +31,20 @@ def main_device(name: str) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name in _STRATEGIES:
         if name == "balanced" and gpus < 2:
-            raise LackingError(f"--device balanced needs two GPUs; this machine shows {gpus}")
+            raise LackingError(f"--device balanced requires two GPUs; this machine has {gpus}")
         return torch.device("cuda", 0) if gpus else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
     if device.type == "mps":
-        raise LackingError("--device mps: Apple GPUs have no float64, which moments need; use cpu")
+        raise LackingError("--device mps: Apple GPUs have no float64; use --device cpu")
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(
-            f"--device: {name!r} is none of auto, cpu, cuda, cuda:N, balanced, offload"
-        )
+        raise UsageError(f"--device {name!r}: use auto, cpu, cuda, cuda:N, balanced or offload")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         if device.index >= gpus:
-            raise LackingError(f"--device {name}: this machine shows {gpus} usable CUDA GPUs")
+            raise LackingError(f"--device {name}: this machine has {gpus} usable CUDA GPUs")
     return device
 
 
@@ -63,8 +61,8 @@ def device_map_for(
         if name == "auto":
             return "auto"
         raise LackingError(
-            f"the weights need {format_bytes(needed)}, but {device} has {format_bytes(free)} free; "
-            "use --device auto (spreads the model) or --device offload"
+            f"the weights need {format_bytes(needed)}, but {device} has {format_bytes(free)} "
+            "free; use --device auto or --device offload"
         )
     return None if device.type == "cpu" else {"": device}
 

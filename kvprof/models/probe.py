@@ -1,9 +1,8 @@
-"""Finds a model's layout by watching one tiny forward pass, not from a list of classes.
+"""Find a model's layout from one tiny forward pass, not from a list of classes.
 
-Two rows of eight tokens go through the decoder: distinct tokens, and one token repeated (so that
-anything that differs between its positions is a position scheme). Every claim about a module is
-checked on values: the value projection is the one whose output *is* V, the output projection the
-one whose input *is* what the heads put out.
+Two rows of eight tokens go through the decoder: distinct tokens, and one repeated token. Values
+decide: the value projection is the module that outputs V, the output projection the one that takes
+the heads' outputs.
 """
 
 import contextlib
@@ -90,17 +89,18 @@ class _Observer:
     def attention(self, call: AttentionCall) -> None:
         if self._call is not None or self._name(call.module) in {x.attention for x in self.layers}:
             raise UsageError(
-                f"{type(call.module).__name__} attends more than once in one pass (shared or "
-                "nested layers); kvprof does not support that"
+                f"{type(call.module).__name__} is not supported: it attends more than once per "
+                "forward pass (shared or nested layers)"
             )
         if getattr(call.module, "is_causal", True) is False:
             raise UsageError(
-                f"{type(call.module).__name__} attends to later tokens too: the model is no decoder"
+                f"{type(call.module).__name__} is not supported: it attends to later tokens, so "
+                "the model is not a decoder"
             )
         if call.key.shape[2] != call.query.shape[2]:
             raise UsageError(
                 f"{self._architecture} is not supported: it attends to {call.key.shape[2]} keys "
-                f"of {call.query.shape[2]} tokens, and not to one of each"
+                f"for {call.query.shape[2]} tokens"
             )
         self._call = call
         self._before = len(self._events)
@@ -125,7 +125,7 @@ class _Observer:
         if heads % kv_heads or call.key.shape[1] != kv_heads:
             raise UsageError(
                 f"{type(call.module).__name__} has {heads} query, {call.key.shape[1]} key and "
-                f"{kv_heads} value heads; kvprof needs whole groups of query heads per KV head"
+                f"{kv_heads} value heads; query heads must divide evenly among KV heads"
             )
         if not self.layers:
             self._learned = bool(before) and _differs_by_position(before[0][1])
@@ -309,8 +309,8 @@ def inspect_layout(model: PreTrainedModel) -> ModelLayout:
         raise UsageError(refusal(model))
     if len(layers) != expected:
         raise UsageError(
-            f"{name} is not supported: only {len(layers)} of its {expected} layers attend through "
-            "transformers' attention interface (a hybrid model has no Q, K and V in the others)"
+            f"{name} is not supported: only {len(layers)} of its {expected} layers use "
+            "transformers' attention interface (a hybrid model?)"
         )
     return ModelLayout(layers, hidden_size, name)
 
@@ -328,10 +328,7 @@ _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def model_class(config: Any) -> Any:
-    """Return what builds a config's model: its decoder with a head, and what it sees or hears with.
-
-    ``AutoModel`` where transformers knows no head for it.
-    """
+    """Return the class that builds a config's model; ``AutoModel`` for unknown heads."""
     with_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     alone = with_code or type(config) in AutoModelForCausalLM._model_mapping
     around = config.get_text_config(decoder=True) is not config

@@ -18,8 +18,7 @@ def output_slices(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Te
     facts = layout.layers[layer]
     if facts.output_projection is None:
         raise UsageError(
-            f"{layout.architecture}: what its heads put out does not go straight into an output "
-            "projection, so W_O has no slice per head (pair vo is not defined)"
+            f"{layout.architecture}: pair vo is not defined: head outputs do not enter W_O directly"
         )
     module = model.get_submodule(facts.attention).get_submodule(facts.output_projection)
     matrix = projection_matrix(module, facts.num_heads * facts.v_head_dim)
@@ -31,13 +30,13 @@ def value_weight(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Ten
     facts = layout.layers[layer]
     if facts.mla:
         raise UsageError(
-            f"{layout.architecture} has multi-head latent attention: V is expanded from a latent, "
-            "so there is no weight from the hidden state to V (pair w_v is not defined)"
+            f"{layout.architecture}: pair w_v is not defined: multi-head latent attention expands "
+            "V from a latent"
         )
     if facts.value_projection is None:
         raise UsageError(
-            f"{layout.architecture}: V is not a plain projection of the layer's input "
-            "(pair w_v is not defined)"
+            f"{layout.architecture}: pair w_v is not defined: V is not a linear projection of the "
+            "layer's input"
         )
     module = model.get_submodule(facts.attention).get_submodule(facts.value_projection)
     matrix = projection_matrix(module, layout.hidden_size)
@@ -54,7 +53,7 @@ def head_columns(
 ) -> tuple[str, Tensor]:
     """Find the output columns of heads of Q, K or V, and the projection that they are in."""
     if facts.value_projection is None:
-        raise UsageError(f"layer {facts.index} has no plain projection of {kind.upper()}")
+        raise UsageError(f"layer {facts.index} has no linear projection of {kind.upper()}")
     qk, v = facts.qk_head_dim, facts.v_head_dim
     width = v if kind == "v" else qk
     attention = model.get_submodule(facts.attention)
@@ -78,7 +77,7 @@ def head_columns(
         name = stem if kind == "v" else stem.replace("v_proj", f"{kind}_proj")
         if kind != "v" and (name == stem or not hasattr(attention, name)):
             raise UsageError(
-                f"layer {facts.index}: its projection of {kind.upper()} cannot be found beside "
+                f"layer {facts.index}: its projection of {kind.upper()} was not found next to "
                 f"{stem}"
             )
         starts = [h * width for h in heads]

@@ -20,11 +20,7 @@ __all__ = [
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter once, in the module tree's order, with its values present.
-
-    A tied parameter comes once, under the name it is stored by. An offloaded module is brought in
-    for the time of its own turn, so that memory stays at one module's weights.
-    """
+    """Yield every parameter once, loading offloaded modules one at a time."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -52,8 +48,8 @@ def check_finite(model: PreTrainedModel, spec: str) -> None:
         if not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all():
             kind = "NaN" if values.isnan().any() else "infinite"
             raise FailedError(
-                f"{spec}: the weight {name} holds {kind} values; the checkpoint is damaged, or "
-                f"{str(weight.dtype).removeprefix('torch.')} is too narrow for it"
+                f"{spec}: the weight {name} contains {kind} values; the checkpoint is damaged or "
+                f"{str(weight.dtype).removeprefix('torch.')} is too narrow"
             )
 
 
@@ -91,7 +87,7 @@ def compute_device(module: nn.Module) -> torch.device:
             with align_module_device(part):
                 device: torch.device = next(part.parameters(recurse=False)).device
                 return device
-    raise FailedError(f"{type(module).__name__} has no weights, so nothing says where it computes")
+    raise FailedError(f"{type(module).__name__} has no weights, so its device is unknown")
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

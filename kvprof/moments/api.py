@@ -80,13 +80,13 @@ def plan(
     source = parse_source(str(calibrate), what="calibrate") if calibrate is not None else None
     calibrator = Calibrator(loaded, CalibrationOptions(source, seq_len=length))
     if removed is not None and not has_removal_rate(method, **options):
-        raise UsageError(f"{method} has no removal rate; give rate")
+        raise UsageError(f"{method} has no removal rate; use rate")
     family = calibrator.family(method, **options)
     if removed is None:
         tokens = context or max(1, length * 3 // 4)
         return plan_for_rate(family, share, tokens)
     if family.knob != KNOBS["removal"]:
-        raise UsageError(f"{method} has no removal rate; give rate")
+        raise UsageError(f"{method} has no removal rate; use rate")
     return plan_at(family, removed)
 
 

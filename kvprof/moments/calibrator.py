@@ -69,12 +69,13 @@ class CalibrationOptions:
             return
         if self.source.kind is SourceKind.MOMENTS:
             raise UsageError(
-                f"{self.source.name}: saved moments have a fixed token count; leave "
-                "out --calibrate-tokens"
+                f"{self.source.name}: saved moments have a fixed token count; leave out "
+                "--calibrate-tokens"
             )
         if self.source.tokens is not None:
             raise UsageError(
-                f"{self.source.describe()} and {self.tokens:,} tokens both give a count; give one"
+                f"both {self.source.describe()} and --calibrate-tokens {self.tokens:,} give a "
+                "count; use one"
             )
 
 
@@ -155,11 +156,7 @@ class MomentStore:
         return self._file
 
     def wanted(self, needs: CalibrationNeeds) -> int:
-        """Return how many tokens a method is calibrated on where its source has as many.
-
-        What the user says, else the paper's own count; else `DEFAULT_TOKENS`, and for joint moments
-        `_PER_COLUMN` for each column of the widest Gram matrix.
-        """
+        """Return a method's calibration tokens: the user's, the paper's or the default."""
         if self._options.tokens is not None:
             return self._options.tokens
         source = self._options.source
@@ -187,7 +184,7 @@ class MomentStore:
         if seen < self.width(needs):
             found.append(
                 f"{method}: {seen:,} calibration tokens are fewer than {self.width(needs):,} "
-                "columns, so the last directions are arbitrary; give more"
+                "columns, so the last directions are arbitrary; use more"
             )
         return found
 
@@ -327,7 +324,7 @@ class Calibrator:
         form = options.pop("fisher_form", None)
         if form is not None and (allocation != "fisher" or form not in FISHER_FORMS):
             raise UsageError(
-                f"fisher_form {form!r}: requires allocation fisher, and one of "
+                f"fisher_form {form!r} requires allocation fisher and one of "
                 f"{', '.join(FISHER_FORMS)}"
             )
         needs = calibration_needs(method, **options)
@@ -374,10 +371,7 @@ class Calibrator:
     # Fisher information and sensitivities.
 
     def text(self, most: int, longest: int) -> CalibrationTokens:
-        """Read at most so many tokens of text, in sequences that several kinds of text fit in.
-
-        Of the user's text, or of the embedded calibration split where that is none.
-        """
+        """Read at most so many tokens of the user's text, or of the embedded calibration split."""
         source = self._options.source
         if source is None or source.kind in (SourceKind.RANDOM, SourceKind.MOMENTS):
             source = parse_source("calibration")
@@ -390,7 +384,7 @@ class Calibrator:
         family = plan_family(base, inputs, **without_allocation(base, own))
         if not family.targets or family.at_ranks is None:
             raise UsageError(
-                f"{base} allocates no ranks; leave out --allocation {own['allocation']}"
+                f"{base} does not allocate ranks; leave out --allocation {own['allocation']}"
             )
         return family
 
@@ -409,15 +403,15 @@ class Calibrator:
                     should_stop=self._should_stop,
                 )
             if weights is None:
-                raise Interrupted("interrupted while taking gradients")
+                raise Interrupted("interrupted while computing gradients")
             self._fisher[key] = weights, {"form": form, **_about(text)}
         weights, made = self._fisher[key]
         notes = []
         if made["tokens"] < max(wanted, asked or 0):
-            whose = "asked for" if self._options.tokens == max(wanted, asked or 0) else "wanted"
+            whose = "requested" if self._options.tokens == max(wanted, asked or 0) else "wanted"
             notes.append(
-                f"Fisher information was taken on {made['tokens']:,} tokens of {made['source']}, "
-                f"not {max(wanted, asked or 0):,} ({whose})"
+                f"Fisher information was computed on {made['tokens']:,} tokens of "
+                f"{made['source']}, not {max(wanted, asked or 0):,} ({whose})"
             )
         inputs = replace(inputs, fisher=weights, made={**inputs.made, "fisher": made})
         return self._noted(inputs, notes)
@@ -440,7 +434,7 @@ class Calibrator:
                     should_stop=self._should_stop,
                 )
             if moments is None:
-                raise Interrupted("interrupted while taking gradients")
+                raise Interrupted("interrupted while computing gradients")
             self._loss[key] = moments, _about(text)
         moments, made = self._loss[key]
         return replace(inputs, loss=moments, made={**inputs.made, "loss": made})

@@ -119,13 +119,7 @@ class CollectOptions:
 
 
 class PassAbandoned(Exception):
-    """A pass was left in the middle of a batch, and what it counted is of no use.
-
-    Attributes
-    ----------
-    tokens : int
-        Of the batches before.
-    """
+    """A pass was stopped; `tokens` counts the complete batches before."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"after {tokens:,} tokens")
@@ -224,10 +218,7 @@ def empty_moments(
 
 
 def count_tokens(loaded: OpenedModel, source: Source, options: CollectOptions) -> int:
-    """Return how many tokens a pass will see, before anything is run.
-
-    Tokenising is cheap beside the forward pass: a text that is too short is found out now.
-    """
+    """Return how many tokens a pass will see, so that a short text fails early."""
     if options.seq_len > loaded.context_length:
         raise UsageError(
             f"--seq-len {options.seq_len:,} exceeds the context of {loaded.spec}, "
@@ -264,11 +255,7 @@ def collect_moments(
     should_stop: Callable[[], bool] = lambda: False,
     abandon: Callable[[], bool] | None = None,
 ) -> Iterator[Moments]:
-    """Stream the moments of `source` in one pass and yield them at each snapshot and at the end.
-
-    The moments of one layer are accumulated in float64 on the device that computes the layer
-    (FDC §5.1 and ZACK §4.3 stack all vectors instead; the Gram matrix is the same).
-    """
+    """Yield the moments of `source` at each snapshot and at the end, in float64."""
     moments = empty_moments(
         loaded,
         pre_rope=options.pre_rope,
@@ -339,7 +326,7 @@ def collect_moments(
                 moments.complete = False
                 break
     if not moments.tokens:
-        raise UsageError("no tokens are left; lower --skip-first or give more text")
+        raise UsageError("no tokens remain; lower --skip-first or give more text")
     _check_finite(loaded, moments)
     yield moments
 
@@ -359,16 +346,16 @@ def _prefix(loaded: LoadedModel, source: Source) -> str:
     if source.kind in (SourceKind.TEXT, SourceKind.EMBEDDED) or source.name == RANDOM[1]:
         tokenizer = loaded.tokenizer()
         if model_tokens(loaded).prefix():
-            return f"{tokenizer.bos_token}, as the tokenizer adds it"
-        return "nothing; the tokenizer adds none"
-    return "nothing (ids as they are)"
+            return f"{tokenizer.bos_token} (added by the tokenizer)"
+        return "nothing (the tokenizer adds none)"
+    return "nothing (token ids are used unchanged)"
 
 
 def _info(loaded: LoadedModel, source: Source, options: CollectOptions) -> dict[str, Any]:
     """Return what a reader needs to repeat the pass."""
     labels = []
     if any(layer.mla for layer in loaded.layout.layers):
-        labels.append("MLA: spectra of the expanded heads; the cache itself holds a latent")
+        labels.append("MLA: spectra are of the expanded heads; the cache itself stores a latent")
     return {
         "model": loaded.spec,
         "architecture": loaded.layout.architecture,
@@ -396,16 +383,13 @@ def _check_finite(loaded: LoadedModel, moments: Moments) -> None:
         for key in layer.rest:
             if not bool(torch.isfinite(layer.gram(key)).all()):
                 raise FailedError(
-                    f"{loaded.spec}: {key} of layer {index} is not finite; try --dtype float32, "
+                    f"{loaded.spec}: {key} of layer {index} is not finite; use --dtype float32, "
                     "or check the weights"
                 )
 
 
 def undefined_pairs(layout: ModelLayout) -> tuple[str, ...]:
-    """Return the pairs that a model does not have, in the order of `PAIRS`.
-
-    ``vo`` needs a slice of W_O per head, ``w_v`` a plain projection of the layer's input.
-    """
+    """Return the pairs that a model does not have, in the order of `PAIRS`."""
     lacking = {
         "vo": any(layer.output_projection is None for layer in layout.layers),
         "w_v": any(layer.mla or layer.value_projection is None for layer in layout.layers),
@@ -420,17 +404,12 @@ def undefined_pairs(layout: ModelLayout) -> tuple[str, ...]:
 def capture(
     loaded: LoadedModel, receive: Callable[[Tap], None], *, pre_rope: bool = False
 ) -> Iterator[None]:
-    """Hand every layer's Q, K and V to `receive` while the body runs the model.
-
-    The model's output does not change, and its attention is put back afterwards, also after an
-    exception. At the end of each forward pass every layer is proven to have been seen.
-    """
+    """Pass every layer's Q, K and V to `receive` while the body runs the model unchanged."""
     layout = loaded.layout
     if pre_rope and any(layer.rotary_offset is None for layer in layout.layers):
         raise UsageError(
-            f"{layout.architecture}: Q and K before RoPE cannot be had (it rotates in a way of its "
-            "own); leave out the pairs q_pre and k_pre, and methods that store K before RoPE "
-            "(palu, kvtc, xkv)"
+            f"{layout.architecture}: Q and K before RoPE cannot be captured; leave out the pairs "
+            "q_pre and k_pre and methods that store K before RoPE (palu, kvtc, xkv)"
         )
     indices = {id(loaded.model.get_submodule(x.attention)): x.index for x in layout.layers}
     seen: set[int] = set()
@@ -439,7 +418,7 @@ def capture(
         facts = layout.layers[indices[id(call.module)]]
         if call.key.shape[2] != call.query.shape[2]:
             raise UsageError(
-                f"capture saw {call.key.shape[2]} keys for {call.query.shape[2]} queries: run the "
+                f"captured {call.key.shape[2]} keys for {call.query.shape[2]} queries; run the "
                 "model without a cache (use_cache=False)"
             )
         seen.add(facts.index)
@@ -461,8 +440,8 @@ def capture(
         if len(seen) != len(layout.layers):
             missing = next(x.index for x in layout.layers if x.index not in seen)
             raise FailedError(
-                f"{layout.architecture}: a forward pass left layer {missing} untapped; nothing "
-                "that was captured can be trusted"
+                f"{layout.architecture}: layer {missing} was not captured in a forward pass; the "
+                "capture is incomplete"
             )
 
     decoder = text_decoder(loaded.model)
@@ -475,10 +454,6 @@ def capture(
 
 
 def run_batch(loaded: LoadedModel, input_ids: Tensor) -> None:
-    """Run a batch of full sequences through the decoder, without a cache and without logits.
-
-    The head is left out: 8k tokens times a vocabulary of 128k would cost more memory than the
-    moments of the whole model.
-    """
+    """Run a batch of full sequences through the decoder, without cache and logits."""
     with torch.inference_mode():
         text_decoder(loaded.model)(input_ids=input_ids.to(loaded.device), use_cache=False)

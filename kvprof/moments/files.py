@@ -65,7 +65,7 @@ def load_moments(path: Path, *, fingerprint: str | None = None) -> Moments:
     )
     try:
         if not _count(metadata, "tokens"):
-            raise ValueError("it is of no token")
+            raise ValueError("it was collected from no tokens")
         layers = _layers(tensors, _count(metadata, "layers"))
         for index, layer in enumerate(layers):
             _check(f"layer {index}", layer)
@@ -84,8 +84,8 @@ def load_moments(path: Path, *, fingerprint: str | None = None) -> Moments:
         moments.info["labels"] = [*moments.info.get("labels", []), FORMER_NOTE]
     if fingerprint is not None and other_model(moments.fingerprint, fingerprint):
         raise UsageError(
-            f"{path.name}: moments of {moments.info.get('model', 'another model')} "
-            f"({moments.fingerprint[:12]}), not of the model given ({fingerprint[:12]})"
+            f"{path.name} contains moments of {moments.info.get('model', 'another model')} "
+            f"({moments.fingerprint[:12]}), not of this model ({fingerprint[:12]})"
         )
     return moments
 
@@ -96,12 +96,12 @@ def _layers(tensors: dict[str, Tensor], count: int) -> list[LayerMoments]:
     for name, value in tensors.items():
         start, number, key = name.split(".", 2)
         if start != "layers":
-            raise ValueError(f"{name} is no tensor of moments")
+            raise ValueError(f"{name} is not a tensor of moments")
         parts.setdefault(number, {})[key] = value
     if count < 1 or set(parts) != {str(index) for index in range(len(parts))}:
-        raise ValueError(f"it has moments of the layers {', '.join(sorted(parts)[:8])} alone")
+        raise ValueError(f"it has only the layers {', '.join(sorted(parts)[:8])}")
     if count != len(parts):
-        raise ValueError(f"it is said to be of {count:,} layers and has {len(parts):,}")
+        raise ValueError(f"it declares {count:,} layers and has {len(parts):,}")
     return [_layer(parts[str(index)]) for index in range(count)]
 
 
@@ -116,7 +116,7 @@ def _layer(own: dict[str, Tensor]) -> LayerMoments:
     if "pairs" in own:
         rows = own["pairs"]
         if rows.dim() != 2 or len(rows) != 4 or bool((rows[:2] < 0).any()):
-            raise ValueError("its rotary pairs are none")
+            raise ValueError("its rotary pairs are invalid")
         turned = rows[:, rows[0] != rows[1]]  # a layer without RoPE has one row of zeros
         first, second, sign, column = turned
         pairs = RotaryPairs(first.long(), second.long(), sign.double(), column.long())
@@ -136,57 +136,57 @@ def _layer(own: dict[str, Tensor]) -> LayerMoments:
 def _check(name: str, layer: LayerMoments) -> None:
     """Refuse what no layer's moments are: other code divides by them and takes their roots."""
     if not layer.rest.keys() >= {"q", "k", "v"} or layer.rest.keys() != layer.first.keys():
-        raise ValueError(f"{name} lacks moments of Q, K or V, of its first tokens or of the others")
+        raise ValueError(f"{name} lacks moments of Q, K or V for the first or the other tokens")
     unknown = (layer.rest.keys() - _KEYS) | (layer.magnitudes.keys() - {"k", "v"})
     if unknown:
-        raise ValueError(f"{name}: {min(unknown)[:40]!r} is no kind of moments")
+        raise ValueError(f"{name}: {min(unknown)[:40]!r} is not a known kind of moments")
     weights = {name: one for name in ("c_o", "c_wv") if (one := getattr(layer, name)) is not None}
     for key, gram in (*layer.rest.items(), *layer.first.items(), *weights.items()):
         if gram.dim() != 3 or gram.shape[1] != gram.shape[2] or gram.dtype != torch.float64:
-            raise ValueError(f"{name}: {key} is {tuple(gram.shape)}, no square matrices by head")
+            raise ValueError(f"{name}: {key} {tuple(gram.shape)} is not a square matrix per head")
         if bool((gram.diagonal(dim1=1, dim2=2) < 0).any()):
-            raise ValueError(f"{name}: {key} holds a square below zero")
+            raise ValueError(f"{name}: {key} has a negative diagonal")
     for key, gram in layer.rest.items():
         if gram.shape != layer.first[key].shape:
-            raise ValueError(f"{name}: {key} differs in shape between its first tokens and others")
+            raise ValueError(f"{name}: {key} differs in shape between first and other tokens")
     for key, counts in layer.magnitudes.items():
         shape = (len(layer.rest[key]), empty_counts(1, counts.device).shape[1])
         if counts.shape != shape or counts.dtype != torch.float64 or bool((counts < 0).any()):
-            raise ValueError(f"{name}: {key[:40]!r} has magnitudes that are no counts by head")
+            raise ValueError(f"{name}: {key[:40]!r} has invalid magnitude counts")
     if (layer.pairs is None) is not (layer.cross is None) or (layer.cross is None) is not (
         layer.table is None
     ):
-        raise ValueError(f"{name} lacks a part of its keys' moments against positions")
+        raise ValueError(f"{name} lacks a part of the key means by position")
     if layer.cross is not None and layer.table is not None and layer.pairs is not None:
         width, size = layer.rest["k"].shape[-1], 2 * layer.pairs.count + 1
         shapes = (tuple(layer.cross.shape), tuple(layer.table.shape))
         inside = all(bool((x < width).all()) for x in (layer.pairs.first, layer.pairs.second))
         if shapes != ((len(layer.rest["k"]), width, size), (size, size)) or not inside:
-            raise ValueError(f"{name}: its keys' moments against positions have another shape")
+            raise ValueError(f"{name}: the key means by position have the wrong shape")
     if layer.cross is not None and "v" not in layer.sums:
         raise ValueError(f"{name} lacks the sum of its values")
     for key, total in layer.sums.items():
         if key not in layer.rest or total.shape != layer.rest[key].shape[:2]:
-            raise ValueError(f"{name}: {key[:40]!r} has a sum of another shape")
+            raise ValueError(f"{name}: the sum of {key[:40]!r} has the wrong shape")
     heads = {key: len(gram) for key, gram in {**layer.rest, **weights}.items() if key in _KV_HEADS}
     queries = {len(layer.rest[key]) for key in ("q", "q_pre", "o") if key in layer.rest}
     if len(set(heads.values())) > 1 or any(
         count % own for count in queries for own in heads.values()
     ):
-        raise ValueError(f"{name}: the heads of its moments do not go together")
+        raise ValueError(f"{name}: the numbers of heads are inconsistent")
 
 
 def _count(metadata: dict[str, str], key: str) -> int:
     text = metadata[key]
     if not text.isdecimal() or not text.isascii() or len(text) > _MOST_DIGITS:
-        raise ValueError(f"{key} is {text[:40]!r}, no count")
+        raise ValueError(f"{key} is {text[:40]!r}, not a count")
     return int(text)
 
 
 def _info(text: str) -> dict[str, Any]:
     info = parse_json(text)
     if not isinstance(info, dict):
-        raise ValueError("what it says of its data is no table")
+        raise ValueError("its description of the data is not a JSON object")
     words = {key: isinstance(info.get(key, ""), str) for key in ("model", "source")}
     counts = {
         key: type(info.get(key, 0)) is int and info.get(key, 0) >= 0
@@ -196,5 +196,5 @@ def _info(text: str) -> dict[str, Any]:
     listed = isinstance(labels, list) and all(isinstance(one, str) for one in labels)
     for key, fits in {**words, **counts, "labels": listed}.items():
         if not fits:
-            raise ValueError(f"{key} cannot be {str(info[key])[:40]!r}")
+            raise ValueError(f"{key} has an invalid value: {str(info[key])[:40]!r}")
     return info

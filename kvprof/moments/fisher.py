@@ -44,7 +44,7 @@ def fisher_information(
     written, and ``requires_grad`` is put back, also after an exception.
     """
     if form not in FISHER_FORMS:
-        raise UsageError(f"fisher_form {form!r}: give one of {', '.join(FISHER_FORMS)}")
+        raise UsageError(f"fisher_form {form!r}: use {', '.join(FISHER_FORMS)}")
     heads = _head_columns(loaded)
     weights = {name: _weight(loaded, name) for name, _ in heads.values()}
     squares: dict[str, Tensor] = {}
@@ -83,13 +83,13 @@ def _weight(loaded: LoadedModel, name: str) -> nn.Parameter:
     plain = type(module) is nn.Linear or isinstance(module, Conv1D)
     if not plain or not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
         raise UsageError(
-            f"{loaded.spec}: {name} ({type(module).__name__}) has no gradient; choose another "
+            f"{loaded.spec}: {name} ({type(module).__name__}) has no gradient; use another "
             "--allocation"
         )
     if weight.is_meta:
         raise UsageError(
-            f"{loaded.spec}: {name} is offloaded and has no gradient; choose another --allocation "
-            "or --device"
+            f"{loaded.spec}: {name} is offloaded and has no gradient; use another --allocation or "
+            "--device"
         )
     return weight
 
@@ -135,7 +135,7 @@ def _per_head(
         figure = float(part.sum() if form == "paper" else part.sqrt().mean())
         if not figure < float("inf"):
             raise FailedError(
-                f"{loaded.spec}: the gradient of {name} is not finite; try --dtype float32"
+                f"{loaded.spec}: the gradient of {name} is not finite; use --dtype float32"
             )
         found[side][layer].append(figure)
     return found

@@ -1,9 +1,7 @@
-"""What errors in stored keys and values cost the next token, from one backward pass per sequence.
+"""Measure what errors in stored keys and values cost, by one backward pass per sequence.
 
-`kvprof.moments.sensitivity` cuts one head after the other, a pass over the text each, and finds
-one figure per head. Gradients find a matrix per head: which directions matter too. Attention is
-gone through by hand here, because only those reads count that find a token as it is stored: its
-own neighbours read it from the exact window.
+Gradients give a matrix per head, so directions count. Attention is traced by hand, because a
+token's neighbours in the window read it uncompressed and must not count.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,7 +45,7 @@ def loss_moments(
     for name, weight in loaded.model.named_parameters():
         if weight.is_meta:
             raise UsageError(
-                f"{loaded.spec}: {name} is offloaded and has no gradient; choose another "
+                f"{loaded.spec}: {name} is offloaded and has no gradient; use another "
                 "--allocation or --device"
             )
     layers = loaded.layout.layers
@@ -86,11 +84,7 @@ def loss_moments(
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """One layer's attention over one sequence, and the gradient at what its heads put out.
-
-    ``query`` and ``slope`` are ``[num_kv_heads, G, T, d]``, ``key`` and ``value`` ``[num_kv_heads,
-    T, d]``.
-    """
+    """One layer's attention over one sequence, and the gradient at its heads' outputs."""
 
     facts: LayerLayout
     call: AttentionCall
@@ -169,7 +163,7 @@ def _gradients(loaded: LoadedModel, read: _Read, sink: int, window: int) -> tupl
         again = chances @ read.value[head].float()
         if not bool((again - output).norm() <= _DEVIATION * output.float().norm()):
             raise UsageError(
-                f"{loaded.spec}: the attention of layer {facts.index} cannot be traced; choose "
+                f"{loaded.spec}: the attention of layer {facts.index} cannot be traced; use "
                 "another --allocation"
             )
         wide = slope.float()
@@ -194,6 +188,6 @@ def _seen(read: _Read, place: Tensor) -> Tensor:
 def _finite(loaded: LoadedModel, moment: Tensor, layer: int) -> Tensor:
     if not bool(moment.isfinite().all()):
         raise FailedError(
-            f"{loaded.spec}: the gradient at layer {layer} is not finite; try --dtype float32"
+            f"{loaded.spec}: the gradient at layer {layer} is not finite; use --dtype float32"
         )
     return moment.cpu()

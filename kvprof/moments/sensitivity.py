@@ -1,7 +1,6 @@
-"""How much of the next token is lost per unit of predicted error, head by head and pair by pair.
+"""Measure the loss of the next token per unit of predicted error, per head and pair.
 
-The weights of the allocation ``budget``: cut one target, keep all others, and see what the model's
-prediction does. Two heads with the same predicted error can differ by orders of magnitude in it.
+These are the weights of ``--allocation budget``: one target is truncated at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +63,7 @@ def measure_sensitivities(
     let the allocation take everything from that head.
     """
     if not batches:
-        raise UsageError("sensitivities require text of two tokens or more")
+        raise UsageError("sensitivities require text of at least two tokens")
     assert family.at_ranks is not None  # the caller has looked
     exact = [_logits(loaded, ids) for ids in batches]
     whole = [target.width for target in family.targets]
@@ -89,10 +88,7 @@ def measure_sensitivities(
 
 
 def probe_rank(target: RankTarget) -> int:
-    """Return the rank that a target is cut to: half its width, less where that loses nothing.
-
-    The singular values of few tokens may end before half the width.
-    """
+    """Return the rank to truncate a target to: half its width, or less if that loses nothing."""
     rank = share_of(target.width, PROBE_SHARE)
     while rank > 1 and float(target.errors[rank]) <= _NO_ERROR * float(target.errors[0]):
         rank -= 1
@@ -100,11 +96,7 @@ def probe_rank(target: RankTarget) -> int:
 
 
 def _alone(plan: Plan, loaded: LoadedModel, target: RankTarget | None) -> Plan:
-    """Return the plan with everything but one target's layer and side as the model stores it.
-
-    What else a plan does (token levels, exact prefill) would hide the cut or add to it: a lazy plan
-    shows nothing at all in a pass without a past.
-    """
+    """Return the plan with one target compressed and everything else uncompressed."""
     levels = len(plan.levels.shares)
     layers = []
     for facts, layer in zip(loaded.layout.layers, plan.layers, strict=True):
@@ -145,7 +137,7 @@ def _divergence(
                 total += _kl(p, q)
     mean = float(total) / sum(ids.numel() for ids in batches)
     if not mean < float("inf"):
-        raise FailedError(f"{loaded.spec}: the divergence is not finite; try --dtype float32")
+        raise FailedError(f"{loaded.spec}: the KL divergence is not finite; use --dtype float32")
     return mean
 
 

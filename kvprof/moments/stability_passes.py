@@ -46,13 +46,7 @@ class Pass:
 
 
 def plan_passes(plan: StudyPlan) -> list[Pass]:
-    """Return the passes of a study, ordered so that an interrupted one can still be judged.
-
-    A dataset comes first: behind it, every count that the source has reached can be compared.
-
-    Random tokens against random tokens with another seed is the noise floor and always among
-    them: the seeds of the source when it is random, two passes of their own else.
-    """
+    """Return a study's passes, ordered so that an interrupted study can still be judged."""
     random = Source(SourceKind.RANDOM, "random")
     seeds = plan.seeds if plan.source.kind is SourceKind.RANDOM else plan.seeds[:1]
     sweep = (plan.seq_len, plan.counts[-1], plan.counts)
@@ -113,9 +107,9 @@ def _saved_warnings(name: str, moments: Moments) -> list[str]:
     """Return what makes saved moments differ from a pass that would be run now."""
     warnings = []
     if not moments.complete:
-        warnings.append(f"{name}: saved by a run that was interrupted at {moments.tokens:,} tokens")
+        warnings.append(f"{name}: from a run that was interrupted at {moments.tokens:,} tokens")
     if skipped := moments.info.get("skip_first"):
-        warnings.append(f"{name}: without the first {skipped} positions of each sequence")
+        warnings.append(f"{name}: excludes the first {skipped} positions of each sequence")
     return warnings
 
 

@@ -118,12 +118,7 @@ def check_separate(
     sources: Iterable[Source] = (),
     samples: Iterable[Sample] = (),
 ) -> None:
-    """Make sure that a plan is not evaluated on the data that it was calibrated on.
-
-    Compared are files, and the token ids themselves: runs of 32 tokens that both hold, so that the
-    same text is found under another name and cut into other sequences. The embedded ``prose``,
-    ``code`` and ``tasks`` mean different splits on the two sides and never clash.
-    """
+    """Refuse to evaluate a plan on its calibration data: same files, or runs of 32 tokens."""
     made = calibrated.made if isinstance(calibrated, Plan) else calibrated
     data = [made[part] for part in ("calibration", "fisher", "sensitivity") if part in made]
     evaluated = list(samples)
@@ -150,11 +145,7 @@ def check_separate(
 
 
 def chosen_on(made: Mapping[str, Any], samples: Iterable[Sample]) -> list[str]:
-    """Say of which evaluation data a plan's settings were chosen by (``budget``), in words.
-
-    Whoever chooses among hundreds of settings by what they cost on a text chooses a little for that
-    text. It is no calibration, so it is not refused: the figures of the whole were measured there.
-    """
+    """Return a warning if a plan's settings were chosen on the evaluation data (``budget``)."""
     cells = made.get("cells") or {}
     found = []
     for sample in samples:
@@ -180,11 +171,7 @@ def content_digest(sequences: Sequence[NDArray[np.int64]]) -> str:
 
 
 def content_sketch(sequences: Sequence[NDArray[np.int64]]) -> str:
-    """Return the smallest hashes of all runs of 32 tokens, as hexadecimal digits.
-
-    A bottom-k sketch: whatever part of a text it stands for, the same runs have the same hashes in
-    another text, wherever they begin there.
-    """
+    """Return a bottom-k sketch of all runs of 32 tokens, as hexadecimal digits."""
     return _hashes(sequences)[:_KEPT].astype(">u4").tobytes().hex()
 
 

@@ -93,10 +93,7 @@ def _stand_ins(layout: ModelLayout, needs: CalibrationNeeds) -> list[LayerMoment
 
 
 def _stand_in(layer: LayerLayout, shapes: Mapping[str, tuple[int, int]]) -> LayerMoments:
-    """Return moments whose predicted errors fall along one curve, strictly convex, for every head.
-
-    Then the next step of the grid is worth most where fewest have been taken.
-    """
+    """Return moments with the same strictly convex error curve for every head."""
 
     def falling(heads: int, width: int, power: float) -> Tensor:
         energies = torch.arange(width, 0, -1, dtype=torch.float64) / width

@@ -222,7 +222,7 @@ def _why_unsure_of_load(result: Row, row: Row | None) -> str | None:
     for one in (base, row):
         if one is not None and None in one["largest_rate_interval"]:
             where = "below" if one["largest_rate_interval"][0] is None else "above"
-            return f"{one['method']}: no measured rate surely lies {where} its largest"
+            return f"{one['method']}: no tested rate is clearly {where} its largest rate"
     return None
 
 

@@ -144,7 +144,7 @@ class Evaluation(Accuracy):
 
     method: Annotated[str, Keyed()]
     rate: Annotated[float, Compared("higher")] = Field(
-        description="1 - bytes(plan) / bytes(full width), everything counted, at `context` tokens."
+        description="1 - bytes(plan) / bytes(uncompressed), all counted, at `context` tokens."
     )
     bytes_per_token: Annotated[float, Compared("lower", headline=True, exact=True)] = Field(
         description="Of the account, over all layers, one sequence."

@@ -37,7 +37,7 @@ class Decoding(Part):
     """How decoding steps were launched where all layers run on kvprof's kernels on a GPU."""
 
     replayed_steps: int = Field(ge=0, description="As CUDA graphs.")
-    graph_bytes: int = Field(ge=0, description="GPU memory of the graph, beside the cache.")
+    graph_bytes: int = Field(ge=0, description="GPU memory of the graph, in addition to the cache.")
     reason: str | None = Field(description="Why steps cannot be captured.")
 
 

@@ -101,7 +101,7 @@ class Plan(Part):
     bytes: Bytes
     bytes_per_token: float
     rate: Annotated[float, Compared("higher", headline=True, exact=True)] = Field(
-        description="1 - bytes(plan) / bytes(full width)."
+        description="1 - bytes(plan) / bytes(uncompressed)."
     )
     compression_ratio: float
     dim_rate: Annotated[float, Compared("higher", exact=True)] = Field(
@@ -130,7 +130,7 @@ class Plan(Part):
         description="Weight to the number of layers in which a basis is folded into it."
     )
     online: dict[str, Positive] = Field(
-        description="What runs beside the model's own work, to the number of layers."
+        description="What runs in addition to the model's own work, to the number of layers."
     )
     rounding: Rounding | None = Field(
         description="Null where a method has no ranks, or the plan was read from a file."
@@ -195,7 +195,7 @@ class Moved(Part):
     bytes: Annotated[Count, Compared("lower", headline=True, exact=True)] = Field(
         description="Of one sequence's cache."
     )
-    rate: float = Field(description="1 - bytes / bytes(full width), at this context.")
+    rate: float = Field(description="1 - bytes / bytes(uncompressed), at this context.")
     seconds: list[float] = Field(
         description="Over each of `links`, in their order: bytes over speed, without latency and "
         "packing."

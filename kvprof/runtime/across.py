@@ -117,10 +117,7 @@ def _move(sides: dict[str, LayerGroup], row_groups: list[RowGroup], sink: int, d
 
 
 def _own_basis(rows: Tensor, rank: int) -> Tensor:
-    """Return each sequence's first right singular vectors of ``[rows, n, w]``: ``[rows, w, rank]``.
-
-    Rows fewer than the rank have no more directions; the others are zero.
-    """
+    """Return each sequence's top right singular vectors, ``[rows, w, rank]``, padded with zeros."""
     found = torch.linalg.svd(rows, full_matrices=False).Vh[:, :rank].mT
     return torch.nn.functional.pad(found, (0, rank - found.shape[-1]))
 

@@ -91,10 +91,7 @@ class Bundle:
         return unflatten(joined, -1, (self.heads, self.head_dim)).transpose(2, 3)
 
     def rebuilt(self, latent: Tensor) -> Tensor:
-        """Return the heads that ``[rows, g, N, r']`` stand for, over their scale.
-
-        ``[rows, g, n, N, d]``.
-        """
+        """Return heads ``[rows, g, n, N, d]`` from latents ``[rows, g, N, r']``, descaled."""
         if self.up is None:
             return self.split(latent)
         with part("decompress"):
@@ -107,10 +104,7 @@ class Bundle:
 
 
 def applied(rows: Tensor, basis: Tensor) -> Tensor:
-    """Multiply rows with a basis in its own, wider dtype; returns the rows' dtype.
-
-    A basis of 16 bits is off by more than a token's own share of a channel of some hundreds.
-    """
+    """Multiply rows with a basis in its wider dtype, for large channels; return the rows' dtype."""
     return (rows.to(basis.dtype) @ basis).to(rows.dtype)
 
 
@@ -220,10 +214,7 @@ class Scoring:
 
 
 def block_scores(block: KeyBlock, queries: slice) -> Tensor:
-    """Return ``q @ k.T`` of a block, ``[rows, g, n, G, t', N]``, float32 or wider.
-
-    Scores of 16 bits are off by whole units where keys have channels of some hundreds.
-    """
+    """Return ``q @ k.T``, ``[rows, g, n, G, t', N]``, in float32 or wider."""
     query = block.query[..., queries, : block.key.shape[-1]]
     wide = torch.promote_types(query.dtype, torch.float32)
     flat = query.flatten(3, 4).to(wide) @ block.key.to(wide).mT
@@ -277,10 +268,7 @@ def slices(sides: Sequence[KeySide]) -> Iterator[slice]:
 def attend(
     keys: Sequence[KeySide], values: Sequence[ValueSide], scoring: Scoring, dtype: torch.dtype
 ) -> Tensor:
-    """Return what the heads put out, side by side, ``[rows, t, Σ_h w_h]``.
-
-    Head h is ``v_head_dim`` wide, or as wide as its group's latent where the result stays there.
-    """
+    """Return the heads' outputs, concatenated, ``[rows, t, Σ_h w_h]``."""
     done = []
     for queries in slices(keys):
         scores = logits(keys, scoring, queries)

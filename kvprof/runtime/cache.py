@@ -117,11 +117,7 @@ def _longest(plan: Plan, layer: LayerPlan, capacity: int) -> dict[_Kind, int]:
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries no types
-    """One layer's store.
-
-    `update` only takes notice of the tokens and hands K and V back; the attention function, which
-    has the queries too, attends and stores.
-    """
+    """One layer's store; `update` returns K and V unchanged, the attention function stores."""
 
     is_compileable = False
 
@@ -158,8 +154,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
         """Take notice of new tokens and return them, uncompressed and without the past."""
         if not self._compression.active:
             raise UsageError(
-                "a compressed cache works inside its own kvprof.compressed context only; "
-                "generate there, or leave past_key_values out"
+                "a compressed cache works only inside its own kvprof.compressed context; "
+                "generate there, or leave out past_key_values"
             )
         self.is_initialized = True
         self.pending = key_states.shape[-2]
@@ -269,7 +265,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
         else:
             past = self.sliding_window - 1
             lost = any(x.stored - tokens < min(x.seen - tokens, past) for x in self.row_groups)
-        return "what came before lies no longer in its sliding window" if lost else None
+        return "earlier tokens have left its sliding window" if lost else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens; with 0 let go of what is kept for that alone."""
@@ -277,7 +273,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ca
             raise UsageError(not_croppable(reason))
         if not -self.seen <= tokens_to_remove <= 0:
             raise UsageError(
-                f"{-tokens_to_remove} tokens cannot be taken back out of a cache of {self.seen}"
+                f"cannot remove {-tokens_to_remove} tokens from a cache of {self.seen}"
             )
         self.seen += tokens_to_remove
         # Rows that have none left begin anew.
@@ -296,7 +292,7 @@ def not_croppable(reason: str) -> str:
     """Say that tokens cannot be taken back, and what does not work then."""
     return (
         f"this compressed cache cannot be rolled back ({reason}), so assisted, prompt-lookup and "
-        "speculative decoding do not work with it; decode plainly"
+        "speculative decoding do not work; use plain decoding"
     )
 
 
@@ -309,13 +305,13 @@ def _lossy(plan: Plan, layer: LayerPlan) -> str | None:
         what = "codes a prompt's cache" if plan.across.at_rest else "shares latents across layers"
         return f"{plan.method} {what}"
     if plan.lazy or plan.online_bases:
-        return f"{plan.method} attends to a prompt's own tokens exactly"
+        return f"{plan.method} attends to the prompt's uncompressed tokens"
     if layer.sliding_window is not None:
         return None
     if plan.eviction is not None:
         return f"{plan.method} evicts tokens"
     if len(plan.levels.shares) > 1:
-        return f"{plan.method} cuts tokens to lower ranks as they get older"
+        return f"{plan.method} truncates tokens to lower ranks as they age"
     return None
 
 
@@ -436,27 +432,19 @@ class CompressedCache(Cache):  # type: ignore[misc]  # transformers carries no t
             self.kernels.crop(total)
 
     def activate_past_recording(self) -> None:
-        """Prepare for passes that are taken back in part (assisted decoding).
-
-        Layers with a sliding window keep what a pass pushes out of it until then. On the kernels
-        there is no room for it, so such a cache leaves them.
-        """
+        """Prepare for passes that are rolled back in part; this cache leaves the kernels."""
         if reason := next(filter(None, (layer.lossy for layer in self.layers)), None):
             raise UsageError(not_croppable(reason))
         windows = [layer for layer in self.layers if layer.sliding_window is not None]
         if self.kernels is not None and any(layer.planes is not None for layer in windows):
-            self.compression.leave_kernels(self, "tokens are taken back out of a sliding window")
+            self.compression.leave_kernels(self, "tokens are removed from a sliding window")
         for layer in windows:
             layer.record_past = True
 
     def replayed(self, tokens: int = 1) -> None:
-        """Take notice of passes that a CUDA graph has replayed.
-
-        While a pass is captured nothing is stored. A replay stores, and the device counts; the host
-        has to be told, or lengths and bytes that it reports stay behind.
-        """
+        """Count the tokens of replayed CUDA graphs on the host, which a replay does not do."""
         if self.kernels is None or any(layer.planes is None for layer in self.layers):
-            raise UsageError("only a cache that the kernels keep can be captured and replayed")
+            raise UsageError("only a cache that the kernels store can be captured and replayed")
         for layer in self.layers:
             layer.seen += tokens
         most = max(self.kernels.seen(self.get_seq_length()), default=0)

@@ -60,11 +60,7 @@ def is_timing() -> bool:
 
 @contextmanager
 def timing(clock: "Clock") -> Iterator[None]:
-    """Let a clock time the body's marks, from the body's beginning to its end.
-
-    One clock runs at a time, in one thread; the body of another `timing` inside belongs to the
-    inner clock.
-    """
+    """Time the body's marks with a clock; an inner `timing` replaces the outer one."""
     global _running
     before = _running
     clock.begin()

@@ -1,8 +1,7 @@
-"""How rows of latents are kept as tensors: plain, affine codes, codebooks, e4m3.
+"""Store rows of latents as tensors: plain, affine codes, codebooks or e4m3.
 
-A codec turns ``[..., N, r]`` into named tensors whose second to last dimension runs over tokens (or
-groups of tokens), and back. `kvprof.methods.plan` has the formulas; those of libraries are in
-`kvprof.runtime.codecs`.
+A codec turns ``[..., N, r]`` into named tensors with tokens (or groups of tokens) in the second to
+last dimension, and back. `kvprof.methods.plan` has the formulas.
 """
 
 import math
@@ -126,10 +125,7 @@ def _of_bytes(kind: torch.dtype, dtype: torch.dtype) -> Tensor:
 
 
 def _in_groups(values: Tensor, group: int | None) -> Tensor:
-    """Split rows into groups of columns, ``[..., n, group]``; None is one of the whole row.
-
-    The last group is filled up with copies, which change neither its minimum nor its maximum.
-    """
+    """Split rows into groups of columns, ``[..., n, group]``, padding the last with copies."""
     group = group or values.shape[-1]
     filler = values[..., -1:].expand(*values.shape[:-1], -values.shape[-1] % group)
     return unflatten(torch.cat([values, filler], dim=-1), -1, (-1, group))
@@ -201,10 +197,7 @@ class _Scaled(Codec):
         return rows
 
     def _grouped(self, values: Tensor) -> Tensor:
-        """Split the dimension that shares scales: ``[..., n, group, r]`` or ``[..., N, n, group]``.
-
-        As `_in_groups`, of tokens too.
-        """
+        """Split what shares scales: ``[..., n, group, r]`` or ``[..., N, n, group]``."""
         if self.by_channel:
             assert self.group is not None
             missing = -values.shape[-2] % self.group
@@ -517,21 +510,13 @@ class _LibraryCodec(Codec):
 
 @contextmanager
 def _memory_kept() -> Iterator[None]:
-    """Keep torch from handing its memory back to the GPU's driver.
-
-    HQQ asks for that three times in a call, which weights bear once; a cache calls for every token
-    and layer, and would wait for the GPU and allocate everything anew each time.
-    """
+    """Keep torch from returning GPU memory to the driver, which HQQ asks for in every call."""
     with patch.object(torch.cuda, "empty_cache", lambda: None):
         yield
 
 
 class _Hqq(_LibraryCodec):
-    """Half-quadratic: zeros are fitted so that the error's p-norm is small.
-
-    The library stops its iterations when the mean error of all that it is given stops falling, so
-    what a token becomes depends a little on the tokens that are quantised together with it.
-    """
+    """Half-quadratic quantisation: fit zero points to a small p-norm of the error, per batch."""
 
     kind = "hqq"
 

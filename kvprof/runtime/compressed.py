@@ -1,8 +1,7 @@
-"""The context in which a model runs with a plan's compressed cache.
+"""Run a model with a plan's compressed cache: ``with compressed(model, plan): ...``.
 
-``with compressed(model, plan): model.generate(...)``. Inside, the model's attention is kvprof's,
-projections carry the plan's bases, and every cache is a compressed one. Afterwards the model is
-what it was, bit for bit, also after an exception.
+Inside, the model uses kvprof's attention, folded projections and compressed caches. Afterwards it
+is restored bit for bit, also after an exception.
 """
 
 import math
@@ -204,19 +203,14 @@ def check_runs(loaded: LoadedModel, fingerprint: str | None = None) -> None:
     refuse_latent_attention(loaded.layout)
     if (reason := refusal(loaded, fingerprint)) is not None:
         # What fails for a reason of its own may fail there too.
-        takes = " (spectrum and stability take it)" if loaded.layout.unstorable else ""
+        takes = " (spectrum and stability still work)" if loaded.layout.unstorable else ""
         raise UsageError(
             f"{loaded.layout.architecture} cannot run with a compressed cache: {reason}{takes}"
         )
 
 
 def refusal(loaded: LoadedModel, fingerprint: str | None = None) -> str | None:
-    """Return why a model cannot run with a compressed cache; None where it can.
-
-    It is found out by a pass of a few tokens through a cache of full rank, whose logits have to be
-    the model's own; once for a model, as long as it stays as it is, which `fingerprint` tells
-    (`check_runs`).
-    """
+    """Return why a model cannot run compressed; None if uncompressed logits are reproduced."""
     if loaded.layout.layers[0].mla:
         return "multi-head latent attention"
     known = _found.get(loaded.model)
@@ -248,18 +242,18 @@ def _tried(loaded: LoadedModel) -> str | None:
     except KvprofError as error:
         return str(error)
     except Exception as error:  # whatever a model's own code does with a cache it does not know
-        return f"a pass of {count} tokens fails: {' '.join(str(error).split())[:200]}"
+        return f"a forward pass of {count} tokens fails: {' '.join(str(error).split())[:200]}"
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
     error_share = float((torch.cat(rows) - wanted).norm() / spread.clamp(min=1e-30))
     if not math.isfinite(error_share):
         return (
-            "its logits through such a cache are no numbers, though nothing is left out; see "
-            "whether its config and weights hold sound values"
+            "its logits are not finite although nothing was compressed; check its config and "
+            "weights"
         )
     if not error_share <= _TOLERANCE.get(loaded.dtype, _HALF):
         return (
-            f"its logits differ by {error_share:.0%} of their spread from the model's own, though "
-            "nothing is left out"
+            f"its logits differ from the model's own by {error_share:.0%} of their spread "
+            "although nothing was compressed"
         )
     return None
 
@@ -295,8 +289,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if id(module) not in active:
         raise UsageError(
-            f"{type(module).__name__} runs under kvprof's compressed attention outside "
-            "kvprof.compressed"
+            f"{type(module).__name__} uses kvprof's compressed attention outside kvprof.compressed"
         )
     compression, index = active[id(module)]
     return attend(compression, index, id(module), query, key, value, attention_mask, options), None
@@ -318,7 +311,7 @@ def _running(session: Compression) -> Iterator[None]:
     decoder = text_decoder(model)
     attentions = {id(model.get_submodule(x.attention)): x.index for x in layout.layers}
     if any(module_id in active for module_id in attentions):
-        raise UsageError(f"{layout.architecture} runs compressed already; contexts do not nest")
+        raise UsageError(f"{layout.architecture} is already compressed; contexts cannot be nested")
     modules = folded_modules(session.loaded, session.plan)
     before = decoder.config._attn_implementation
     with ExitStack() as stack:
@@ -333,7 +326,7 @@ def _running(session: Compression) -> Iterator[None]:
         stack.callback(set_attention, decoder, before)
         set_attention(decoder, _NAME)
         if decoder.config._attn_implementation != _NAME:
-            raise UsageError(f"{layout.architecture} does not let kvprof compute its attention")
+            raise UsageError(f"{layout.architecture} does not support replacing its attention")
         active.update({module_id: (session, index) for module_id, index in attentions.items()})
         stack.callback(lambda: [active.pop(module_id) for module_id in attentions])
         if session.takes_angles:

@@ -1,7 +1,4 @@
-"""Projections with a plan's bases folded in, put in place of the model's own and taken out again.
-
-The model's own modules are never written to: what comes back is what was there, bit for bit.
-"""
+"""Fold a plan's bases into copies of the projections, and restore the model's own modules."""
 
 from collections.abc import Sequence
 
@@ -74,8 +71,8 @@ def _changes(loaded: LoadedModel, layer: LayerPlan, facts: LayerLayout) -> dict[
             continue
         if group.rank > group.head_dim:
             raise UsageError(
-                f"layer {facts.index}: a latent of {group.rank} columns has no room in a query "
-                f"head of {group.head_dim}; leave fold_up out, or take smaller head groups"
+                f"layer {facts.index}: a latent of {group.rank} columns does not fit in a query "
+                f"head of {group.head_dim}; leave out fold_up or use smaller head groups"
             )
         for head, up in _by_query_head(group, facts):
             add("q", [head], _padded(up))
@@ -92,10 +89,7 @@ def _by_query_head(group: HeadGroup, facts: LayerLayout) -> list[tuple[int, Tens
 
 
 def _padded(matrix: Tensor) -> Tensor:
-    """Give a basis as many columns as rows, so that the projection keeps its width.
-
-    The columns behind the rank are never looked at: models cut a projection's output by width.
-    """
+    """Pad a basis with zero columns, so that the projection keeps its width."""
     return torch.cat([matrix, matrix.new_zeros(len(matrix), len(matrix) - matrix.shape[1])], dim=1)
 
 

@@ -60,7 +60,7 @@ def prompt_ids(loaded: OpenedModel, prompt: str, *, chat: bool) -> tuple[str, li
     # A template writes its own special tokens.
     ids = loaded.token_ids(prompt, add_special_tokens=not chat)
     if not ids:
-        raise UsageError(f"the prompt {prompt!r} is empty, and {loaded.spec} puts no token first")
+        raise UsageError(f"the prompt {prompt!r} is empty, and {loaded.spec} adds no first token")
     return prompt, ids
 
 
@@ -71,8 +71,8 @@ def _refuse_what_cannot_fit(loaded: OpenedModel, tokenizer: Any, prompt: str) ->
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     if len(prompt) > longest * loaded.context_length:
         raise UsageError(
-            f"the prompt has {len(prompt):,} letters, far more than the context of {loaded.spec} "
-            f"holds, {loaded.context_length:,} tokens; shorten it"
+            f"the prompt has {len(prompt):,} characters, far more than the context of "
+            f"{loaded.spec} ({loaded.context_length:,} tokens); shorten it"
         )
 
 
@@ -85,10 +85,7 @@ def generate_text(
     keep_logits: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Generated:
-    """Continue a prompt with transformers' own ``generate``.
-
-    Inside `kvprof.runtime.compressed.compressed` the cache is the compressed one.
-    """
+    """Continue a prompt with transformers' own ``generate`` and the active cache."""
     tokenizer = loaded.tokenizer()
     own = loaded.model.generation_config
     ends = loaded.end_ids
@@ -98,7 +95,7 @@ def generate_text(
         choice = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     ids = torch.tensor([list(prompt)], device=loaded.device)
     torch.manual_seed(settings.seed)
-    doing = blaming(f"{loaded.spec}: no text can be generated as its generation config says")
+    doing = blaming(f"{loaded.spec}: its generation config cannot be used")
     asked = _Asked(should_stop)
     with quiet(), torch.inference_mode(), doing:
         try:
@@ -130,11 +127,7 @@ def generate_text(
 def difference(
     compressed: Generated, full: Generated, decode: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
-    """Return where two continuations of one prompt part, as JSON values.
-
-    Up to the first different token both models saw the same text, so that their probabilities can
-    be compared; after it they cannot.
-    """
+    """Return where two continuations of a prompt first differ, as JSON values."""
     ours, theirs = compressed.tokens, full.tokens
     assert compressed.logits is not None
     assert full.logits is not None

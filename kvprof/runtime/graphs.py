@@ -168,10 +168,7 @@ class DecodingGraphs:
         return False
 
     def _is_own(self, hook: Any) -> bool:
-        """Whether a hook is the session's, or one of those that transformers records outputs with.
-
-        These do nothing unless a step is asked for more outputs, which is none to replay.
-        """
+        """Whether a hook is the session's, or one that transformers records outputs with."""
         origin = str(getattr(hook, "__module__", ""))
         return getattr(hook, "__self__", None) is self._session or origin.startswith(
             "transformers."
@@ -326,10 +323,7 @@ class DecodingGraphs:
         return found
 
     def _counts_padding(self) -> bool:
-        """Whether the model counts padding in a token's position where it is given none.
-
-        Some find positions in the mask, which a captured step does not see.
-        """
+        """Whether the model derives positions from the mask, which a captured step cannot."""
         if self._padding_counted is None:
             device, before = self._session.loaded.device, self._session.cache
             ids = torch.arange(8, device=device).view(2, 4) % self._session.loaded.vocab_size
@@ -365,7 +359,7 @@ class DecodingGraphs:
             with capturing(graph, self._pool, device):
                 output = self._forward(**fed, **{**step.options, "return_dict": True})
         except torch.OutOfMemoryError:
-            self.reason = "there is no memory left for a CUDA graph of a step"
+            self.reason = "no memory is left for a CUDA graph of a step"
             return None
         except (KvprofError, RuntimeError) as error:
             # A model that asks the device about its own states cannot be captured, and runs as
@@ -377,7 +371,7 @@ class DecodingGraphs:
             for mark, was in zip(marks, before, strict=True):
                 mark.captured = was
         if not isinstance(output, ModelOutput):
-            self.reason = f"the model puts out {type(output).__name__}"
+            self.reason = f"the model returns {type(output).__name__}"
             return None
         return _Captured(
             graph,

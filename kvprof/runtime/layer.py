@@ -1,7 +1,6 @@
-"""One attention layer of a plan: attend to what is stored and to a pass's own tokens, then store.
+"""One attention layer of a plan: attend to stored and new tokens, then evict and store.
 
-The order is the plan's: a pass sees what was stored before it at its stored quality and its own
-tokens at the rank of their level; afterwards tokens are evicted, moved down levels and quantised.
+A pass reads earlier tokens as stored and its own at the rank of their level.
 """
 
 from collections.abc import Iterator
@@ -95,8 +94,8 @@ class LayerRuntime:
         self.keeper = EvictionPolicy(plan, self.layer, facts)
         if plan.lazy and (self.layer.keys.fold_down or self.layer.keys.fold_up):
             raise UsageError(
-                f"layer {index}: a lazy prefill needs exact Q and K, so nothing can be folded into "
-                "W_Q or W_K; leave fold_down and fold_up of the keys out"
+                f"layer {index}: a lazy prefill needs uncompressed Q and K; leave out fold_down "
+                "and fold_up of the keys"
             )
         self._known = known
         self._bundles: dict[Any, tuple[list[Bundle], list[Bundle]]] = {}
@@ -152,10 +151,7 @@ class LayerRuntime:
         return output
 
     def run_whole(self, row_group: RowGroup, own: OwnTokens, prompt: int) -> Tensor:
-        """Attend to a whole sequence as prefill of `prompt` tokens and decoding of the rest would.
-
-        Nothing is stored. For plans that neither evict nor code across layers.
-        """
+        """Attend as a prefill of `prompt` tokens and decoding would; store nothing."""
         own, scoring = self._centred(row_group, own)
         keys, values, latents = self._latents(row_group, own, prompt)
         prompt = 0 if self.plan.by_age else prompt
@@ -164,10 +160,7 @@ class LayerRuntime:
     def _latents(
         self, row_group: RowGroup, own: OwnTokens, decomposed: int
     ) -> tuple[list[Bundle], list[Bundle], tuple[list[Tensor], list[Tensor]]]:
-        """Return the head groups of keys and values, and the pass's own latents.
-
-        Bases of a sequence's own are found in its first `decomposed` tokens.
-        """
+        """Return the head groups of keys and values, and the pass's own latents."""
         keys, values = self.bundles(own.query.device, own.query.dtype)
         if self.plan.online_bases and decomposed:
             with part("basis"):
@@ -231,10 +224,7 @@ class LayerRuntime:
         return self._centres[key]
 
     def _angles(self, row_group: RowGroup, own: OwnTokens, dtype: torch.dtype) -> Tensor:
-        """Return ``c_j`` of every stored token and of the pass's own.
-
-        ``[rows or 1, num_kv_heads or 1, N, 2F + 1]``.
-        """
+        """Return ``c_j`` of all tokens, ``[rows or 1, num_kv_heads or 1, N, 2F + 1]``."""
         tokens = row_group.stored + own.tokens
         if own.angles is None:
             return torch.ones(1, 1, tokens, 1, dtype=dtype, device=own.key.device)
@@ -258,10 +248,7 @@ class LayerRuntime:
         scoring: Scoring,
         prompt: int,
     ) -> Tensor:
-        """Attend to each token in the form that each query reads it in.
-
-        Some queries at a time, so that most tokens are multiplied in one form only.
-        """
+        """Attend to each token as stored or uncompressed, as each query reads it."""
         device, tokens = own.query.device, own.tokens
         # Layers that store tokens alike are read alike, and to say how takes longer than to read.
         key = (*_kind(self.plan, self.layer), row_group.seen, tokens, prompt)
@@ -488,10 +475,7 @@ class LayerRuntime:
     def _positions(
         self, row_group: RowGroup, own: OwnTokens, tokens: int, bundle: Bundle | None
     ) -> Tensor:
-        """Return where stored and own tokens stand, ``[rows, groups, tokens]``.
-
-        For each group of a bundle, or without one for each unit that is evicted together.
-        """
+        """Return positions of stored and new tokens, ``[rows, groups, tokens]``."""
         stored, device = row_group.stored, own.key.device
         fresh = torch.arange(own.position, own.position + tokens - stored, device=device)
         if row_group.positions is None:

@@ -17,10 +17,7 @@ __all__ = ["MaskFacts", "Masks", "mask_facts", "masks", "visible_keys", "whole_m
 
 
 class Masks(threading.local):
-    """Whether the pass under way needs masks: kernels know themselves what is causal.
-
-    A mask of a long prompt is larger than its keys and values.
-    """
+    """Whether the pass needs masks; the kernels apply causality themselves."""
 
     needed = True
 
@@ -38,10 +35,7 @@ def whole_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def without(lent: Callable[[], object]) -> Callable[..., Any]:
-    """Return how transformers reads what a mask is made of, as if the cache lent were not there.
-
-    With a cache it does not look for texts that are packed into one row.
-    """
+    """Return transformers' mask options as if there were no cache, so packed texts are found."""
     read = masking_utils._preprocess_mask_arguments
 
     def reading(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +54,7 @@ def visible_keys(mask: Tensor | None, stored: int, tokens: int) -> Tensor | None
         mask = mask > torch.finfo(mask.dtype).min / 2
     if mask.shape[-1] - tokens < stored:
         raise UsageError(
-            f"the attention mask is for {mask.shape[-1]} keys, but {stored + tokens} are there"
+            f"the attention mask covers {mask.shape[-1]} keys, but there are {stored + tokens}"
         )
     return mask[..., mask.shape[-1] - tokens - stored :]
 
@@ -86,8 +80,8 @@ def mask_facts(
         return MaskFacts([0] * batch, packed, mask is None and not packed)
     if is_capturing(mask.device):
         raise UsageError(
-            "a CUDA graph cannot hold a pass whose attention mask must be read; leave "
-            "attention_mask out of the captured step, and give position_ids"
+            "a CUDA graph cannot read an attention mask; capture the step without attention_mask "
+            "and give position_ids"
         )
     real = mask.bool()[:, : past + tokens]
     first = torch.where(real.any(1), real.int().argmax(dim=1), past + tokens)

@@ -1,12 +1,7 @@
-"""What a model does to single tokens between its products, in few launches while it decodes.
+"""Run norms, rotary embeddings and gated units of single tokens in one GPU launch each.
 
-A decoding step of an 8B model launches some 1,300 kernels, of which 1,000 are the pieces of its
-norms, of its rotary embedding and of its gated units: a microsecond or two each, a fifth of the
-step. Norms, rotary functions and units of the usual form are run as one launch each
-(`kvprof.kernels.pointwise`), for single tokens on a GPU alone; a prompt, and whatever has another
-form, runs as it is. Whether a form is the usual one is found out on random states, not by its
-name: rotations have to come out the same to the last bit, norms (whose sums are added in another
-order) to the last place of the dtype, units (with another exponential) within its rounding.
+They take a fifth of an 8B model's decoding step. Random states decide whether a module has the
+usual form: rotations must agree bit for bit, norms and units within rounding.
 """
 
 import functools

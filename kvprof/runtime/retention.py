@@ -68,11 +68,7 @@ _CHUNK = 1024
 def gumbel(
     eviction: Eviction, layer: int, units: int, start: int, stop: int, device: torch.device
 ) -> Tensor:
-    """Return the standard Gumbel samples of the tokens `start` … `stop` of a sequence.
-
-    They depend on the seed, the layer and the token's position only, so that a sequence is treated
-    the same alone and in a batch.
-    """
+    """Return standard Gumbel samples of tokens `start` … `stop`, by seed, layer and position."""
     pieces = []
     for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
         begin = chunk * _CHUNK

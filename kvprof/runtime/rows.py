@@ -32,12 +32,7 @@ _REMEMBERING: ContextVar[bool] = ContextVar("remembering", default=False)
 
 @contextmanager
 def remembered_rows() -> Iterator[None]:
-    """Keep what stored tokens stand for once it was worked out, as long as they stay stored.
-
-    Every decoding step reads all of them, and what they stand for does not change: an evaluation,
-    which asks for accuracy and not for memory, need not work it out again at each. The bytes that
-    are kept so are as many as the uncompressed cache has, and count as no cache.
-    """
+    """Keep dequantised rows of stored tokens, to speed up evaluations; not counted as cache."""
     token = _REMEMBERING.set(True)
     try:
         yield
@@ -113,11 +108,7 @@ def _encoded(rows: Tensor, codec: Codec) -> Part:
 
 
 def joined(pieces: Sequence[tuple[Part, int, int]], codec: Codec, width: int) -> Part:
-    """Join pieces of parts, oldest first, into one part kept by `codec` at `width` columns.
-
-    What is kept that way already is taken over as it is, so that nothing is quantised twice;
-    adjacent other pieces are quantised together, because they may share scales.
-    """
+    """Join parts, oldest first, into one part of `codec`; quantise no part twice."""
     done: list[Part] = []
     raw: list[Tensor] = []
 
@@ -297,8 +288,8 @@ class RowGroup:
         """Return some rows, by their number in the group, as the rows `rows` of a new batch."""
         if self.shared is not None:
             raise UsageError(
-                "latents that layers share cannot be reordered or repeated by row (beams, "
-                "contrastive search); decode greedily or by sampling"
+                "latents shared by layers cannot be reordered or repeated by row (beams, "
+                "contrastive search); use greedy decoding or sampling"
             )
 
         def pick(tensor: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class Compression:
     ) -> None:
         if prompt is not None and (plan.across is not None or plan.eviction is not None):
             raise UsageError(
-                f"{plan.method} evicts tokens or stores layers together: no one pass shows it"
+                f"{plan.method} evicts tokens or shares layers, so one pass cannot evaluate it"
             )
         plan = plan if prompt is None else unfolded(plan)
         self.loaded = loaded
@@ -94,10 +94,7 @@ class Compression:
 
     @property
     def kernel_reasons(self) -> list[str | None]:
-        """Per layer, why it does not run on the kernels; None where it does.
-
-        What only a pass can tell (a mask, a short prompt on a CPU) is of the last one.
-        """
+        """Per layer, why it does not run on the kernels in the last pass; None where it does."""
         left = None if self.cache is None else self.cache.left
         return [reason or left for reason in self.route.reasons]
 
@@ -106,22 +103,19 @@ class Compression:
         """What the kernels do otherwise than the plan or a reader would think, in words."""
         if self.plan.across is not None and self.plan.across.at_rest:
             return [
-                "a prompt's cache is coded once and comes back to full width, and DEFLATE "
-                "takes other bytes of another text"
+                "a prompt's cache is coded once and then decoded uncompressed; the size after "
+                "DEFLATE depends on the text"
             ]
         running = self.cache is None or self.cache.kernels is not None
         if not running:
             return []
         reason = self.graph_reason
-        slow = [] if reason is None else [f"decoding steps are launched one by one: {reason}"]
+        slow = [] if reason is None else [f"decoding runs without CUDA graphs: {reason}"]
         return [*self.route.notes, *slow]
 
     @property
     def graph_reason(self) -> str | None:
-        """Why decoding steps on the kernels are not replayed as CUDA graphs; None where they are.
-
-        A layer that does not run on the kernels has its own reason among `kernel_reasons`.
-        """
+        """Why decoding steps are not replayed as CUDA graphs; None where they are."""
         return None if self.graphs is None else self.graphs.reason
 
     @property
@@ -163,11 +157,11 @@ class Compression:
         across = self.plan.across
         if capacity is not None and across is not None and not across.at_rest:
             raise UsageError(
-                f"{self.plan.method} shares latents across layers, for which no static cache "
-                "reserves room; leave the cache to grow"
+                f"{self.plan.method} shares latents across layers, so it has no static cache; "
+                "leave out capacity"
             )
         if capacity is not None and capacity < 1:
-            raise UsageError(f"a static cache of {capacity} tokens makes no sense")
+            raise UsageError(f"capacity {capacity}: a static cache needs at least 1 token")
         return CompressedCache(self, capacity)
 
     # Forward passes.
@@ -194,7 +188,7 @@ class Compression:
         if not isinstance(inputs, Tensor):
             raise UsageError("a compressed model needs input_ids or inputs_embeds")
         if bounds := [n for n in FlashAttentionKwargs.__annotations__ if given.get(n) is not None]:
-            raise UsageError(f"{bounds[0]} is for flash attention; position_ids part texts here")
+            raise UsageError(f"{bounds[0]} is for flash attention; separate texts by position_ids")
         cache = given.get("past_key_values")
         self._lent = False
         if cache is None:
@@ -206,7 +200,7 @@ class Compression:
             self._lent = not (self._text.use_cache if wanted is None else wanted)
         self._check_cache(cache)
         if self.prompt is not None and cache.get_seq_length():
-            raise UsageError("passes over whole sequences keep nothing, so none can follow another")
+            raise UsageError("a pass over whole sequences keeps no cache, so no pass can follow it")
         self.cache = cache
         decodes = inputs.shape[1] == 1 and cache.get_seq_length() > 0
         across = self.plan.across
@@ -229,20 +223,19 @@ class Compression:
         self.route.begin(cache, mask, past, tokens, self._layers)
         if self.plan.eviction is not None and mask.holes:
             raise UsageError(
-                "tokens cannot be evicted from a batch whose mask hides tokens after the first "
-                "real one; pad on the left"
+                "eviction requires left padding; this mask hides tokens after the first real one"
             )
         return args, kwargs
 
     def _check_cache(self, cache: Any) -> None:
         if not isinstance(cache, CompressedCache):
             raise UsageError(
-                f"past_key_values is a {type(cache).__name__}, which cannot hold what the plan "
-                "stores; leave it out, or pass the context's own new_cache()"
+                f"past_key_values is a {type(cache).__name__}, which cannot store the plan's "
+                "cache; leave it out, or pass the context's own new_cache()"
             )
         if cache.compression is not self:
             raise UsageError(
-                "past_key_values was made for another kvprof.compressed context; make one with "
+                "past_key_values belongs to another kvprof.compressed context; create one with "
                 "this context's new_cache()"
             )
 
@@ -252,8 +245,8 @@ class Compression:
         missing = [x.facts.index for x in self._layers if x.facts.index not in self._fired]
         if missing:
             raise FailedError(
-                f"{self.loaded.layout.architecture}: layer {missing[0]} did not attend through the "
-                "compressed cache; the output of this pass is wrong"
+                f"{self.loaded.layout.architecture}: layer {missing[0]} bypassed the compressed "
+                "cache, so the output is wrong"
             )
         if self.cache is not None:
             self.route.end(self.cache)
@@ -292,8 +285,7 @@ class Compression:
         runtime, cache = self._layers[index], self.cache
         if cache is None or cache.layers[index].pending != query.shape[2]:
             raise UsageError(
-                f"layer {index} attends without its compressed cache: the model was run with a "
-                "cache of another kind, or with none; leave past_key_values out"
+                f"layer {index} attends without its compressed cache; leave out past_key_values"
             )
         if options.get("dropout"):
             raise UsageError("the model is in training mode; call model.eval() first")
@@ -418,8 +410,8 @@ class Compression:
                 if made.offloading or not (static or type(made) is DynamicCache):
                     wanted = bound["generation_config"].cache_implementation
                     raise UsageError(
-                        f"cache_implementation {wanted!r} cannot hold what a plan stores; leave it "
-                        "out, or choose 'static'"
+                        f"cache_implementation {wanted!r} cannot store a plan's cache; leave it "
+                        "out or use 'static'"
                     )
                 inputs["past_key_values"] = self.new_cache(reach if static else None)
             if isinstance(inputs.get("past_key_values"), CompressedCache):

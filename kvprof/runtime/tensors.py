@@ -29,10 +29,7 @@ Pool = Any
 
 
 def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Split dimension `dim` into `sizes`, one of which may be -1: a view.
-
-    ``Tensor.unflatten`` itself carries no types, and asks for names first.
-    """
+    """Split dimension `dim` into `sizes`, one of which may be -1: a view."""
     return torch.unflatten(tensor, dim, sizes)
 
 
@@ -90,12 +87,7 @@ _capture = _Capture()
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Run what nothing else in a captured step waits for beside what follows.
-
-    In a graph that `capturing` captures, of a single step, it becomes a branch, which begins after
-    what was queued so far and ends with the graph, so that the device need not wait for it;
-    elsewhere, and where parts are timed (`kvprof.runtime.clock`), it is queued as it comes.
-    """
+    """Run the body on a parallel branch of a captured graph; elsewhere in order."""
     if not _capture.under_way or is_timing() or not is_capturing(device):
         yield
         return
@@ -109,11 +101,7 @@ def aside(device: torch.device) -> Iterator[None]:
 def capturing(
     graph: torch.cuda.CUDAGraph, pool: Pool = None, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Capture what the body queues.
-
-    The garbage collector is held off meanwhile: a graph or an event that it finds frees memory of
-    the GPU, and CUDA gives up every capture under which that happens.
-    """
+    """Capture the body in a CUDA graph, with the garbage collector disabled."""
     before = gc.isenabled()
     options: dict[str, Any] = {}
     if device is not None:

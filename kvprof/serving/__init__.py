@@ -1,5 +1,1 @@
-"""Compressed caches in vLLM: the plug-in, the load that a server is put under, its simulator.
-
-The engine is vLLM's own; kvprof brings the attention back end, the plan, the load and what is
-measured.
-"""
+"""Compressed caches in vLLM: the plug-in, the load generator and a simulator of the scheduler."""

@@ -1,7 +1,4 @@
-"""The attention back end that serves a plan in vLLM; only the plug-in loads it.
-
-It says what vLLM asks of a back end; what runs is in `kvprof.serving.steps`.
-"""
+"""The vLLM attention back end that serves a plan; `kvprof.serving.steps` runs the steps."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -82,11 +79,7 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> EngineStep:
-        """Return the step that a graph holds, of other batches than the one that is given.
-
-        Before it is replayed `build` is asked for a step that nobody runs; what the graph reads are
-        the engine's own tensors, always the same ones.
-        """
+        """Return the step that a CUDA graph captures; replays read the engine's tensors."""
         common = common_attn_metadata
         decodes = common.max_query_len <= 1 if CAPTURE.decodes is None else CAPTURE.decodes
         if decodes:
@@ -110,20 +103,13 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
         return int(common.block_table_tensor.shape[1] * self.kv_cache_spec.block_size)
 
     def _beyond(self, common: CommonAttentionMetadata) -> bool:
-        """Whether sequences may be longer than there are pages for: in no step that is somebody's.
-
-        When vLLM's first model runner tries a long step out, it calls every sequence as long as
-        that.
-        """
+        """Whether sequences exceed their pages, as in vLLM's trial of a long step."""
         return int(common.max_query_len) > self._row_tokens(common)
 
     def _cut(
         self, common: CommonAttentionMetadata, starts: list[int], lengths: list[int]
     ) -> list[int]:
-        """Keep such sequences within their pages; return the host's lengths, never fewer than new.
-
-        The device's are cut where they are: that is where a graph reads them.
-        """
+        """Limit sequences to their pages, in place on the device; return the host's lengths."""
         room = self._row_tokens(common)
         common.seq_lens.clamp_(max=room)
         new = (stop - start for start, stop in pairwise(starts))
@@ -138,10 +124,7 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
 
 
 def _room(config: Any) -> tuple[int, tuple[int, int]]:
-    """Return the tokens of a step, and the tokens and sequences of the largest that is captured.
-
-    Of those in which all decode none is asked for: they have a form of their own.
-    """
+    """Return the tokens of a step, and tokens and sequences of the largest captured mixed step."""
     scheduler, graphs = config.scheduler_config, config.compilation_config
     captured = 0, 0
     if graphs.cudagraph_mode.mixed_mode().name == "FULL":
@@ -183,10 +166,11 @@ class PlanImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types here
             "ALiBi": alibi_slopes is not None,
             "a sliding window": sliding_window is not None,
             "a soft-cap": bool(logits_soft_cap),
-            "attention that is not causal": attn_type != AttentionType.DECODER,
-            "a layer that shares another's cache": kv_sharing_target_layer_name is not None,
+            "non-causal attention": attn_type != AttentionType.DECODER,
+            "KV sharing between layers": kv_sharing_target_layer_name is not None,
             "attention sinks": others.get("sinks") is not None,
-            f"a cache in {kv_cache_dtype}": kv_cache_dtype not in ("auto", "bfloat16", "float16"),
+            f"--kv-cache-dtype {kv_cache_dtype}": kv_cache_dtype
+            not in ("auto", "bfloat16", "float16"),
         }
         for what, there in reasons.items():
             if there:

@@ -62,15 +62,15 @@ def check_engine(config: Any) -> None:
     """Refuse settings of the engine with which a plan cannot be served."""
     parallel, cache = config.parallel_config, config.cache_config
     reasons = {
-        "speculation (--speculative-config)": config.speculative_config is not None,
+        "speculative decoding (--speculative-config)": config.speculative_config is not None,
         "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
         "LoRA": config.lora_config is not None,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        f"weights quantised by {config.model_config.quantization}": bool(
+        f"{config.model_config.quantization}-quantised weights": bool(
             config.model_config.quantization
         ),
-        f"--kv-cache-dtype {cache.cache_dtype}: the plan says what is stored": cache.cache_dtype
+        f"--kv-cache-dtype {cache.cache_dtype}; leave it out": cache.cache_dtype
         not in ("auto", "bfloat16", "float16"),
     }
     for what, there in reasons.items():
@@ -79,11 +79,7 @@ def check_engine(config: Any) -> None:
 
 
 def check_model(plan: Plan, config: Any) -> None:
-    """Refuse the plan of another model before weights are loaded.
-
-    Random weights (``load_format="dummy"``) are nobody's: there the plan has to have the model's
-    shape, and what the engine answers means nothing, as ever with them.
-    """
+    """Refuse another model's plan before weights load; with random weights check the shape only."""
     model = config.model_config
     kv_heads, parallel = model.get_total_num_kv_heads(), config.parallel_config
     check_shape(plan, model.get_total_num_hidden_layers(), kv_heads, model.get_head_size())
@@ -99,7 +95,7 @@ def check_model(plan: Plan, config: Any) -> None:
     way = config.load_config.load_format
     check_load_format(str(getattr(way, "value", way)))
     if way == "dummy":
-        logger.info("Weights are random (dummy): the plan is held against the shape alone.")
+        logger.info("Weights are random (dummy): only the plan's shape is checked.")
         return
     check_identity(
         plan, model.model, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -135,7 +131,8 @@ def tell_tokens(plan: Plan, config: Any, pages: int) -> None:
         f" on each of {ranks} ranks, {imbalance(layers):.1%} of them empty" if ranks > 1 else ""
     )
     logger.info(
-        "kvprof serves %s: %s tokens of cache fit, at full width %s (%s bytes a token%s, not %s)",
+        "kvprof serves %s: %s tokens of KV cache; uncompressed (BF16): %s (%s bytes a token%s, "
+        "not %s)",
         plan.method,
         f"{tokens:,}",
         f"{tokens * own // full:,}",
@@ -177,14 +174,14 @@ def _attention_layers(model: Any) -> Iterator[_Found]:
         ]
         if any(len(own) != 1 for own in found):
             raise UsageError(
-                f"{type(model).__name__} cannot be served: {name} does not lie between one "
-                "projection of Q, K and V and one of the heads' outputs"
+                f"{type(model).__name__} cannot be served: {name} is not between one Q, K and V "
+                "projection and one output projection"
             )
         (inner,), (outer,) = found
         for linear in (inner, outer):
             if not isinstance(linear.quant_method, UnquantizedLinearMethod):
                 raise UsageError(
-                    f"{type(model).__name__} cannot be served: {linear.prefix} is quantised, and "
+                    f"{type(model).__name__} cannot be served: {linear.prefix} is quantised, so "
                     "bases cannot be folded into it"
                 )
         yield _Found(extract_layer_index(module.layer_name), module, inner, outer, parent)
@@ -321,10 +318,7 @@ def _fold_rows(linear: Any, rows: slice, downs: Sequence[Tensor]) -> None:
 
 
 def run_layer(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Run a layer; what it puts out is as wide as the latents, or as values, as W_O is.
-
-    Without torch.compile the operator that hides attention from it would only cost a copy.
-    """
+    """Run a layer; the output is as wide as W_O's input, latents or values."""
     impl = layer.impl
     query = query.view(-1, layer.num_heads, layer.head_size)
     key = key.view(-1, layer.num_kv_heads, layer.head_size)

@@ -113,20 +113,13 @@ class FixedStep(EngineStep):
         return self.once("sequences", made)
 
     def _seen(self) -> Tensor:
-        """Return how many tokens each token sees in the engine's pages, ``[tokens]`` int32.
-
-        One that decodes sees itself too; of the others what was there before the step.
-        """
+        """Return how many tokens each token sees in the engine's pages, ``[tokens]`` int32."""
         numbers, sequences = self._numbers, self._sequences()
         before = self.lengths - (numbers.starts[1:] - numbers.starts[:-1])
         return before[sequences].masked_fill(numbers.token >= self.starts[-1], 0)
 
     def own(self, pages: int) -> OwnPages:
-        """Return where the step's tokens lie in its own pool, and what they see of the engine's.
-
-        Those that decode lie side by side; the tokens of every other sequence have pages of their
-        own behind them.
-        """
+        """Return where the step's tokens lie in its own pool, and what they see of the engine's."""
         assert pages >= most_own_pages(len(self.slots), self.rows)
 
         def made() -> OwnPages:
@@ -182,10 +175,7 @@ class FixedStep(EngineStep):
         )
 
     def sums(self, columns: int) -> Tensor:
-        """Return ``[tokens, columns]`` float32 for log2 of what the other sequences' tokens sum up.
-
-        Layers write to it in turn, at the same places; elsewhere it is -inf.
-        """
+        """Return ``[tokens, columns]`` float32 for others' log2-sum-exp; -inf elsewhere."""
         shape, device = (len(self.slots), columns), self.starts.device
         return self.once(("sums", columns), lambda: torch.full(shape, float("-inf"), device=device))
 

@@ -52,10 +52,7 @@ class ServedModel:
         return tuple(sorted(set().union(*pairs)))
 
     def reserve(self, like: Tensor, values: int) -> None:
-        """Hold as much memory as layers share once they are bound, until they are.
-
-        So the engine, which measures what a step takes beside its pages, finds it taken all along.
-        """
+        """Allocate the memory that layers share, so that the engine's memory profile counts it."""
         if self.layers and self.layers[0].steps is not None:
             return  # a step without attention, of an engine that warms up: layers hold their own
         if self._reserved is None or len(self._reserved) < values:
@@ -111,7 +108,7 @@ class ServedModel:
         for layer in self.layers:
             cache = layer.attention.kv_cache
             if cache.dim() != 2:
-                raise FailedError(f"{layer.attention.layer_name} was given no pages")
+                raise FailedError(f"{layer.attention.layer_name} was given no KV cache pages")
             if layer.rebuilding is not None:
                 if rebuilt is None:
                     whole = -(-longest // page) * page
@@ -136,14 +133,7 @@ class ServedModel:
             )
 
     def _rehearse(self, pages: int, most: int, prompt: int, captured: tuple[int, int]) -> None:
-        """Run every layer on steps of padding alone, of sequences that may have so many pages.
-
-        Whatever a step of the engine, of `most` tokens, can ask for is asked for: sequences that
-        decode, these beside a short prompt, a prompt of so many tokens, which is projected in other
-        blocks, prompts as long that go on, more sequences than kernels are launched early for, and
-        steps in the form that a graph holds, where one has the room. A kernel that is first met in
-        a request is compiled while it waits, seconds for each.
-        """
+        """Run every layer on every form of step, padding only, so that all kernels are compiled."""
         device = self.layers[0].attention.kv_cache.device
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         begun = min(_BEGUN, prompt - 1)
@@ -176,10 +166,7 @@ class ServedModel:
     def fixed_step(
         self, slots: Tensor, table: Tensor, starts: Tensor, lengths: Tensor
     ) -> FixedStep:
-        """Return a step in the form that a graph holds, which each layer has run once.
-
-        A kernel that is first met while a graph is captured could not be loaded.
-        """
+        """Return a step to capture, run once per layer: no kernel can load during a capture."""
 
         def made() -> FixedStep:
             return fixed_step(self.alike, slots, table, starts, lengths)

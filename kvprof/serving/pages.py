@@ -63,11 +63,8 @@ def assign(widths: Sequence[int], ranks: int, shared: int = 1) -> Assignment:
     """Give each rank as many KV heads, of widths that add up alike."""
     count = len(widths)
     if ranks < 1 or count % ranks:
-        what = "KV heads" if shared == 1 else f"latents that {shared} KV heads share each"
-        raise UsageError(
-            f"{count} {what} cannot be served by {ranks} ranks of tensor parallelism: each takes "
-            f"as many whole {'heads' if shared == 1 else 'latents'}"
-        )
+        what = "KV heads" if shared == 1 else f"latents shared by {shared} KV heads"
+        raise UsageError(f"{count} {what} are not divisible among {ranks} tensor-parallel ranks")
     each = count // ranks
     rest, heads = list(range(count)), []
     for left in range(ranks, 0, -1):
@@ -150,10 +147,7 @@ def check_page(plan: Plan, page: int) -> None:
     """Refuse pages that hold no whole blocks."""
     step = 16 if plan.quantiser is None else 64
     if page % step:
-        raise UsageError(
-            f"pages of {page} tokens cannot run: --block-size is a multiple of {step} for "
-            f"{plan.method}"
-        )
+        raise UsageError(f"--block-size {page}: it must be a multiple of {step} for {plan.method}")
 
 
 @dataclass(frozen=True)

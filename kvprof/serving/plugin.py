@@ -27,17 +27,13 @@ PLAN_VARIABLE = "KVPROF_PLAN"
 
 
 def check_found() -> None:
-    """Refuse to serve where the engine's own processes would not find the plug-in.
-
-    They look for entry points, and one that found none, or could not import it, would serve full
-    width without a word. So a process like theirs is asked.
-    """
+    """Refuse to serve where vLLM's own processes would not find the plug-in."""
     group = entry_points(group="vllm.general_plugins")
     names = {one.name for one in group if one.module == register.__module__}
     if not names:
         raise LackingError(
-            "vLLM would not find kvprof's plug-in, which this installation does not name; "
-            f"install kvprof again, from its clone: {install_command('.')}"
+            "vLLM cannot find kvprof's plug-in: this installation does not register it; install "
+            f"kvprof again from its clone: {install_command('.')}"
         )
     asked = subprocess.run(
         child_python("-c", f"import {__name__} as own; print(own.__file__)"),
@@ -48,15 +44,14 @@ def check_found() -> None:
     )
     there = os.fsdecode(asked.stdout).strip()
     if not there or not Path(there).samefile(__file__):
-        theirs = f"the kvprof in {Path(there).parents[2]}" if there else "no kvprof with one"
+        theirs = f"the one in {Path(there).parents[2]}" if there else "none"
         raise LackingError(
-            f"vLLM would not find kvprof's plug-in: its processes find {theirs}, this is the one "
-            f"in {Path(__file__).parents[2]}; start theirs, or install this one from its clone: "
-            f"{install_command('.')}"
+            f"vLLM does not find this kvprof ({Path(__file__).parents[2]}) but {theirs}; run that "
+            f"one, or install this one from its clone: {install_command('.')}"
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and not names & set(allowed.split(",")):
-        raise UsageError(f"VLLM_PLUGINS={allowed} leaves kvprof's plug-in out: add kvprof to it")
+        raise UsageError(f"VLLM_PLUGINS={allowed} excludes kvprof's plug-in; add kvprof to it")
 
 
 def register() -> None:
@@ -115,7 +110,7 @@ def _take_attention(attention: Any, path: str) -> None:
         from kvprof.serving.backend import PlanBackend
 
         if type(self) is not attention:
-            raise UsageError(f"a plan cannot be served with layers of {type(self).__name__}")
+            raise UsageError(f"a plan cannot be served with layers of type {type(self).__name__}")
         kwargs["attn_backend"] = PlanBackend
         begin(self, *args, **kwargs)
 

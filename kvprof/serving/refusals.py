@@ -54,8 +54,8 @@ def check_method(laid: Laid, method: str, **options: Any) -> None:
     needs = calibration_needs(method, **options)
     if needs is not None and needs.across is not None:
         raise UsageError(
-            f"{method} cannot be served: it keeps several layers together, and an engine's pages "
-            "are of one layer"
+            f"{method} cannot be served: it stores several layers together, but an engine's pages "
+            "belong to one layer"
         )
 
 
@@ -65,27 +65,27 @@ def refusal(plan: Plan) -> str | None:
         return CENTRED
     if plan.across is not None:
         if plan.across.at_rest:
-            return "it is for storing and moving a cache, and an engine decodes from its pages"
-        return "several layers share a latent, and an engine's pages are of one layer"
+            return "it is only for storing and moving a cache, and an engine decodes from its pages"
+        return "several layers share a latent, but an engine's pages belong to one layer"
     if plan.eviction is not None:
-        return "it evicts tokens, and an engine's pages keep every token of a prompt for reuse"
+        return "it evicts tokens, but an engine keeps every token of a prompt for reuse"
     if plan.online_bases:
-        return "its bases are a request's own, and pages are shared between requests"
+        return "its bases differ per request, but requests share pages"
     if len(plan.levels.shares) > 1:
-        return "its tokens change their rank as they age, and a page's tokens stay what they are"
+        return "tokens change rank as they age, but a page's tokens cannot change"
     if plan.lazy:
-        return "its prefill attends to exact keys and values, which chunks of a prompt do not keep"
+        return "its prefill attends to uncompressed K and V, which chunked prefill does not keep"
     if plan.quantiser is not None and (plan.quantiser.window or plan.levels.sink):
-        return "some tokens stay at full precision, and a page's tokens are all stored alike"
+        return "some tokens stay uncompressed, but a page stores all its tokens in one format"
     if plan.quantiser is not None and (reason := _quantiser_refusal(plan.quantiser)) is not None:
         return reason
     if not plan.by_age:
-        return "its prefill attends to uncompressed tokens, which chunks of a prompt do not keep"
+        return "its prefill attends to uncompressed tokens, which chunked prefill does not keep"
     if plan.quantiser is not None and any(layer.left_out for layer in plan.layers):
-        return "layers are left out, whose pages beside quantised ones have another size"
+        return "uncompressed layers and quantised layers would need pages of different sizes"
     groups = [group for x in plan.layers for group in (*x.keys.groups, *x.values.groups)]
     if plan.quantiser is not None and any(x.column_bits or not x.quantised for x in groups):
-        return "heads have bits of their own, and an engine's pages are all of one size"
+        return "bits differ between heads, but an engine's pages have one size"
     for index, layer in enumerate(plan.layers):
         reason = _layer_refusal(layer, quantised=plan.quantiser is not None)
         if reason is not None:
@@ -100,34 +100,34 @@ def _quantiser_refusal(quantiser: Quantiser) -> str | None:
     geometry = geometry_of(quantiser.kind)
     if geometry.by_width:
         return None
-    return f"latents have {geometry.words}, and pages of them are not served yet"
+    return f"pages of latents with {geometry.words} are not supported yet"
 
 
 def _layer_refusal(layer: LayerPlan, *, quantised: bool) -> str | None:
     if layer.sliding_window is not None:
-        return "a sliding window's pages beside ragged ones have another size"
+        return "a sliding window's pages and ragged pages have different sizes"
     if layer.shared:
         return "it attends to another layer's keys and values"
     if layer.keys.per_query_head:
-        return "keys are stored per query head, for which there are no kernels"
+        return "keys are stored per query head, which no kernel supports"
     if layer.keys.placement is Placement.PRE_ROPE:
         return _rebuilding_refusal(layer, quantised=quantised)
     if any(group.heads > 1 for group in (*layer.keys.groups, *layer.values.groups)):
-        return "KV heads that share a latent are served where keys are rebuilt before RoPE alone"
+        return "KV heads that share a latent require keys rebuilt before RoPE"
     return None
 
 
 def _rebuilding_refusal(layer: LayerPlan, *, quantised: bool) -> str | None:
     if quantised:
-        return "keys are rebuilt before RoPE, for which no kernel reads pages of quantised latents"
+        return "no kernel rebuilds keys before RoPE from pages of quantised latents"
     groups = (*layer.keys.groups, *layer.values.groups)
     if len(sizes := sorted({group.heads for group in groups})) > 1:
         return (
-            f"latents are shared by {sizes[0]} KV heads and by {sizes[-1]}, and the kernels want "
-            "the same number in all keys and values of a layer"
+            f"latents are shared by {sizes[0]} and by {sizes[-1]} KV heads; the kernels require "
+            "one number per layer"
         )
     if (width := groups[0].head_dim) % STEP:
-        return f"keys are {width} wide, and kernels rebuild multiples of {STEP}"
+        return f"keys have {width} columns; the kernels rebuild multiples of {STEP}"
     return None
 
 
@@ -135,7 +135,7 @@ def check_positions(plan: Plan) -> None:
     """Refuse to rebuild keys whose positions are several numbers a token (M-RoPE)."""
     if any(layer.keys.placement is Placement.PRE_ROPE for layer in plan.layers):
         raise UsageError(
-            f"{plan.method} cannot be served: the model gives a token several positions, and keys "
+            f"{plan.method} cannot be served: tokens have several positions (M-RoPE), but keys "
             "are rebuilt at one"
         )
 
@@ -145,8 +145,8 @@ def check_shared(plan: Plan, group: int) -> None:
     shared = group * max(own.heads for layer in plan.layers for own in layer.keys.groups)
     if shared > LARGEST_GROUP:
         raise UsageError(
-            f"{plan.method} cannot be served: {shared} query heads share a latent, more than "
-            f"{LARGEST_GROUP}"
+            f"{plan.method} cannot be served: {shared} query heads share a latent (limit "
+            f"{LARGEST_GROUP})"
         )
 
 
@@ -154,7 +154,7 @@ def check_dtype(plan: Plan, dtype: torch.dtype) -> None:
     """Refuse a dtype in which quantised pages do not run on a GPU."""
     if plan.quantiser is not None and dtype == torch.float32:
         raise UsageError(
-            f"{plan.method} is served in bfloat16 or float16 on a GPU, not in float32: give --dtype"
+            f"{plan.method} requires bfloat16 or float16 on a GPU, not float32; use --dtype"
         )
 
 
@@ -162,8 +162,8 @@ def check_load_format(name: str) -> None:
     """Refuse ways of loading in which weights would not lie where the plan expects them."""
     if name not in _LOAD_FORMATS:
         raise UsageError(
-            f"a plan cannot be served with --load-format {name[:40]}: it copies weights past the "
-            f"places where heads are dealt out; take one of {', '.join(_LOAD_FORMATS)}"
+            f"a plan cannot be served with --load-format {name[:40]}, which bypasses the split of "
+            f"heads among ranks; use {', '.join(_LOAD_FORMATS)}"
         )
 
 
@@ -177,6 +177,6 @@ def check_shape(plan: Plan, layers: int, kv_heads: int, head_dim: int) -> None:
     )
     if own != (layers, kv_heads, head_dim):
         raise UsageError(
-            f"the plan is for {plan.made.get('model', 'another model')}: {own[0]} layers of "
-            f"{own[1]} KV heads of {own[2]}, and the model has {layers} of {kv_heads} of {head_dim}"
+            f"the plan is for {plan.made.get('model', 'another model')} ({own[0]} layers, "
+            f"{own[1]} KV heads of {own[2]}), the model has {layers}, {kv_heads} of {head_dim}"
         )

@@ -1,8 +1,6 @@
-"""A model's rotary embedding in an engine, where keys are stored as they are before it.
+"""Store an engine's keys before RoPE: its rotary embedding then rotates queries only.
 
-The model goes on calling it between its projections and its attention; what it calls then turns the
-queries alone. How keys turn at reading is what the embedding did: its own table, and the form that
-this is held against before weights are loaded.
+Reading rotates keys by the embedding's own table, whose form is checked before weights load.
 """
 
 from typing import Any
@@ -47,17 +45,17 @@ def keep_keys(parent: nn.Module, head_dim: int, longest: int) -> None:
     ]
     what = f"keys of {type(parent).__name__} cannot be rebuilt"
     if len(found) != 1:
-        raise UsageError(f"{what}: it has {len(found)} rotary embeddings with a table, not one")
+        raise UsageError(f"{what}: it has {len(found)} rotary embeddings with tables, not one")
     ((name, rotary),) = found
     table = rotary.cos_sin_cache
     if table.dim() != 2 or len(table) < longest:
         raise UsageError(
-            f"{what} at {longest:,} positions: its rotary embedding has a table of "
-            f"{tuple(table.shape)}; give a smaller --max-model-len"
+            f"{what} at {longest:,} positions: its rotary table has shape {tuple(table.shape)}; "
+            "use a smaller --max-model-len"
         )
     form = RotaryForm(table.shape[1], not getattr(rotary, "is_neox_style", True), 1)
     if not _rotates_so(rotary, form, head_dim, longest):
-        raise UsageError(f"{what}: {type(rotary).__name__} turns them in another way than tables")
+        raise UsageError(f"{what}: {type(rotary).__name__} does not rotate as its table says")
     setattr(parent, name, QueriesAlone(rotary, form))
 
 

@@ -149,15 +149,7 @@ def _let_run_eagerly(place: Any, name: str, option: str, eager: _Eager) -> None:
 
 
 def graph_pays(rows: Iterable[tuple[int, int]]) -> bool:
-    """Tell whether a step over quantised latents should be a graph, if there is one of its length.
-
-    A graph reads what came before a chunk once for each of the chunk's tokens, where a step that is
-    none writes it out once (`kvprof.serving.quantised`).
-    Steps as long as vLLM's own graphs always are: the host takes longer to launch them. A longer
-    one is where chunks read no more of what came before them than a prompt as long as the step
-    reads of itself, which no form of a step saves. Sequences that decode read theirs in either form
-    and do not count.
-    """
+    """Tell whether a CUDA graph of a long step over quantised latents is faster."""
     tokens = again = 0
     for new, before in rows:
         tokens += new
@@ -175,10 +167,7 @@ def scheduled_rows(scheduled: Any) -> Iterator[tuple[int, int]]:
 
 
 def _choose_graphs(runner: Any, path: str, eager: _Eager) -> None:
-    """Run long steps over quantised latents without their graphs where these read too much.
-
-    What a step holds is the scheduler's, which all ranks are told alike.
-    """
+    """Run long steps over quantised latents without a CUDA graph where that is faster."""
     ran = runner.execute_model
 
     @wraps(ran)

@@ -23,13 +23,7 @@ def served_plan(path: str) -> Plan:
 
 
 def longest_graph(plan: Plan) -> int:
-    """Return the tokens of the longest step that may be a graph, unless somebody says otherwise.
-
-    Over latents as they are a step that reads many tokens costs as a graph what it costs outside,
-    and over quantised ones where little came before its chunks, which is looked at step by step
-    (`kvprof.serving.runners`). Where keys are rebuilt, sequences that find no room among the
-    rebuilt pages decode token by token: the more tokens a graph has, the more of them.
-    """
+    """Return the tokens of the longest step captured as a CUDA graph by default."""
     if any(layer.keys.placement is Placement.PRE_ROPE for layer in plan.layers):
         return SHORT_GRAPH
     return LONG_GRAPH
@@ -44,10 +38,6 @@ def plan_digest(path: str) -> str:
 def check_identity(
     plan: Plan, spec: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Refuse a plan of another model, before the engine loads weights.
-
-    The checkpoint is read on the CPU as kvprof reads it; its files are mapped, and the engine finds
-    them in memory afterwards.
-    """
+    """Refuse another model's plan before the engine loads weights."""
     loaded = load_model(spec, device="cpu", revision=revision, trust_remote_code=trust_remote_code)
     check_fits(plan, loaded.layout, loaded.fingerprint)

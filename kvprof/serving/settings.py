@@ -1,7 +1,4 @@
-"""What ``kvprof serve`` sets for vLLM, and why; everything else is vLLM's own default.
-
-Standard library only: the command reads it before anything is loaded.
-"""
+"""What ``kvprof serve`` sets for vLLM, and why; imports the standard library only."""
 
 import json
 import os
@@ -81,10 +78,10 @@ def engine_options(
     parts = [word for word in given if _PARTS.match(word)]
     if parts:
         raise UsageError(
-            f"{parts[0]} would take the place of all that is set of --compilation-config; give the "
-            'whole of it: --compilation-config \'{"mode":0,"cudagraph_mode":"FULL",…}\''
+            f"{parts[0]} would replace the whole --compilation-config; give all of it: "
+            '--compilation-config \'{"mode":0,"cudagraph_mode":"FULL",…}\''
         )
-    listens = "only this machine reaches it" if host == LOOPBACK else "as asked"
+    listens = "reachable from this machine only" if host == LOOPBACK else "as requested"
     compilation: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL"}
     sized = [
         option_value(given, option, least=least) is not None
@@ -93,7 +90,7 @@ def engine_options(
             ("--cudagraph-capture-sizes", "--cudagraph-c"),
         )
     ]
-    fewer = "as many tokens as asked"
+    fewer = "as many tokens as requested"
     if not any(sized):
         if longest_graph <= SHORT_GRAPH:  # the engine's own sizes do
             compilation["max_cudagraph_capture_size"] = longest_graph
@@ -101,16 +98,16 @@ def engine_options(
             sizes = _graphs(longest_graph, most_tokens(given))
             compilation["cudagraph_capture_sizes"], longest_graph = sizes, sizes[-1]
         fewer = f"{longest_graph:,} tokens or fewer"
-    graphs = f"on a GPU a step of {fewer} is one CUDA graph, whether it reads prompts or all decode"
+    graphs = f"on a GPU each step of {fewer} is one CUDA graph, prefill or decode"
     if chosen and (any(sized) or longest_graph > SHORT_GRAPH):
-        graphs += f"; of more than {SHORT_GRAPH}, where little came before its chunks"
+        graphs += f"; above {SHORT_GRAPH} tokens only if chunks have little context before them"
     if "--enforce-eager" in named(list(given)):
-        graphs = "no CUDA graphs, as asked"
+        graphs = "no CUDA graphs, as requested"
     return [
         Setting("--host", host, listens),
-        Setting("--port", str(port), "as asked" if port != 8000 else "vLLM's own"),
-        Setting("--dtype", dtype, "of weights and latents"),
-        Setting("--tensor-parallel-size", str(ranks), "heads are dealt out by their widths"),
+        Setting("--port", str(port), "as requested" if port != 8000 else "vLLM's default"),
+        Setting("--dtype", dtype, "weights and latents"),
+        Setting("--tensor-parallel-size", str(ranks), "heads are distributed by width"),
         Setting(
             "--compilation-config",
             json.dumps(compilation, separators=(",", ":")),
@@ -120,10 +117,7 @@ def engine_options(
 
 
 def _graphs(longest: int, most: int | None) -> list[int]:
-    """Return the sizes of graphs, the longest step of the engine among them where it is shorter.
-
-    vLLM adds that one to sizes of its own alone.
-    """
+    """Return the sizes of CUDA graphs, including the engine's longest step if it is shorter."""
     sizes = [one for one in _GRAPHS if one <= longest]
     if most is not None and most < longest:
         sizes = sorted({*(one for one in sizes if one < most), most})
@@ -150,9 +144,9 @@ def model_runner() -> str:
 def engine_variables(plan: str) -> list[Setting]:
     """Return what the server's environment gets."""
     return [
-        Setting("KVPROF_PLAN", plan, "what is stored"),
-        Setting(RUNNER_VARIABLE, model_runner(), "0 is the first, as figures were measured"),
-        Setting("VLLM_NO_USAGE_STATS", "1", "nothing is sent to anybody"),
+        Setting("KVPROF_PLAN", plan, "the plan to serve"),
+        Setting(RUNNER_VARIABLE, model_runner(), "0 is the model runner that was measured"),
+        Setting("VLLM_NO_USAGE_STATS", "1", "no usage statistics are sent"),
     ]
 
 

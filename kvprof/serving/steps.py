@@ -52,10 +52,7 @@ class Steps(Protocol):
 
     @property
     def decode(self) -> Any:
-        """The decoding step of one sequence; `replace` makes those of more.
-
-        None where it does not share a cut with layers of other widths (`cut_key`).
-        """
+        """Return one sequence's decoding step; None where layers cannot share a partition."""
 
     def attend(
         self, step: "EngineStep", query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -145,11 +142,7 @@ class ServedLayer:
 
 
 def value_lifts(value_ups: Sequence[Tensor], heads: int, queries: int) -> tuple[Tensor, ...]:
-    """Return what makes values of what is decoded, ``[query heads, width, d]`` each.
-
-    One for all latents beside one another that are as wide, with a matrix for every query head: so
-    one product takes what lies in a row of outputs as it lies there.
-    """
+    """Return the matrices that rebuild values after decoding, ``[query heads, width, d]`` each."""
     return tuple(
         torch.cat([unflatten(up, 0, (heads, -1)).mT for up in ups])
         .repeat_interleave(queries, dim=0)
@@ -215,10 +208,7 @@ class EngineStep:
         return found
 
     def pages_of(self, first: int, stop: int) -> Tensor:
-        """Return some sequences' rows of the table, beginning at a multiple of 16 bytes.
-
-        Triton compiles a kernel anew for a table that does not, in the middle of somebody's wait.
-        """
+        """Return some sequences' rows of the page table, aligned to 16 bytes as Triton requires."""
         if not first:
             return self.table[:stop]
         return self.once(("pages", first, stop), lambda: self.table[first:stop].clone())

@@ -1,8 +1,6 @@
-"""A GGUF file's model as a folder that an engine reads: safetensors, config and tokenizer.
+"""Unpack a GGUF model into a folder that vLLM reads: safetensors, config and tokenizer.
 
-vLLM takes GGUF files only with a plug-in of its own, which keeps weights in blocks. So the numbers
-that kvprof reads from such a file are written out: the engine has the same ones as every other
-command, in the dtype that it computes in.
+vLLM reads GGUF only with a plug-in; so it gets the same weights as every other command.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +36,7 @@ class UnpackedModel:
         gguf: str | None = None,
     ) -> None:
         name = str(dtype).removeprefix("torch.")
-        with console.status(f"writing the weights of {spec} as safetensors, in {name}"):
+        with console.status(f"writing the weights of {spec} as safetensors to {name}"):
             loaded = load_model(spec, device="cpu", dtype=name, revision=revision, gguf=gguf)
             tokenizer = loaded.tokenizer()
             self._layout, self._of_file = loaded.layout, loaded.fingerprint
@@ -54,8 +52,8 @@ class UnpackedModel:
                     tokenizer.save_pretrained(folder)
             except OSError as error:
                 raise FailedError(
-                    f"{spec}: its weights cannot be written for the engine into {folder.parent} "
-                    f"({error.strerror or error}); TMPDIR names another folder"
+                    f"{spec}: cannot write its weights for the engine to {folder.parent} "
+                    f"({error.strerror or error}); set TMPDIR to another folder"
                 ) from error
             del loaded, tokenizer
             self.folder = folder  # is made; plans of it lie beside it

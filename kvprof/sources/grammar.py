@@ -81,7 +81,7 @@ def parse_source(text: str, *, what: str = "--source") -> Source:
     if not _holds(path.is_file):
         reason = "is a folder" if _holds(path.is_dir) else "is not a file"
         raise UsageError(
-            f"{what}: {text!r} {reason} and not a known source; give a file, random:8k, "
+            f"{what}: {text!r} {reason} and not a known source; use a file, random:8k, "
             f"{', '.join(EMBEDDED[:-1])} or {EMBEDDED[-1]}"
         )
     if path.suffix in _MOMENT_SUFFIXES:

@@ -71,8 +71,7 @@ def _lines(path: Path) -> Iterator[str]:
             number += 1
             if len(line) == _ROW:
                 raise FailedError(
-                    f"{path.name}:{number}: a row of {_ROW:,} characters or more is not read; "
-                    "make several of it"
+                    f"{path.name}:{number}: the row has {_ROW:,} characters or more; split it"
                 )
             yield line
 
@@ -85,8 +84,8 @@ def _reading(path: Path) -> Iterator[TextIO]:
             yield stream
     except UnicodeDecodeError as cause:
         raise FailedError(
-            f"{path.name}: not UTF-8 text ({cause.reason}); convert it, as "
-            f"iconv -f LATIN1 -t UTF-8 {path.name} does"
+            f"{path.name}: not UTF-8 text ({cause.reason}); convert it, for example iconv -f "
+            f"LATIN1 -t UTF-8 {path.name}"
         ) from None
     except OSError as cause:
         raise FailedError(f"{path}: cannot be read: {cause.strerror or cause}") from None
@@ -96,14 +95,14 @@ def _row_text(line: str, where: str, chat_template: ChatTemplate | None) -> str:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as cause:
-        raise FailedError(f"{where}: no valid JSON: {cause.msg} at column {cause.colno}") from None
+        raise FailedError(f"{where}: invalid JSON: {cause.msg} at column {cause.colno}") from None
     except (ValueError, RecursionError) as cause:  # numbers too long, brackets too deep
-        raise FailedError(f"{where}: JSON that cannot be read: {cause}") from None
+        raise FailedError(f"{where}: unreadable JSON: {cause}") from None
     text = _text_of(row, where, chat_template)
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise FailedError(f"{where}: holds half a surrogate pair, which is no text") from None
+        raise FailedError(f"{where}: contains an unpaired surrogate, not valid text") from None
     return text
 
 
@@ -123,7 +122,7 @@ def _text_of(row: Any, where: str, chat_template: ChatTemplate | None) -> str:
             except FailedError as cause:
                 raise FailedError(f"{where}: {cause}") from None
             except Exception as cause:  # the template is the model's code and may raise anything
-                raise FailedError(f"{where}: the chat template refuses it: {cause}") from None
+                raise FailedError(f"{where}: the chat template rejects it: {cause}") from None
     raise UsageError(f"{where}: a row needs 'text', 'prompt' (with 'answer') or 'messages'")
 
 
@@ -144,11 +143,11 @@ def read_token_ids(path: Path) -> Iterator[Iterable[NDArray[np.integer[Any]]]]:
         try:
             array = np.lib.format.open_memmap(path, mode="r")
         except Exception as cause:  # numpy parses the header as code: anything may come out
-            raise FailedError(f"{path.name}: no readable .npy file: {cause}") from None
+            raise FailedError(f"{path.name}: not a readable .npy file: {cause}") from None
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise FailedError(
-                f"{path.name}: holds {array.ndim}-dimensional {array.dtype}; "
-                "token ids are whole numbers in one or two dimensions"
+                f"{path.name}: token ids must be whole numbers in one or two dimensions, not "
+                f"{array.ndim}-dimensional {array.dtype}"
             )
         yield from ((row,) for row in np.atleast_2d(array))
         return
@@ -174,14 +173,14 @@ def _numbered_ids(path: Path) -> Iterator[tuple[int, NDArray[np.int64]]]:
             if begun:
                 yield number, _whole_numbers([begun], f"{path.name}:{number}: {begun[:40]!r}")
     except (UnicodeDecodeError, OSError) as cause:
-        raise FailedError(f"{path.name}: cannot be read as lines of token ids: {cause}") from None
+        raise FailedError(f"{path.name}: cannot read lines of token ids: {cause}") from None
 
 
 def _whole_numbers(words: list[str], where: str) -> NDArray[np.int64]:
     try:
         return np.array([int(word) for word in words], dtype=np.int64)
     except (ValueError, OverflowError):
-        raise FailedError(f"{where} is not a sequence of whole numbers") from None
+        raise FailedError(f"{where} is not a list of whole numbers") from None
 
 
 Ids = NDArray[np.int64]
@@ -219,7 +218,7 @@ def windows(
     """
     if source.kind is SourceKind.RANDOM:
         if tokens is None:
-            raise UsageError("random tokens need a count; write random:8k")
+            raise UsageError("random tokens require a count; write for example random:8k")
         prefix = model.prefix() if source.name == RANDOM[1] else ()
         pieces = _random(model, tokens, seq_len, seed, prefix)
     elif source.kind is SourceKind.TOKEN_IDS:
@@ -243,23 +242,20 @@ def windows(
             return
     if tokens is not None or not seen:
         raise UsageError(
-            f"{source.describe()} has {seen:,} tokens, fewer than the {tokens or 1:,} asked for; "
-            "ask for fewer or give more text"
+            f"{source.describe()} has {seen:,} tokens, fewer than the {tokens or 1:,} requested; "
+            "request fewer or give more text"
         )
 
 
 def _random(
     model: ModelTokens, tokens: int, seq_len: int, seed: int, prefix: tuple[int, ...]
 ) -> Iterator[Ids]:
-    """Yield uniform random tokens of the vocabulary, special ones left out, behind a prefix.
-
-    The prefix counts as tokens, as it does in text.
-    """
+    """Yield uniform random tokens without special ids, after a prefix that counts as tokens."""
     if len(prefix) >= seq_len:
         raise UsageError(f"--seq-len {seq_len} leaves no room after the tokenizer's own prefix")
     allowed = np.setdiff1d(np.arange(model.vocab_size), np.fromiter(model.special_ids, np.int64))
     if not len(allowed):
-        raise UsageError("the vocabulary holds special tokens only; there is nothing to draw")
+        raise UsageError("the vocabulary has special tokens only; no random tokens can be drawn")
     generator = np.random.default_rng(seed)
     for start in range(0, tokens, seq_len):
         length = min(seq_len, tokens - start)
@@ -268,10 +264,7 @@ def _random(
 
 
 def _text(documents: Iterable[Iterable[str]], model: ModelTokens, seq_len: int) -> Iterator[Ids]:
-    """Cut the running text of all documents into sequences, each begun with the prefix.
-
-    Each document ends with the separator.
-    """
+    """Split the running text of all documents into sequences, each after the prefix."""
     tokenize, prefix, separator = model.tokenize(), model.prefix(), model.separator()
     if len(prefix) >= seq_len:
         raise UsageError(f"--seq-len {seq_len} leaves no room after the tokenizer's own prefix")
@@ -286,7 +279,7 @@ def _text(documents: Iterable[Iterable[str]], model: ModelTokens, seq_len: int) 
             yield np.array([*prefix, *pending[start : start + room]], dtype=np.int64)
         del pending[:whole]
     if empty:
-        raise UsageError("the text is empty; give one that holds something")
+        raise UsageError("the text is empty")
     if pending:
         yield np.array([*prefix, *pending], dtype=np.int64)
 
@@ -307,8 +300,8 @@ def _token_id_windows(source: Source, model: ModelTokens, seq_len: int) -> Itera
                 wrong = window[(window < 0) | (window >= model.vocab_size)]
                 if len(wrong):
                     raise UsageError(
-                        f"{path.name}: sequence {number} holds token id {wrong[0]}, "
-                        f"but the vocabulary has {model.vocab_size:,}"
+                        f"{path.name}: sequence {number} contains token id {wrong[0]}, but the "
+                        f"vocabulary has {model.vocab_size:,}"
                     )
                 yield np.array(window, dtype=np.int64)
 
@@ -354,8 +347,8 @@ def batches(
         if ahead and seen >= ahead[-1]:
             if seen > ahead[-1]:
                 raise UsageError(
-                    f"{ahead[-1]:,} tokens end inside a sequence of {len(sequence):,}; "
-                    "take multiples of --seq-len"
+                    f"{ahead[-1]:,} tokens end inside a sequence of {len(sequence):,}; use "
+                    "multiples of --seq-len"
                 )
             ahead.pop()
             yield np.stack(pending)

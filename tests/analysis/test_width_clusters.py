@@ -177,5 +177,5 @@ def test_spread_ranks_keep_both_ends():
 
 
 def test_no_kind_is_refused():
-    with pytest.raises(UsageError, match="kinds 0"):
+    with pytest.raises(UsageError, match="kinds=0"):
         KindChooser(drawn(0, 3, 2), 0)

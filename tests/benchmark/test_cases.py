@@ -172,7 +172,7 @@ def test_expanded_heads_count_what_they_read_and_are_refused_without_room():
     built = build(full_width(where))
     assert built.bytes_moved == 2 * where.full_bytes + 2 * 2 * 8 * 64 * 4
     build = baseline_builders(where, where.full_bytes)["sdpa-flash-expanded"]
-    with pytest.raises(Lack, match="beside K and V"):
+    with pytest.raises(Lack):
         build(full_width(where))
 
 

@@ -236,10 +236,10 @@ def test_widths_off_the_grid_warn(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seqs": (0,)}, "context of 0 tokens"),
-        ({"seqs": ()}, "context of 0"),
-        ({"batches": (0,)}, "batch of 0"),
-        ({"repeats": 2}, "2 repeats"),
+        ({"seqs": (0,)}, "--seq 0"),
+        ({"seqs": ()}, "--seq 0"),
+        ({"batches": (0,)}, "--batch 0"),
+        ({"repeats": 2}, "--repeats 2"),
         ({"rate": 1.0}, "rate of 1"),
         ({"phases": ("train",)}, "no phase 'train'"),
         ({"methods": ("zip",)}, "'zip' is unknown"),

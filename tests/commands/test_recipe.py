@@ -45,7 +45,7 @@ def run(path: Path, out: Path, rates: dict[str, Any], **more: Any) -> None:
         ),
         (
             ("--rate {rate}", "--rate much"),
-            "small-claim.yaml: smoke, cell plan-fdc: --rate much is not a share",
+            "small-claim.yaml: smoke, cell plan-fdc: --rate much",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_server_gets_what_is_set_and_says_so(started: list[list[str]], tmp_pat
     assert command[command.index("--max-num-seqs") + 1] == "64"
     set_for_graphs = command[command.index("--compilation-config") + 1]
     assert json.loads(set_for_graphs)["max_cudagraph_capture_size"] == 512
-    assert f"--compilation-config {set_for_graphs} (on a GPU a step of 512" in done.stderr
+    assert f"--compilation-config {set_for_graphs} (on a GPU each step of 512" in done.stderr
 
 
 def test_latents_as_they_are_have_longer_graphs(started: list[list[str]], tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_latents_as_they_are_have_longer_graphs(started: list[list[str]], tmp_pa
     (command,) = started
     own = json.loads(command[command.index("--compilation-config") + 1])
     assert own["cudagraph_capture_sizes"][-2:] == [960, 1000]
-    assert "(on a GPU a step of 1,000 tokens or fewer is one CUDA graph" in done.stderr
+    assert "step of 1,000 tokens" in done.stderr
 
 
 def test_quantised_latents_have_some(started: list[list[str]], tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_quantised_latents_have_some(started: list[list[str]], tmp_path: Path) -
     (command,) = started
     own = json.loads(command[command.index("--compilation-config") + 1])
     assert own["cudagraph_capture_sizes"][-1] == 3072
-    assert "; of more than 512, where little came before its chunks)" in done.stderr
+    assert "above 512" in done.stderr
 
 
 def test_what_somebody_gives_is_not_set_a_second_time(
@@ -77,5 +77,5 @@ def test_what_would_replace_all_that_is_set_starts_no_server(
 ) -> None:
     done = serve(tmp_path / "shape", "-cc.cudagraph_mode=NONE")
     assert done.code == 2
-    assert "-cc.cudagraph_mode=NONE would take the place of all" in done.error
+    assert "-cc.cudagraph_mode=NONE" in done.error
     assert not started

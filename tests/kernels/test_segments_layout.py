@@ -113,9 +113,7 @@ def test_every_token_is_found_where_it_was_put(formats, columns, widths, capacit
 
 def test_formats_are_found_by_name_and_by_number():
     assert [bits_numbered(format_of(bits).number) for bits in FORMATS] == list(FORMATS)
-    with pytest.raises(
-        UsageError, match="5 bits cannot be stored: 2, 3, 4, 8, 'fp8', 'uniform-rms'"
-    ):
+    with pytest.raises(UsageError, match=r"5 bits .* 2, 3, 4, 8,"):
         format_of(5)
 
 
@@ -365,5 +363,5 @@ def test_what_makes_no_sense_is_refused():
         SegmentsLayout((segment([(32, 32)], 4, 4),), torch.float64)
     layout = SegmentsLayout((segment([(32, 32)], 4, 4),))
     new = [random(2, 1, 16)]
-    with pytest.raises(UsageError, match="32 wide"):
+    with pytest.raises(UsageError, match="32 columns"):
         append(layout.empty(), layout, 0, new, new, torch.zeros(2, dtype=torch.int32))

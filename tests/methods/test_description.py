@@ -70,7 +70,7 @@ def test_figures_agree_with_each_other():
             "Llama",
             FINE,
             [
-                "2 levels, oldest first (90%, 10%); they move down 32", "The first 4 tokens stay",
+                "2 rank levels, oldest first (90%, 10%)", "The first 4 tokens stay",
                 "(lazy)", "Keys have 2/4 bits", "32 tokens share", "newest 128 to 159 tokens",
                 "folded into W_O; the projection online",
             ],

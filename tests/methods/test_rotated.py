@@ -227,5 +227,5 @@ def test_kernels_say_why_they_do_not_run_a_row():
     pytest.importorskip("triton")
     assert reason(made("hadamard-int4", centre=False)) is None
     assert reason(made("oscar", clip="1,1", group=0)) is None
-    assert reason(made("oscar")) == "rows are clipped before they are quantised"
+    assert reason(made("oscar")) == "rows are clipped before quantisation"
     assert reason(made("turboquant")) == "latents are quantised by lloyd-max"

@@ -61,7 +61,7 @@ def test_an_unknown_rule_is_refused_where_texts_are_cut_before_weights(
     )
     for words in asked:
         done = kvprof(*words)
-        assert (done.code, f"pre is {pre or ''!r}" in done.error) == (2, True), done.error
+        assert (done.code, f"pre {pre or ''!r}" in done.error) == (2, True), done.error
     assert kvprof("spectrum", path, "--tokens", 128, "--seq-len", 64).code == 1
 
 

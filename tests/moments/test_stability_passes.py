@@ -151,7 +151,7 @@ def test_saved_moments_stand_in_for_a_pass(llama, tmp_path):
     found, fingerprint = run(None, one)
     assert list(found.snapshots) == [256]
     assert (found.seed, found.seq_len, fingerprint) == (None, 16, llama.fingerprint)
-    with pytest.raises(UsageError, match="not of the model given"):
+    with pytest.raises(UsageError):
         run(None, one, fingerprint="0" * 32)
 
 

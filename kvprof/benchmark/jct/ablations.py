@@ -48,10 +48,7 @@ class Variant:
     def refuse_on(self, kind: str) -> None:
         """Refuse what would change nothing on a device."""
         if "no-balancing" in self.without and kind == "cpu":
-            raise UsageError(
-                f"{self.name} changes nothing on a CPU, whose threads share work in another way; "
-                "measure it on a GPU"
-            )
+            raise UsageError(f"{self.name} changes nothing on a CPU; measure it on a GPU")
 
 
 def parse_variant(text: str) -> Variant:
@@ -60,19 +57,16 @@ def parse_variant(text: str) -> Variant:
     without = tuple(option for option in options if option.startswith("no-"))
     if not without:
         if name == "fdc" and any(f"no-{option}" in ABLATIONS for option in options):
-            raise UsageError(f"{text}: fdc without a part of it is fdc:{', fdc:'.join(ABLATIONS)}")
+            raise UsageError(f"{text}: unknown ablation; use fdc:{', fdc:'.join(ABLATIONS)}")
         return Variant(text, parse_method(text))
     unknown = [option for option in options if option not in ABLATIONS]
     if unknown or name != "fdc":
-        raise UsageError(
-            f"{text}: fdc alone can be measured without a part of it, as "
-            f"fdc:{', fdc:'.join(ABLATIONS)}"
-        )
+        raise UsageError(f"{text}: only fdc has ablations: fdc:{', fdc:'.join(ABLATIONS)}")
     without = tuple(dict.fromkeys(without))
     if {"no-post-rope", "no-balancing"} <= set(without):
         raise UsageError(
-            f"{text}: a kernel that rebuilds keys cuts its work in one way only; measure "
-            "no-post-rope and no-balancing apart"
+            f"{text}: cannot combine the two for a kernel that rebuilds keys; measure "
+            "no-post-rope and no-balancing separately"
         )
     return Variant(text, parse_method("fdc"), without)
 

@@ -1,7 +1,7 @@
-"""A layer's attention at full width and over ragged widths, as calls that are timed.
+"""A layer's attention, uncompressed and over ragged widths, as timed calls.
 
-Full width runs on the best kernel that this machine has. FDC, ``kq`` and uniform widths attend to
-latents as they lie. What is stored otherwise is in `kvprof.benchmark.jct.stored`.
+Uncompressed attention runs on the fastest kernel of this machine. Other storage is in
+`kvprof.benchmark.jct.stored`.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,7 +103,7 @@ class FullAttention:
                 found.append((median(seconds), case))
         if not found:
             raise LackingError(
-                f"no full-width kernel runs {workload.name}: {'; '.join(reasons)[:300]}"
+                f"no uncompressed kernel runs {workload.name}: {'; '.join(reasons)[:300]}"
             )
         found.sort(key=lambda pair: pair[0])
         self._tried[_key(workload)] = [case.name for _, case in found]
@@ -154,7 +154,7 @@ def full_attention(workload: Workload, full: FullAttention, window: int | None) 
         (queries, keys, keys),
         queries,
         "both",
-        {**labels, "store": "K and V going into the cache count as attention"},
+        {**labels, "store": "storing K and V in the cache counts as attention"},
     )
 
 
@@ -181,7 +181,7 @@ def ragged_attention(method: Method, workload: Workload, window: int | None) -> 
         if workload.device.type == "cuda":
             labels["by_difference"] = "attention"
             labels["merge"] = (
-                "timed alone on partial results of the same sizes; attention is its launch's time "
+                "timed alone on partial results of the same sizes; attention is its launch "
                 "without it"
             )
         else:
@@ -203,10 +203,7 @@ def random_bases(workload: Workload, widths: Sequence[int], salt: int) -> BasisS
 
 
 def compress_call(workload: Workload, layout: RaggedLayout) -> PartCall:
-    """Return the online projection of Q and K and the store of K and V (FDC §5.1).
-
-    At full width the same kernel only stores, which counts as attention, as in the runtime.
-    """
+    """Return the projection of Q and K and the store of K and V (FDC §5.1)."""
     shape, source = workload.shape, workload.generator(31)
     # Where in the cache new tokens lie changes nothing: their own buffer is enough.
     own = RaggedLayout(

@@ -1,7 +1,4 @@
-"""A composed run: one layer's parts, put together to requests that are told as events.
-
-Nobody runs them: `kvprof.benchmark.jct.composer` says how their time comes about.
-"""
+"""A composed run: requests predicted from the measured parts of one layer, as events."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -80,13 +77,13 @@ class _ComposedCase:
         found = composer.composition(request, prefill, seconds, decode, steps, error)
         if found.predicted_from is not None:
             self._warn(
-                f"prefill of {request.input_len:,} tokens is predicted from prompts of up to "
-                f"{found.predicted_from:,}: one layer would take too long or too much memory here"
+                f"prefill of {request.input_len:,} tokens is extrapolated from prompts of up to "
+                f"{found.predicted_from:,} (limited by time or memory)"
             )
         if error is not None and error > WARNED_ERROR * found.decode_seconds:
             self._warn(
-                f"decode may be off by {error / found.decode_seconds:.1%}: times between the "
-                "contexts that were measured do not lie on a line"
+                f"decode may be off by {error / found.decode_seconds:.1%}: times between measured "
+                "contexts are not linear"
             )
         self.emit(
             CaseFinished(
@@ -118,9 +115,9 @@ class _ComposedCase:
         if request.input_len > composer.longest:
             labels["predicted"] = f"prefill, from prompts of up to {composer.longest:,} tokens"
         if any("schedule" in point.passes for point in named):
-            labels["schedule"] = "once per pass: all layers are taken to have the same widths"
+            labels["schedule"] = "once per pass, assuming the same widths in all layers"
         if composer.watts(request)[0] is not None:
-            labels["energy"] = "power while a layer was repeated, times each phase's seconds"
+            labels["energy"] = "mean power while a layer repeats, times each phase's seconds"
         if widths is not None:
             labels["widths"] = widths.source
         whole = [shape.head_dim] * shape.num_kv_heads
@@ -289,8 +286,8 @@ def _all_reduce(run: Run) -> Callable[[int], float] | None:
         bar.advance()
     if found is None:
         run.warn(
-            f"communication is left out: there are no {tp} GPUs here to measure an all-reduce on; "
-            "the figures are one GPU's own work"
+            f"communication is not included: this machine lacks {tp} GPUs to measure an "
+            "all-reduce; times are one GPU's own work"
         )
     return found
 
@@ -336,8 +333,8 @@ def _tell_memory(
     stated = model.attention.context
     if stated is not None and tokens > stated:
         run.warn(
-            f"{model.name} states a context of {stated:,} tokens, and requests here have up to "
-            f"{tokens:,}: the times are of its shape alone"
+            f"{model.name} has a context of {stated:,} tokens, but requests have up to "
+            f"{tokens:,}; times apply to its shape only"
         )
     plan = method.plan
     needed = weight_bytes(method, model, bench.dtype)
@@ -345,9 +342,9 @@ def _tell_memory(
     free = free_bytes(run.device)
     if needed > free:
         run.warn(
-            f"{method.name}: weights and a cache of {batch} × {tokens:,} tokens take "
-            f"{format_bytes(needed)}, and {format_bytes(free)} are free: one layer is measured "
-            "here, the whole request needs a larger machine"
+            f"{method.name}: weights and a cache of {batch} × {tokens:,} tokens need "
+            f"{format_bytes(needed)}, and {format_bytes(free)} are free; only one layer is "
+            "measured"
         )
 
 

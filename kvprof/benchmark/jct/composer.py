@@ -1,9 +1,7 @@
-"""Puts requests together from points of one layer, measuring those that are needed on the way.
+"""Compose requests from measured points of one layer, measuring missing points on the way.
 
-A forward pass is every layer's time and what a pass does once. Prefill is measured at the prompt's
-length, or predicted from shorter prompts where one layer would take too long; decode is the sum
-over every step (`kvprof.analysis.jct`). All layers are taken to be like the one that is measured;
-those with a sliding window are measured with theirs.
+A forward pass is the sum of its layers and its once-per-pass work. Prefill is measured at the
+prompt's length or extrapolated; decode sums all steps (`kvprof.analysis.jct`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -107,10 +105,7 @@ def prefill_rungs(
     kind: str,
     sampled: Sequence[int] = (),
 ) -> tuple[list[int], int]:
-    """Return prompts to measure, and the longest that can be measured here.
-
-    A prompt that takes too long, or whose hidden states do not fit, is predicted from shorter ones.
-    """
+    """Return the prompt lengths to measure, and the longest that fits in time and memory."""
     longest = max((*lengths, *sampled))
 
     def fits(tokens: int) -> bool:
@@ -233,11 +228,7 @@ class Composer:
         return self._longest
 
     def points_of(self, request: RequestLengths) -> list[LayerTimes]:
-        """Measure the points that say what runs: a request's prompt, and its last step.
-
-        Layers of the first kind stand for all, and the next shorter length that is measured for one
-        that is not.
-        """
+        """Measure a request's prompt and its last step."""
         _, window = self._kinds()[0]
         found = [self._point("prefill", below(self._prefill_rungs, request.input_len), window)]
         if self._decode_rungs:
@@ -264,11 +255,7 @@ class Composer:
     def _forward(
         kinds: list[tuple[int, PartSeconds, PartSeconds, float]],
     ) -> tuple[list[tuple[PartSeconds, float]], float]:
-        """Return what a forward pass is made of and how often, and its seconds.
-
-        Layers with and without a window each have their work cut once; all else that a pass does
-        once is the same for both.
-        """
+        """Return the parts of a forward pass with their counts, and its seconds."""
         once = dict(kinds[0][2])
         for _, _, passes, _ in kinds[1:]:
             if "schedule" in passes:
@@ -407,11 +394,7 @@ class Composer:
         )
 
     def _interval(self, phase: str, passes: Sequence[ComposedStep]) -> tuple[float, float] | None:
-        """Return the interval of some passes' seconds.
-
-        What a pass does once is taken to be as uncertain as its layers. A busy machine moves all
-        passes one way, so their ends add up.
-        """
+        """Return the interval of some passes' seconds; ends add up, as noise is correlated."""
         low = high = 0.0
         for tokens, seconds, weight in passes:
             ends = [
@@ -437,10 +420,7 @@ class Composer:
         return [self._point(phase, rung, window) for rung in around(rungs, tokens)]
 
     def _powered(self, request: RequestLengths) -> list[tuple[str, int, int | None]]:
-        """Return the points whose power a request's energy is read from: prefill's, and decode's.
-
-        Layers of the first kind stand for all, and a measured prompt for a longer one.
-        """
+        """Return the points whose power gives a request's energy: prefill and decode."""
         _, window = self._kinds()[0]
         prompt = below(self._prefill_rungs, request.input_len)
         found: list[tuple[str, int, int | None]] = [("prefill", prompt, window)]
@@ -471,10 +451,7 @@ def _each(
     of: Callable[[LayerTimes], dict[str, float]],
     combine: Callable[[list[float], str], float],
 ) -> dict[str, float]:
-    """Combine a figure of several points, part by part; who has no such part spends nothing on it.
-
-    A prompt may be cut for Triton's kernels at one length, and not for a library's at another.
-    """
+    """Combine a figure of several points, part by part; missing parts count as 0."""
     found = [of(point) for point in points]
     parts = dict.fromkeys(part for one in found for part in one)
     return {part: combine([one.get(part, 0.0) for one in found], part) for part in parts}

@@ -16,11 +16,7 @@ __all__ = ["layer_facts", "level_tokens", "memory_sample", "peak_bytes"]
 
 
 def level_tokens(plan: Plan, tokens: int) -> dict[str, int]:
-    """Return how many of a sequence's tokens are stored at each level; empty without levels.
-
-    Those of the first layer without a sliding window. Levels are counted from the lowest; sinks
-    are apart, and so is what is not quantised yet.
-    """
+    """Return a sequence's tokens per level, sinks and window apart; empty without levels."""
     aged = (x for x in plan.layers if x.sliding_window is None and not x.left_out)
     layer = next(aged, None)
     if layer is None or len(plan.levels.shares) == 1:
@@ -31,7 +27,7 @@ def level_tokens(plan: Plan, tokens: int) -> dict[str, int]:
         if segment.start == 0 and plan.levels.sink:
             name = "sinks"
         elif plan.quantiser is not None and not segment.quantised:
-            name += ", full precision"
+            name += ", uncompressed"
         found[name] = found.get(name, 0) + segment.tokens
     return found
 
@@ -68,10 +64,7 @@ def memory_sample(
 
 
 def layer_facts(plan: Plan, tokens: int, *, itemsize: int, batch: int) -> list[dict[str, Any]]:
-    """Return what `kvprof.records.events.CaseStarted` tells of each layer.
-
-    Heads that share a latent have an equal part of its columns each.
-    """
+    """Return each layer's facts for `CaseStarted`; shared latents are divided among heads."""
     found = []
     for index, layer in enumerate(plan.layers):
         alone = replace(plan, layers=(layer,))

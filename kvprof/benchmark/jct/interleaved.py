@@ -1,7 +1,4 @@
-"""A request run without marks and with them, in turns, until its parts' share stays the same.
-
-What several runs of one request say together, and the events that tell of it.
-"""
+"""Run a request alternately with and without marks until its parts' shares are stable."""
 
 import gc
 import math
@@ -148,14 +145,14 @@ def run_warnings(
         walls = [run.seconds for run in runs]
         if max(walls) - min(walls) > _UNSTEADY * statistics.median(walls):
             return [
-                f"the same request took {min(walls):.3g} s once and {max(walls):.3g} s another "
-                "time: something else uses the machine, and shares of parts are as uncertain"
+                f"the same request took {min(walls):.3g} to {max(walls):.3g} s; another program "
+                "may be running, so shares are uncertain"
             ]
     low, high = interval(shares) if shares else (1.0, 1.0)
     if (high - low) / 2 > _UNCERTAIN:
         return [
-            f"its parts are between {low:.0%} and {high:.0%} of its time in "
-            f"{len(shares)} pairs of runs: shares are as uncertain"
+            f"its parts sum to {low:.0%} to {high:.0%} of its time in {len(shares)} pairs of "
+            "runs, so shares are uncertain"
         ]
     return []
 
@@ -207,12 +204,7 @@ class CaseEvents:
         )
 
     def finish(self, plain: Sequence[RequestRun], timed: Sequence[RequestRun]) -> None:
-        """Emit each step's parts, those of its median run, and its time as all runs have it.
-
-        Every part's own median would add up to less than any run took, because noise hits one part
-        here and another one there. The time between tokens is of the same runs as the request's, of
-        which the first may be far off.
-        """
+        """Emit each step's parts, from its median run, and the request's time over all runs."""
         whole = [one for one in plain if one.ended is not None]
         walls = step_seconds(whole) if whole else []
         for number in self.told:
@@ -289,9 +281,8 @@ class CaseEvents:
         if inexact <= _MOST_INEXACT * busy:
             return None
         return (
-            f"{inexact / busy:.0%} of the time of its parts was measured while the GPU may have "
-            "waited for the host, which asks it for values within a step: waiting that should be "
-            "in host is in these parts"
+            f"{inexact / busy:.0%} of the parts' time was measured while the GPU may have waited "
+            "for the host; this wait counts in these parts instead of host"
         )
 
 

@@ -1,8 +1,6 @@
-"""A layer without weights: what it computes around its attention, as timed calls.
+"""The parts of a layer around its attention, with random weights, as timed calls.
 
-The modules are transformers' own, with random weights, so that a composed run is made of what a
-real run executes. Weights lie in as many copies as keep them out of the device's cache, as a
-model's layers do.
+The modules are transformers' own. Weights have enough copies to exceed the device's cache.
 """
 
 import math
@@ -130,11 +128,7 @@ def call_sampler(call: PartCall, device: torch.device, pool: Pool = None) -> Sam
 
 
 def layer_sampler(calls: Sequence[PartCall], device: torch.device, pool: Pool = None) -> Sampler:
-    """Return what times a whole layer: its calls one after the other, in one graph on a GPU.
-
-    Calls that wait for the host stand beside the graph of all others. Graphs with one pool share
-    their memory.
-    """
+    """Return a timer of a whole layer: its calls in order, in one graph on a GPU."""
     apart = [call for call in calls if call.waits and device.type == "cuda"]
     others = [call for call in calls if call not in apart]
     together = sampler(_sequence(others), device, settle=False, pool=pool)
@@ -168,11 +162,7 @@ _CYCLES = 1_000_000
 
 
 class _GraphLaunch:
-    """A clock around a captured pass, less the GPU's own time for it.
-
-    The pass keeps the GPU busy without doing anything, for the host asks for the token while the
-    GPU works: only launching the graph and bringing the token over are waited for.
-    """
+    """A clock of a graph's launch and its token's copy, less the GPU's own time."""
 
     note: str | None = None
 
@@ -208,12 +198,7 @@ class _GraphLaunch:
 
 
 def graph_launch(workload: Workload) -> PartCall:
-    """Return the start of a CUDA graph, and the wait for the token of every row.
-
-    A pass that is captured has them at its two ends, though launching its many nodes takes longer
-    than launching these few. A composed prompt is taken to be captured too, though the runtime
-    captures steps only.
-    """
+    """Return the launch of a small CUDA graph and the wait for every row's token."""
     start = _GraphLaunch(workload)
     return PartCall(
         "host", [start.output], ("pass", "host", workload.batch), per_pass=True, sampler=start
@@ -427,11 +412,7 @@ class DenseParts:
         return PartCall("mlp", runs, ("mlp", workload.phase, workload.batch, workload.queries))
 
     def _experts(self, workload: Workload) -> PartCall:
-        """Return a mixture of experts whose router spreads tokens evenly.
-
-        Every expert that is used gets as many tokens as the others, so that shapes are fixed: what
-        a router that prefers some experts would cost is not in here.
-        """
+        """Return a mixture of experts whose router spreads tokens evenly."""
         hidden, dense = self.model.attention.hidden_size, self.model.dense
         width, source = dense.intermediate_size, workload.generator(27)
         tokens = workload.batch * workload.queries

@@ -116,7 +116,7 @@ def measure_all_reduce(
         said = [one.communicate(timeout=_ALL_REDUCE_SECONDS) for one in running]
     except subprocess.TimeoutExpired:
         raise FailedError(
-            f"all-reduce over {tp} GPUs did not end within {_ALL_REDUCE_SECONDS} s"
+            f"all-reduce over {tp} GPUs did not finish within {_ALL_REDUCE_SECONDS} s"
         ) from None
     finally:
         for one in running:
@@ -127,7 +127,7 @@ def measure_all_reduce(
     if any(one.returncode for one in running):
         words = next(err for one, (_, err) in zip(running, said, strict=True) if one.returncode)
         last = [line for line in words.splitlines() if line.strip()][-1:]
-        raise FailedError(f"all-reduce over {tp} GPUs failed: {(last or ['no word why'])[0][:200]}")
+        raise FailedError(f"all-reduce over {tp} GPUs failed: {(last or ['no message'])[0][:200]}")
     return AllReduce(sizes, json.loads(said[0][0].splitlines()[-1]))
 
 
@@ -271,10 +271,7 @@ class LayerBench:
         *,
         powered: bool,
     ) -> tuple[float, tuple[float, float] | None, float | None]:
-        """Measure what is not known yet, in turn with the layer.
-
-        Returns its seconds, their interval relative to them, and watts.
-        """
+        """Measure missing points alternately with the layer; return seconds, interval and watts."""
         new = {call.key: call for call in (*calls, *once) if call.key not in self._known}
         # A long prompt's parts, each with memory of its own, would not fit beside one another.
         pool = torch.cuda.graph_pool_handle() if workload.device.type == "cuda" else None
@@ -308,7 +305,7 @@ class LayerBench:
         watts = self._watts(whole) if powered else None
         if whole.note is not None and self._apart.isdisjoint(call.key for call in calls):
             # Launched one by one a layer takes as long as the host needs, its parts in graphs not.
-            self.warn(f"{method.name}, {workload.name}: the layer is taken as the sum of its parts")
+            self.warn(f"{method.name}, {workload.name}: the layer's time is the sum of its parts")
             return sum(sum(self._known[call.key].values()) for call in calls), None, watts
         ends = median_ends(found[0])
         relative = (ends[0] / middles[0], ends[1] / middles[0]) if ends and middles[0] else None
@@ -322,8 +319,8 @@ class LayerBench:
             wide = [value for value in spreads.values() if value > allowed]
             if wide:
                 found.append(
-                    f"{name}: samples of a layer spread by up to {max(wide):.0%} ({len(wide)} of "
-                    f"{len(spreads)} points spread widely); something else may be running"
+                    f"{name}: layer samples vary by up to {max(wide):.0%} ({len(wide)} of "
+                    f"{len(spreads)} points); another program may be running"
                 )
         return found
 

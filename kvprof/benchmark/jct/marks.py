@@ -32,10 +32,7 @@ class TimedModules:
 
 
 def find_timed_modules(loaded: LoadedModel) -> TimedModules:
-    """Sort a model's modules into parts, by where they lie and by the names of their classes.
-
-    Inside `kvprof.runtime.compressed.compressed` these are the modules with bases folded in.
-    """
+    """Sort a model's modules into parts, by position and class name."""
     model, layers = loaded.model, []
     stacks: set[int] = set()
     for facts in loaded.layout.layers:
@@ -64,8 +61,8 @@ def _layer_name(loaded: LoadedModel, facts: LayerLayout) -> str:
         if isinstance(parent, nn.ModuleList):
             return ".".join(parts[:end])
     raise UsageError(
-        f"{loaded.layout.architecture}: layer {facts.index} is no entry of a list of layers, so "
-        "its parts cannot be timed"
+        f"{loaded.layout.architecture}: layer {facts.index} is not in a list of layers, so its "
+        "parts cannot be timed"
     )
 
 

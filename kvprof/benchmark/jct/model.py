@@ -51,16 +51,16 @@ def check_names(request: JctRequest) -> None:
             calibration_needs(name, **options)
             continue
         if method in plans:
-            raise UsageError(f"--plan {method} is of a model's own weights, and these are random")
+            raise UsageError(f"--plan {method} requires the model's weights; these are random")
         if parse_method(method).base == FOLDED:
-            raise UsageError(f"{method} is measured by a composed run: add --composed")
+            raise UsageError(f"{method} requires a composed run: add --composed")
 
 
 def load_run_model(request: JctRequest) -> tuple[LoadedModel, ModelShape | None]:
     """Load the model, or draw one of the shape; the shape is None where the model is its own."""
     if has_weights(request.model):
         if request.layers is not None:
-            raise UsageError("--layers is for a shape without weights; a model has those it has")
+            raise UsageError("--layers requires a shape without weights; leave it out")
         loaded = load_model(request.model, device=request.device, dtype=request.dtype)
         check_runs(loaded)
         return loaded, None
@@ -75,7 +75,7 @@ def check_llama(model: ModelShape) -> None:
     shape, dense = model.attention, model.dense
     odd = {
         "experts": dense.experts,
-        "an MLP of two matrices": not dense.gated,
+        "an MLP with two matrices": not dense.gated,
         "QK-norm": shape.qk_norm,
         "sliding windows": shape.sliding_window,
         "attention sinks": shape.sinks,
@@ -84,8 +84,8 @@ def check_llama(model: ModelShape) -> None:
     }
     if found := [name for name, there in odd.items() if there]:
         raise UsageError(
-            f"{model.name} has {' and '.join(found)}; random weights are drawn for shapes like "
-            "Llama's, so it can be composed but not run"
+            f"{model.name} has {' and '.join(found)}, which random weights do not support; it can "
+            "be composed but not run"
         )
 
 

@@ -52,7 +52,7 @@ class ModelShape:
         if layers is None:
             return self
         if not 1 <= layers <= self.layers:
-            raise UsageError(f"--layers {layers}: {self.name} has 1 to {self.layers} layers")
+            raise UsageError(f"--layers {layers}: {self.name} takes 1 to {self.layers} layers")
         return replace(self, attention=replace(self.attention, layers=layers))
 
     def per_gpu(self, tp: int) -> "ModelShape":
@@ -68,10 +68,9 @@ class ModelShape:
         ):
             if count % tp:
                 fits = [n for n in range(2, attention.num_kv_heads + 1) if self._divides(n)]
-                known = f"{', '.join(map(str, fits))} do" if fits else "no other number does either"
+                known = f"use {', '.join(map(str, fits))}" if fits else "no other number works"
                 raise UsageError(
-                    f"--tp {tp}: {count:,} {what} of {self.name} do not divide among {tp} GPUs; "
-                    f"{known}"
+                    f"--tp {tp}: {count:,} {what} of {self.name} are not divisible by {tp}; {known}"
                 )
         return ModelShape(
             replace(
@@ -132,7 +131,7 @@ def _of_config(shape: Shape) -> Dense:
     own = ("moe_intermediate_size",) if experts else ()
     width = first(*own, "intermediate_size", "ffn_dim", "n_inner")
     if width is None:
-        raise UsageError(f"{shape.name}: its config does not say how wide the MLP is")
+        raise UsageError(f"{shape.name}: its config lacks the MLP's width (intermediate_size)")
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     return Dense(
         width,

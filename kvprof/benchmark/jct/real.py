@@ -56,12 +56,7 @@ def measure_real(
     graph: bool | None = False,
     energy: Callable[[float, float], float | None] | None = None,
 ) -> CaseFinished | None:
-    """Measure one request under one plan and tell what happens as events.
-
-    Steps are emitted as the first run without marks takes them, and again as the medians of all
-    such runs; parts in the last run with marks, each step's as its median run had them; the times
-    of the whole request are sums of every step's median.
-    """
+    """Measure one request under one plan, as events; times are medians without marks."""
     _check(loaded, input_ids, output_len, repeats)
     try:
         with _opened(
@@ -73,7 +68,7 @@ def measure_real(
                 return None
     except torch.OutOfMemoryError as problem:
         raise LackingError(
-            f"out of memory on {loaded.device}: {case}; a smaller batch or a shorter input may fit"
+            f"out of memory on {loaded.device}: {case}; try a smaller batch or a shorter input"
         ) from problem
     return measured.finish(energy)
 
@@ -103,22 +98,22 @@ def _opened(
 
 def _check(loaded: LoadedModel, ids: Tensor, output_len: int, repeats: int) -> None:
     if ids.dim() != 2 or not ids.numel():
-        raise UsageError(f"input ids of shape {tuple(ids.shape)} are no batch of prompts")
+        raise UsageError(f"input ids have shape {tuple(ids.shape)}; required is [batch, tokens]")
     if output_len < 1:
-        raise UsageError(f"an output of {output_len} tokens makes no sense")
+        raise UsageError(f"output_len must be 1 or more, not {output_len}")
     if repeats < 1:
-        raise UsageError(f"{repeats} repeats measure nothing")
+        raise UsageError(f"repeats must be 1 or more, not {repeats}")
     total = ids.shape[1] + output_len
     if total > loaded.context_length:
         raise UsageError(
-            f"{ids.shape[1]:,} tokens in and {output_len:,} out are more than the "
-            f"{loaded.context_length:,} that {loaded.spec} accepts"
+            f"{ids.shape[1]:,} input and {output_len:,} output tokens exceed the context of "
+            f"{loaded.spec} ({loaded.context_length:,})"
         )
     devices = {parameter.device for parameter in loaded.model.parameters()}
     if len(devices) > 1 or loaded.device.type not in ("cpu", "cuda"):
         raise UsageError(
-            f"a real run is timed on one CPU or one NVIDIA GPU, and {loaded.spec} lies on "
-            f"{', '.join(sorted(map(str, devices)))}; choose another device"
+            f"a real run requires one CPU or one NVIDIA GPU, but {loaded.spec} is on "
+            f"{', '.join(sorted(map(str, devices)))}; use another --device"
         )
 
 
@@ -164,15 +159,15 @@ class _RealCase:
         labels: dict[str, str] = {}
         route = self._session.route
         if None in route.reasons and input_len >= route.least_tokens:
-            labels["merge"] = "within attention: one operator does both"
+            labels["merge"] = "in attention: one operator does both"
             if route.notes:
                 labels["storage"] = "; ".join(route.notes)
         if self._runner.on_gpu:
             labels["decode"] = "CUDA graph" if graph else "eager"
             labels["by_difference"] = "host"
             labels["marks"] = (
-                "where the parts of a step take longer than the step without marks, the marks are "
-                "taken to have added the same to each"
+                "where a step's parts take longer than the unmarked step, each mark is assumed "
+                "to add the same time"
             )
         facts = layer_facts(self._plan, tokens, itemsize=itemsize, batch=batch)
         event = CaseStarted(
@@ -208,7 +203,7 @@ class _RealCase:
             runs.run(repeats, most)
         except Interrupted:
             if self.pairs:
-                self._warn(f"interrupted after {self.pairs} of {repeats} runs each way")
+                self._warn(f"interrupted after {self.pairs} of {repeats} pairs of runs")
         if not self.pairs:
             return
         self._compare([one for ended in runs.whole() for one in ended])
@@ -221,8 +216,8 @@ class _RealCase:
             if other != first:
                 index = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
                 self._warn(
-                    f"two runs of the same request wrote different tokens from the {index + 1}. "
-                    "on: what was timed part by part is not quite what was timed whole"
+                    f"two runs of the same request differ from token {index + 1}; the parts and "
+                    "the total may be of different work"
                 )
                 return
 

@@ -61,25 +61,25 @@ class JctRequest:
 
     def __post_init__(self) -> None:
         if self.mode not in ("real", "composed"):
-            raise UsageError(f"a run is real or composed, not {self.mode!r}")
+            raise UsageError(f"mode must be real or composed, not {self.mode!r}")
         for what, values in (
-            ("a batch", self.batches),
-            ("an input", self.input_lens),
-            ("an output", self.output_lens),
+            ("--batch", self.batches),
+            ("--input-len", self.input_lens),
+            ("--output-len", self.output_lens),
         ):
             if not values or min(values) < 1:
-                raise UsageError(f"{what} of {min(values, default=0)} is none; give 1 or more")
+                raise UsageError(f"{what} {min(values, default=0)}: use 1 or more")
         if not 0 <= self.rate < 1:
             raise UsageError(f"--rate {self.rate:g} is not between 0 and 1")
         if not self.methods:
-            raise UsageError("no method was named; --methods takes for example full,fdc")
+            raise UsageError("no method given; use for example --methods full,fdc")
         if self.repeats is not None and self.repeats < (_LEAST_REPEATS if self.composed else 1):
             least = _LEAST_REPEATS if self.composed else 1
-            raise UsageError(f"--repeats {self.repeats}: a {self.mode} run takes {least} or more")
+            raise UsageError(f"--repeats {self.repeats}: use {least} or more for a {self.mode} run")
         if self.kernels not in _KERNELS:
-            raise UsageError(f"--kernels {self.kernels!r} is none of {', '.join(_KERNELS)}")
+            raise UsageError(f"--kernels {self.kernels!r}: use {', '.join(_KERNELS)}")
         if self.tp < 1:
-            raise UsageError(f"--tp {self.tp}: give the number of GPUs, 2 or more")
+            raise UsageError(f"--tp {self.tp}: use 2 or more GPUs")
         self._exclude()
         if self.composed:
             plans = named_plans(self.plans)
@@ -98,12 +98,12 @@ class JctRequest:
         }
         if said := [option for option, given in alone.items() if given]:
             raise UsageError(
-                f"{' and '.join(said)} is for composed runs: name a shape, such as --model "
+                f"{' and '.join(said)} requires a composed run: name a shape, such as --model "
                 "Llama-3.1-8B, or add --composed"
             )
         if ablated := [name for name in self.methods if ":no-" in name]:
             raise UsageError(
-                f"{ablated[0]} is measured by a composed run: name a shape, or add --composed"
+                f"{ablated[0]} requires a composed run: name a shape or add --composed"
             )
 
     @property
@@ -211,7 +211,7 @@ class Run:
             if "not enough memory" in words:
                 self._failed(name, LackingError(f"{name}: not enough memory on {self.device}"))
                 return
-            self._failed(name, FailedError(f"{name}: it failed: {words}"))
+            self._failed(name, FailedError(f"{name}: failed: {words}"))
 
     def _failed(self, name: str, problem: KvprofError) -> None:
         self.problems.append(problem)

@@ -118,11 +118,7 @@ def run_jct(
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Measure every case of a request and write what happens as events.
-
-    The last event says whether all was measured. What was measured stays in the journal however the
-    run ends.
-    """
+    """Measure every case of a request; the journal keeps what was measured if the run ends."""
     device = main_device(request.device)
     run = Run(request, journal, progress, should_stop, device)
     measure = run_composed if request.composed else run_real
@@ -138,7 +134,7 @@ def run_jct(
         except Interrupted:
             reason = _INTERRUPTED
         except DeviceLost as stopped:
-            reason = f"the GPU stopped ({stopped}); what comes after it was not measured"
+            reason = f"the GPU stopped ({stopped}); later cases were not measured"
             lost = FailedError(reason)
     if not run.started:  # it ended while the model was being loaded
         if lost is not None:

@@ -76,19 +76,19 @@ def trace_warnings(method: str, requests: Sequence[ComposedRequest]) -> list[str
     found = []
     if predicted := [one for one in requests if one.predicted_from is not None]:
         found.append(
-            f"{method}: prefill of {len(predicted)} of {len(requests)} requests is predicted from "
-            f"prompts of up to {predicted[0].predicted_from:,} tokens"
+            f"{method}: prefill of {len(predicted)} of {len(requests)} requests is extrapolated "
+            f"from prompts of up to {predicted[0].predicted_from:,} tokens"
         )
     off = [one.error / one.decode_seconds for one in requests if one.error and one.decode_seconds]
     if off and max(off) > WARNED_ERROR:
         found.append(
             f"{method}: decode may be off by up to {max(off):.1%} in one of {len(requests)} "
-            "requests: times between the contexts that were measured do not lie on a line"
+            "requests: times between measured contexts are not linear"
         )
     if astray := sum(not _account(one).adds_up() for one in requests):
         found.append(
-            f"{method}: the parts of {astray} of {len(requests)} requests do not add up to their "
-            "time: no shares are told of these"
+            f"{method}: the parts of {astray} of {len(requests)} requests do not sum to their "
+            "time; their shares are omitted"
         )
     return found
 

@@ -46,11 +46,7 @@ class Step:
 
 
 class Runner:
-    """Runs a request as often as wanted: prefill, then a greedy token at a time.
-
-    The end of a text is not looked for: every run has the same steps. Each token is brought to the
-    host, as whoever reads the text would have it; that is the only time a step waits.
-    """
+    """Runs a request repeatedly: prefill, then greedy tokens without an end of text."""
 
     def __init__(
         self,

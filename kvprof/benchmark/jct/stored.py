@@ -37,12 +37,7 @@ def segments_attention(
     full: FullAttention,
     window: int | None,
 ) -> AttentionCalls:
-    """Return quantised storage, and attention over it in decode.
-
-    A prefill is one attention at full precision: at full width, or over the latents of a quantised
-    low rank. Where a plan reads by age the runtime also reads back what it has stored, and attends
-    to the newest tokens apart; neither is in these times.
-    """
+    """Return quantised storage and attention over it in decode; prefill is uncompressed."""
     plan, layer, shape = method.plan, method.layer, workload.shape
     sides = (*layer.keys.groups, *layer.values.groups)
     low = not plan.lazy and not all(group.identity for group in sides)
@@ -71,7 +66,7 @@ def segments_attention(
         else:
             unit, labels = full.call(workload, window)
             units.append(unit)
-            labels = {**labels, "prefill": "attends to exact K and V, then stores them quantised"}
+            labels = {**labels, "prefill": "attends uncompressed, then stores K and V quantised"}
         units.append(_quantised(method, plan, workload))
         return AttentionCalls(units, projections, output, turned, labels)
     case = segments_case(method, workload)
@@ -85,7 +80,7 @@ def segments_attention(
     labels["dequantisation"] = "counted in attention: the kernel does it in registers"
     if len(plan.levels.shares) > 1:
         labels["levels"] = (
-            "a step stores one token in the newest level and moves one down into the one below"
+            "each step stores one token in the newest level and moves one to the next level"
         )
     return AttentionCalls(
         units,
@@ -158,11 +153,7 @@ def _quantised(method: Method, plan: Plan, workload: Workload) -> PartCall:
 def latent_attention(
     name: str, workload: Workload, widths: Widths, full: FullAttention, window: int | None
 ) -> AttentionCalls:
-    """Return attention over latents from before RoPE (Palu §3.1.2).
-
-    Decode rebuilds keys inside its kernel: what that costs is the kernel's time without the same
-    kernel's over latents as they lie. Prefill rebuilds K and V and attends at full width.
-    """
+    """Return attention over pre-RoPE latents (Palu §3.1.2), which rebuilds keys."""
     shape = workload.shape
     heads = shape.num_kv_heads // len(widths.keys)
     layout = RaggedLayout(
@@ -178,7 +169,7 @@ def latent_attention(
             projections,
             queries,
             "query",
-            {**labels, "prefill": "rebuilds K and V, attends at full width, keeps its own W_O"},
+            {**labels, "prefill": "rebuilds K and V, attends uncompressed, uses the original W_O"},
         )
     case = palu_case(name, workload, widths)
     stored_runs, schedule = _without_rebuild(workload, layout, heads)
@@ -250,11 +241,7 @@ def _rebuilt(workload: Workload, widths: Widths, heads: int) -> PartCall:
 def strawman_attention(
     workload: Workload, widths: Widths, full: FullAttention, window: int | None
 ) -> AttentionCalls:
-    """Return ZACK §3.2's strawman: bases per request, K and V rebuilt whole at every step.
-
-    The basis is found as the runtime finds it: eigenvectors of ``KᵀK`` and ``VᵀV`` in float64, the
-    right singular vectors that the paper's SVD gives; the host decomposes the matrices.
-    """
+    """Return ZACK §3.2's strawman: bases per request, K and V rebuilt at every step."""
     shape, source = workload.shape, workload.generator(43)
     rank, width, heads = widths.keys[0], shape.head_dim, shape.num_kv_heads
     new = workload.random(source, 2, workload.batch, heads, workload.queries, width)
@@ -286,8 +273,8 @@ def strawman_attention(
         calls = [attention, online, compressed]
         labels = {
             **labels,
-            "basis": "eigenvectors of KᵀK and VᵀV per sequence and head, decomposed by the host; "
-            "timed beside the layer's other calls",
+            "basis": "eigenvectors of KᵀK and VᵀV per sequence and head, computed on the host; "
+            "timed along with the layer's other calls",
         }
     else:
         latents = [

@@ -122,7 +122,7 @@ class Telemetry:
         rate_hz: float = 5.0,  # samples per second
     ) -> None:
         if not 0 < rate_hz < float("inf"):
-            raise UsageError(f"{rate_hz:g} samples per second make no sense; give more than 0")
+            raise UsageError(f"{rate_hz:g} samples per second: use more than 0")
         self._emit, self._now, self._device = emit, now, device
         self._period = 1.0 / rate_hz
         self._over = threading.Event()
@@ -155,11 +155,7 @@ class Telemetry:
             raise self._failure
 
     def energy_joules(self, start: float, stop: float) -> float | None:
-        """Return what the device took between two times of `now`.
-
-        From the driver's counter, or from power integrated over time; between samples it is taken
-        to grow evenly.
-        """
+        """Return the device's energy between two times, by counter or integrated power."""
         times, joules = self._times[:], self._joules[:]
         times = times[: len(joules)]
         inside = bisect_right(times, stop) - bisect_left(times, start)

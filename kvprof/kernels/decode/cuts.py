@@ -204,7 +204,8 @@ def of_kinds(layout: RaggedLayout, pairs: Sequence[tuple[int, int]]) -> RaggedLa
     """Return a layout with one head of every kind, by which a kernel for all of them is built."""
     if missing := set(kinds(layout)) - set(pairs):
         raise UsageError(
-            f"heads of widths {sorted(missing)[0]} are not among the kinds {sorted(set(pairs))}"
+            f"heads of widths {sorted(missing)[0]} are not among the head groups "
+            f"{sorted(set(pairs))}"
         )
     keys, values = zip(*sorted(set(pairs)), strict=True)
     return RaggedLayout(keys, values, layout.group, 1, 1)
@@ -222,7 +223,7 @@ def checked_lengths(
     for start, length in zip(starts, lengths, strict=True):
         if not 0 <= start < length:
             raise UsageError(
-                f"a row of {length} tokens cannot be seen from token {start} on: 0 to {length - 1}"
+                f"the first token of a row of {length} must be from 0 to {length - 1}, not {start}"
             )
 
 

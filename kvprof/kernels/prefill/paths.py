@@ -54,7 +54,7 @@ def padded_width(width: int) -> int:
     found = next((rewarded for rewarded in REWARDED if rewarded >= width), None)
     if found is None:
         raise UsageError(
-            f"no library takes heads of width {width} (at most {REWARDED[-1]}); choose path triton"
+            f"heads of width {width} exceed the library path's {REWARDED[-1]}; use path triton"
         )
     return found
 
@@ -81,14 +81,14 @@ def library_refuses(
 ) -> str | None:
     """Tell why the library path cannot run this, or None when it can."""
     if softcap or sinks or window:
-        return "torch's kernels know no soft-cap, sinks or window"
+        return "torch's kernels do not support soft-cap, sinks or windows"
     if lengths is None:
-        return "it must be known on the host that every sequence is new (host_lengths)"
+        return "host_lengths must show that every sequence is new"
     if any(length != tokens for length in lengths):
-        return f"torch's causal kernels want {tokens} tokens in every sequence, and none before"
+        return f"torch's causal kernels require {tokens} tokens in every sequence and none before"
     widest = max(layout.key_widths + layout.value_widths)
     if widest > REWARDED[-1]:
-        return f"no library takes heads of width {widest} (at most {REWARDED[-1]})"
+        return f"heads of width {widest} exceed the library path's {REWARDED[-1]}"
     return None
 
 
@@ -135,8 +135,8 @@ def _attend(
         if not any(words in str(error) for words in ("No available kernel", "cuDNN")):
             raise
         raise LackingError(
-            f"none of torch's attention kernels here takes keys {widths[0]} and values "
-            f"{widths[1]} wide in {query.dtype}; choose path triton"
+            f"torch has no attention kernel for keys {widths[0]} and values {widths[1]} wide in "
+            f"{query.dtype}; use path triton"
         ) from error
     side_by_side = heads == tuple(range(heads[0], heads[-1] + 1))
     if side_by_side and {layout.value_widths[head] for head in heads} == {widths[1]}:
@@ -306,7 +306,7 @@ def measured_path(
     Layers with the same widths, group and batch share what was found, up to twice the tokens.
     """
     if device.type != "cuda":
-        raise LackingError("the paths of prefill are measured on a GPU only")
+        raise LackingError("prefill paths are measured on a GPU only")
     tuning = tuning or Tuning()
     key = (
         layout.key_widths,
@@ -323,7 +323,8 @@ def measured_path(
         return _REMEMBERED[key]
     if torch.cuda.is_current_stream_capturing():
         raise FailedError(
-            "run this prefill once before a CUDA graph captures it, or name its path: auto measures"
+            "path auto measures: run this prefill once before capturing a CUDA graph, or name "
+            "its path"
         )
     own = replace(layout, capacity=tokens)
     timed = _timed(own, dtype, device, schedule, tuning)

@@ -343,7 +343,7 @@ class RowsStep:
         starts = whole_numbers("starts", starts, (self.rows + 1,), device)
         lengths = whole_numbers("lengths", lengths, (self.rows,), device)
         if tokens < 0:
-            raise UsageError(f"{tokens} new tokens make no sense: 0 or more")
+            raise UsageError(f"new tokens must be 0 or more, not {tokens}")
         if not uses_triton(device) or not tokens:
             return RowsCut(starts, lengths, tokens, self.heights, [])
         room = MOST_TOKENS if self.paged else self.layout.capacity
@@ -379,17 +379,18 @@ class RowsStep:
         check_interpreter(self.dtype)
         sinks = checked_sinks(sinks, layout.heads, layout.group)
         if window < 0:
-            raise UsageError(f"a window of {window} tokens makes no sense: 0 (none) or more")
+            raise UsageError(f"window must be 0 (none) or more, not {window}")
         check_pages(table, self.rows, paged=self.paged)
         sums = (cut.tokens, layout.heads * layout.group)
         if logs is not None and (logs.shape != sums or logs.dtype != torch.float32):
             raise UsageError(
-                f"logs are {tuple(logs.shape)} in {logs.dtype}: {sums} in float32 fit this step"
+                f"logs have shape {tuple(logs.shape)} and dtype {logs.dtype}; required "
+                f"are {sums} and float32"
             )
         if not set(self.heights) <= set(cut.heights):
             raise UsageError(
-                f"the work was cut for tiles of {cut.heights} rows, and this layer has "
-                f"{self.heights}: give both steps all kinds of head (pairs)"
+                f"the work was partitioned for tiles of {cut.heights} rows, but this layer has "
+                f"{self.heights}; give both steps all head groups (pairs)"
             )
         if not cut.tokens:
             return query.new_empty(0, layout.output_offsets[-1])

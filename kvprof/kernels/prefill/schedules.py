@@ -163,7 +163,7 @@ def cut_blocks(
     elif schedule == "plain":
         items = plain_blocks(work, heads)
     else:
-        raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+        raise UsageError(f"schedule {schedule!r}: use {', '.join(SCHEDULES)}")
     costs = np.array(block_costs(work, items))
     # Heavy first: what is left for the end is small.
     order = np.argsort(-costs, kind="stable") if schedule == "equal" else np.arange(len(items))

@@ -74,10 +74,10 @@ def prefill_operator(
         layout, tokens, known, softcap=softcap, sinks=sinks is not None, window=window
     )
     if path == "library" and refusal is not None:
-        raise UsageError(f"the library path cannot run this: {refusal}; choose path triton")
+        raise UsageError(f"the library path cannot run this: {refusal}; use path triton")
     if device.type == "cpu" and not interpreted() and path != "library":
         if path == "triton":
-            raise UsageError("path triton needs a GPU, or TRITON_INTERPRET=1; choose auto")
+            raise UsageError("path triton requires a GPU or TRITON_INTERPRET=1; use auto")
         return prefill_cpu(
             query, buffer, layout, lengths, scaling, softcap=softcap, sinks=sinks, window=window
         )
@@ -202,11 +202,11 @@ def prefill(
     check_interpreter(query.dtype)
     sinks = checked_sinks(sinks, layout.heads, layout.group)
     if window < 0:
-        raise UsageError(f"a window of {window} tokens makes no sense: 0 (none) or more")
+        raise UsageError(f"window must be 0 (none) or more, not {window}")
     if schedule not in SCHEDULES:
-        raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+        raise UsageError(f"schedule {schedule!r}: use {', '.join(SCHEDULES)}")
     if path not in PATHS:
-        raise UsageError(f"path {path!r} is none of {', '.join(PATHS)}")
+        raise UsageError(f"path {path!r}: use {', '.join(PATHS)}")
     if not query.numel():
         return query.new_empty(layout.batch, query.shape[1], layout.output_offsets[-1])
     found: Tensor = prefill_operator(

@@ -53,7 +53,7 @@ def basis_set(
     """
     if not bases or any(basis.dim() != 2 or len(basis) != len(bases[0]) for basis in bases):
         shapes = ", ".join(str(tuple(basis.shape)) for basis in bases) or "none"
-        raise UsageError(f"bases of shapes {shapes} are no layer's: every head's is [d, width]")
+        raise UsageError(f"bases have shapes {shapes}; each head needs [d, width] with one d")
     dtype = dtype or bases[0].dtype
     check_dtype("bases", dtype)
     device = torch.device(device or bases[0].device)

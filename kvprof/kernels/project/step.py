@@ -217,15 +217,15 @@ def check_states(name: str, states: Tensor, bases: BasisSet, heads: int) -> None
     shape = tuple(states.shape)
     if len(shape) != 4 or shape[2:] != (heads, bases.depth):
         raise UsageError(
-            f"{name} of shape {shape} do not fit: wanted [batch, tokens, {heads}, {bases.depth}]"
+            f"{name} have shape {shape}; required is [batch, tokens, {heads}, {bases.depth}]"
         )
     if states.dtype != bases.packed.dtype or states.device != bases.packed.device:
         raise UsageError(
-            f"{name} in {states.dtype} on {states.device} do not fit bases in "
-            f"{bases.packed.dtype} on {bases.packed.device}: give basis_set that dtype and device"
+            f"{name} are {states.dtype} on {states.device}, bases {bases.packed.dtype} on "
+            f"{bases.packed.device}; they must match"
         )
     if states.stride(3) != 1:
-        raise UsageError(f"a head's values must lie side by side: call contiguous() on the {name}")
+        raise UsageError(f"a head's values must be contiguous: call contiguous() on the {name}")
 
 
 def check_latents(values: Tensor, layout: RaggedLayout) -> None:
@@ -234,22 +234,22 @@ def check_latents(values: Tensor, layout: RaggedLayout) -> None:
         shape, widest = tuple(values.shape), max(layout.value_widths)
         if shape[2] != layout.heads or shape[3] < widest or values.stride(3) != 1:
             raise UsageError(
-                f"values of shape {shape} do not fit: wanted [batch, tokens, {layout.heads}, "
-                f"{widest} or more], a head's side by side"
+                f"values have shape {shape}; required is [batch, tokens, {layout.heads}, {widest} "
+                "or more], contiguous per head"
             )
         return
     width = sum(layout.value_widths)
     if values.dim() != 3 or values.shape[2] != width or values.stride(2) != 1:
         raise UsageError(
-            f"values of shape {tuple(values.shape)} do not fit: wanted contiguous rows "
-            f"[batch, tokens, {width}]"
+            f"values have shape {tuple(values.shape)}; required are contiguous rows [batch, "
+            f"tokens, {width}]"
         )
 
 
 def check_widths(name: str, bases: BasisSet, widths: tuple[int, ...]) -> None:
     """Refuse bases that keep other widths than the layout stores."""
     if bases.widths != widths:
-        raise UsageError(f"bases of widths {bases.widths} do not fit the {name} widths {widths}")
+        raise UsageError(f"bases of widths {bases.widths} do not match the {name} widths {widths}")
 
 
 def check_destination(
@@ -267,11 +267,11 @@ def check_destination(
     if slots is not None:
         _check_slots(slots, batch * tokens, layout, states.device)
     elif start is None:
-        raise UsageError("tokens need a place: give start, or slots for a pool of pages")
+        raise UsageError("give start, or slots for a pool of pages")
     elif layout.batch != batch:
-        raise UsageError(f"{batch} sequences do not fit a cache of {layout.batch} without slots")
+        raise UsageError(f"{batch} sequences exceed the cache's {layout.batch}; give slots")
     if slots is not None and (start is not None or valid is not None):
-        raise UsageError("slots say where each token goes: give neither start nor valid with them")
+        raise UsageError("slots exclude start and valid")
     for name, given in (("start", start), ("valid", valid)):
         if given is None:
             continue
@@ -284,13 +284,13 @@ def check_destination(
 def _check_slots(slots: Tensor, tokens: int, layout: RaggedLayout, device: torch.device) -> None:
     if slots.numel() != tokens or slots.dtype != torch.int64 or not slots.is_contiguous():
         raise UsageError(
-            f"slots of shape {tuple(slots.shape)} in {slots.dtype} do not fit: one for each of "
-            f"{tokens} tokens in torch.int64, contiguous, is wanted"
+            f"slots have shape {tuple(slots.shape)} and dtype {slots.dtype}; required are "
+            f"{tokens} contiguous torch.int64"
         )
     if layout.batch * layout.capacity >= 2**31:
         raise UsageError(
-            f"a pool of {layout.batch:,} pages of {layout.capacity} tokens has more slots than the "
-            "kernel counts: fewer than 2^31"
+            f"a pool of {layout.batch:,} pages of {layout.capacity} tokens exceeds the limit of "
+            "2^31 slots"
         )
     check_device(device, slots=slots)
 
@@ -306,24 +306,24 @@ def checked_rotary(
     """Check the tables and return what turns: dimensions, offset, and 1 for neighbours as pairs."""
     if cos is None and sin is None:
         if rotary_dim is not None or offset or interleaved:
-            raise UsageError("RoPE's dimensions are given without cos and sin: give these too")
+            raise UsageError("rotary dimensions require cos and sin")
         return [0, 0, 0]
     if cos is None or sin is None:
-        raise UsageError("RoPE needs both cos and sin")
+        raise UsageError("RoPE requires both cos and sin")
     depth = states.shape[3]
     dim = depth - offset if rotary_dim is None else rotary_dim
     if offset < 0 or dim < 2 or dim % 2 or offset + dim > depth:
-        raise UsageError(f"RoPE cannot turn {dim} dimensions from {offset} on of a head of {depth}")
+        raise UsageError(f"RoPE cannot rotate {dim} dimensions from {offset} of a head of {depth}")
     for name, table in (("cos", cos), ("sin", sin)):
         fits = table.dim() == 3 and table.shape[0] in (1, states.shape[0])
         if not fits or table.shape[1] != states.shape[1] or table.shape[2] not in (dim, dim // 2):
             raise UsageError(
-                f"{name} of shape {tuple(table.shape)} does not fit: wanted [{states.shape[0]} or "
-                f"1, {states.shape[1]}, {dim} or {dim // 2}]"
+                f"{name} has shape {tuple(table.shape)}; required is [{states.shape[0]} or 1, "
+                f"{states.shape[1]}, {dim} or {dim // 2}]"
             )
         if table.stride(2) != 1 or not table.is_floating_point() or table.device != states.device:
             raise UsageError(
-                f"{name} must hold real numbers on {states.device}, a token's side by side"
+                f"{name} must contain real numbers on {states.device}, contiguous per token"
             )
     if cos.shape[2] != sin.shape[2]:
         raise UsageError(f"cos has {cos.shape[2]} entries per token and sin {sin.shape[2]}")
@@ -526,11 +526,11 @@ def project_step(
     for name, states in (("queries", query), ("values", values)):
         if states.shape[:2] != keys.shape[:2] or states.dtype != keys.dtype:
             raise UsageError(
-                f"{name} {tuple(states.shape)} in {states.dtype} are not of the same pass as keys "
-                f"{tuple(keys.shape)} in {keys.dtype}"
+                f"{name} {tuple(states.shape)} in {states.dtype} and keys {tuple(keys.shape)} in "
+                f"{keys.dtype} are not of the same pass"
             )
     if query.shape[3] != keys.shape[3]:
-        raise UsageError(f"queries are {query.shape[3]} wide and keys {keys.shape[3]}")
+        raise UsageError(f"queries have {query.shape[3]} columns, keys {keys.shape[3]}")
     rotation = checked_rotary(keys, cos, sin, rotary_dim, offset, interleaved)
     made: Tensor = direct(step_operator)(
         query,

@@ -174,13 +174,13 @@ class Form:
             return
         if not 1 <= self.head_dim <= _LARGEST_HEAD or self.head_dim % 8:
             raise UsageError(
-                f"keys of head size {self.head_dim} cannot be rebuilt: multiples of 8 to "
-                f"{_LARGEST_HEAD} can"
+                f"head_dim {self.head_dim} cannot be rebuilt; it must be a multiple of 8 up to "
+                f"{_LARGEST_HEAD}"
             )
         if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise UsageError(
-                f"RoPE cannot turn {self.rotary_dim} of {self.head_dim} columns; where it turns "
-                "none, fold the matrices into the queries and decode over the latents"
+                f"RoPE cannot rotate {self.rotary_dim} of {self.head_dim} columns; without RoPE, "
+                "fold the matrices into the queries instead"
             )
 
     @property
@@ -370,9 +370,9 @@ def flat(up: Sequence[Tensor], form: Form) -> Tensor:
     wanted = [(form.heads * form.head_dim, width) for width in form.key_widths]
     shapes = [tuple(matrix.shape) for matrix in up]
     if shapes != wanted:
-        raise UsageError(f"matrices {shapes} rebuild no keys of a layer that wants {wanted}")
+        raise UsageError(f"matrices of shapes {shapes} do not match the layer's keys: {wanted}")
     if len({matrix.dtype for matrix in up}) > 1:
-        raise UsageError("the matrices that rebuild keys differ in dtype")
+        raise UsageError("the matrices that rebuild keys have different dtypes")
     return torch.cat([matrix.reshape(-1) for matrix in up])
 
 
@@ -400,7 +400,7 @@ def arranged_values(up: Sequence[Tensor], form: Form) -> Tensor:
     """Return the matrices that rebuild values in one buffer, as `arranged` sorts keys'."""
     wanted = [(form.heads * form.head_dim, width) for width in form.value_widths]
     if (shapes := [tuple(matrix.shape) for matrix in up]) != wanted:
-        raise UsageError(f"matrices {shapes} rebuild no values of a layer that wants {wanted}")
+        raise UsageError(f"matrices of shapes {shapes} do not match the layer's values: {wanted}")
     parts: list[Tensor] = []
     for matrix in up:
         for head in matrix.unflatten(0, (form.heads, form.head_dim)):

@@ -105,12 +105,12 @@ class PageRebuild:
         check_interpreter(step.dtype)
         if planes.shape != (len(seen) * self.whole.row,) or planes.dtype != step.dtype:
             raise UsageError(
-                f"planes of shape {tuple(planes.shape)} in {planes.dtype} do not fit {len(seen)} "
-                f"pages of {self.whole.row} values in {step.dtype}"
+                f"planes have shape {tuple(planes.shape)} and dtype {planes.dtype}; required are "
+                f"{len(seen)} pages of {self.whole.row} values in {step.dtype}"
             )
         step.check_tables(cos, sin)
         if cos.dim() != 2:
-            raise UsageError("pages are rebuilt by tables that all sequences share")
+            raise UsageError("paged rebuilding requires RoPE tables shared by all sequences")
         if len(seen):
             direct(rebuild_operator)(
                 planes,
@@ -136,11 +136,11 @@ def page_rebuild(
     wanted = ((form.head_dim,) * len(values), values, form.capacity)
     if not form.paged or (whole.key_widths, whole.value_widths, whole.capacity) != wanted:
         raise UsageError(
-            f"pages of {whole.capacity} tokens, keys of {whole.key_widths} and values of "
-            f"{whole.value_widths} columns are not those of {form.key_widths} rebuilt"
+            f"the pages ({whole.capacity} tokens, keys {whole.key_widths}, values "
+            f"{whole.value_widths}) do not match rebuilt {form.key_widths}"
         )
     if any(matrix.dtype != step.dtype for matrix in value_ups):
-        raise UsageError(f"matrices in {value_ups[0].dtype} do not fit a step in {step.dtype}")
+        raise UsageError(f"matrices are {value_ups[0].dtype}, the step {step.dtype}")
     rows = sum(form.value_blocks) if value_ups else 0
     sizes = (rows * width for width in form.value_widths for _ in range(form.heads))
     begins = accumulate(sizes, initial=0)

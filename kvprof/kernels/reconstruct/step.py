@@ -331,8 +331,8 @@ class ReconstructStep:
         check_pages(table, form.rows, paged=form.paged)
         if table is not None and table.shape[1] * form.capacity < form.most:
             raise UsageError(
-                f"{table.shape[1]} pages of {form.capacity} tokens hold fewer than the "
-                f"{form.most:,} that this step was prepared for (most_tokens)"
+                f"{table.shape[1]} pages of {form.capacity} tokens are fewer than this step's "
+                f"most_tokens ({form.most:,})"
             )
         check_softcap(softcap)
         check_interpreter(self.dtype)
@@ -363,21 +363,21 @@ class ReconstructStep:
         form = self.form
         if not form.rebuild:
             if cos is not None or sin is not None:
-                raise UsageError("a step that rebuilds no keys takes no cos and sin; pass None")
+                raise UsageError("this step rebuilds no keys; pass None for cos and sin")
             return
         if cos is None or sin is None:
-            raise UsageError("keys are rebuilt before RoPE: pass cos and sin of every token")
+            raise UsageError("keys are rebuilt before RoPE; pass cos and sin of every token")
         if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.stride() != sin.stride():
-            raise UsageError("cos and sin differ in shape, dtype or strides")
+            raise UsageError("cos and sin have different shapes, dtypes or strides")
         half = form.rotary_dim // 2
         fits = cos.shape[-1] == half and cos.dim() in (2, 3) and cos.shape[-2] >= form.most
         if not fits or (cos.dim() == 3 and cos.shape[0] != form.rows):
             raise UsageError(
-                f"tables of shape {tuple(cos.shape)} do not fit: [{form.most}, {half}] or "
-                f"[{form.rows}, {form.most}, {half}] do"
+                f"cos and sin have shape {tuple(cos.shape)}; required is [{form.most}, {half}] or "
+                f"[{form.rows}, {form.most}, {half}]"
             )
         if cos.dtype not in (torch.float32, self.dtype):
-            raise UsageError(f"tables in {cos.dtype} do not fit a step in {self.dtype}")
+            raise UsageError(f"cos and sin are {cos.dtype}, the step {self.dtype}")
         check_device(self.groups.device, cos=cos, sin=sin)
 
 
@@ -432,13 +432,12 @@ def reconstruct_step(
         When something does not fit or cannot run.
     """
     if not up:
-        raise UsageError("there is no matrix to rebuild keys with")
+        raise UsageError("no matrix to rebuild keys with was given")
     check_dtype("latents", up[0].dtype)
     dtype, device = up[0].dtype, placed(device)
     if layout.group % heads_per_group:
         raise UsageError(
-            f"{layout.group} query heads per latent are no whole number for each of "
-            f"{heads_per_group} KV heads"
+            f"{layout.group} query heads per latent are not divisible by {heads_per_group} KV heads"
         )
     rows = check_pool(layout, page_tokens, rows)
     form = Form(

@@ -72,8 +72,8 @@ def append(
         for side, given in zip(layout.sides(segment, head), (keys, values), strict=True):
             if given[head].shape[-1] != side.width:
                 raise UsageError(
-                    f"head {head} of segment {segment} is {side.width} wide, and new tokens "
-                    f"{given[head].shape[-1]}"
+                    f"head {head} of segment {segment} has {side.width} columns, but new tokens "
+                    f"have {given[head].shape[-1]}"
                 )
     tokens = torch.arange(keys[0].shape[1], device=keys[0].device)
     places = addresses_of(layout, segment, start.to(torch.int64)[:, None] + tokens)

@@ -170,7 +170,7 @@ class ColumnSide(Side):
     runs: Runs = ()  # with the bits of each
 
     forms = COLUMN_FORMATS
-    words = "bits by column"
+    words = "bits per column"
     by_width = False
     # Several, so that multiprocessors have shares of the work, and neighbours.
     compiled = (
@@ -209,9 +209,8 @@ class ColumnSide(Side):
             known = set(bits) <= set(COLUMN_BITS) and bits == sorted(set(bits), reverse=True)
             if not known or any(width % STEP or width < 1 for width, _ in _runs(kind)):
                 raise UsageError(
-                    f"runs of columns and bits {kind} cannot be stored: bits fall from run to "
-                    f"run, from {', '.join(map(str, COLUMN_BITS))}, and widths are multiples of "
-                    f"{STEP}"
+                    f"columns and bits {kind} cannot be stored: bits must decrease "
+                    f"({', '.join(map(str, COLUMN_BITS))}), and widths must be multiples of {STEP}"
                 )
 
     @classmethod

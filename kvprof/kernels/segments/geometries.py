@@ -19,8 +19,7 @@ def geometry_of(bits: Bits) -> type[Side]:
             return geometry
     known = sorted((name for name in FORMATS if name is not None), key=str)
     raise UsageError(
-        f"values of {bits!r} bits cannot be stored: {', '.join(map(repr, known))} or None "
-        "(full precision)"
+        f"{bits!r} bits cannot be stored; use {', '.join(map(repr, known))} or None (uncompressed)"
     )
 
 

@@ -109,18 +109,17 @@ class Segment:
         values.check_kinds(self.value_kinds, self.layout.value_widths)
         if keys is not values:
             raise UsageError(
-                f"keys and values lie alike, and these have {keys.words} and {values.words}"
+                f"keys have {keys.words} and values {values.words}; both must be the same"
             )
         if self.columns is not None and (self.columns < STEP or self.columns % STEP):
             raise UsageError(
-                f"{self.columns} columns cannot share a scale: a multiple of {STEP}, or None for "
-                "the whole row"
+                f"{self.columns} columns cannot share a scale; use a multiple of {STEP}, or None "
+                "for the whole row"
             )
         if self.paged and self.layout.capacity % (PLACES * self.slots):
             raise UsageError(
-                f"pages of {self.layout.capacity} tokens cannot hold values of {self.key_bits} and "
-                f"{self.value_bits} bits: these come in blocks of {PLACES * self.slots} tokens, "
-                "and a page holds whole ones"
+                f"pages of {self.layout.capacity} tokens cannot store {self.key_bits} and "
+                f"{self.value_bits} bits; use multiples of {PLACES * self.slots} tokens"
             )
 
     @property
@@ -181,11 +180,11 @@ class SegmentsLayout:
         shapes = {(s.layout.heads, s.layout.group, s.layout.batch) for s in self.segments}
         if len(shapes) != 1:
             raise UsageError(
-                "the segments of a layer have the same heads, group and batch, and these have "
+                "the segments of a layer must have the same heads, group and batch, not "
                 f"{sorted(shapes)}"
             )
         if self.paged and len(self.segments) > 1:
-            raise UsageError("a page holds tokens of one segment, and this layer has several")
+            raise UsageError("a page stores tokens of one segment, but this layer has several")
         check_dtype("a layer", self.dtype)
 
     @property
@@ -331,7 +330,7 @@ def of_kinds(layout: SegmentsLayout, kinds: Sequence[HeadKind]) -> SegmentsLayou
     """Return a layout with one head of every kind, by which a kernel for all of them is built."""
     if missing := set(layout.kinds) - set(kinds):
         raise UsageError(
-            f"heads of widths {min(missing)} are not among the kinds {sorted(set(kinds))}"
+            f"heads of widths {min(missing)} are not among the head groups {sorted(set(kinds))}"
         )
     segments = [
         # Of pages the tokens say how high tiles can be.

@@ -174,7 +174,7 @@ def token_move(
 ) -> TokenMove:
     """Prepare moves of tokens into a segment."""
     if isinstance(source, int) and not full_precision(layout, source):
-        raise UsageError(f"segment {source} is quantised, and moves begin at full precision")
+        raise UsageError(f"segment {source} is quantised; moves start from uncompressed segments")
     planes = source if isinstance(source, int) else replace(source, batch=1, capacity=1)
     tables = _tables(_roomless(layout), segment, planes, device)
     return TokenMove(layout, segment, source, *tables)
@@ -310,8 +310,8 @@ def _tables(
             wide = (planes.value_widths if values else planes.key_widths)[head]
             if side.width > wide:
                 raise UsageError(
-                    f"head {head} of segment {segment} is {side.width} wide, and comes from {wide} "
-                    "columns"
+                    f"head {head} of segment {segment} has {side.width} columns, but its source "
+                    f"{wide}"
                 )
             lowest = (last.value_widths if values else last.key_widths)[head]
             if isinstance(source, int):

@@ -132,12 +132,11 @@ class Side(ABC):
         wanted = 0 if cls.by_width else len(widths)
         if len(kinds) != wanted:
             raise UsageError(
-                f"heads that have {cls.words} are told by {wanted} kinds beside their widths, and "
-                f"{len(kinds)} are given"
+                f"heads with {cls.words} require {wanted} head shapes, not {len(kinds)}"
             )
         for kind, width in zip(kinds, widths, strict=False):
             if width_of(kind) != width:
-                raise UsageError(f"{kind} are not the columns of a head that is {width} wide")
+                raise UsageError(f"{kind} does not describe the {width} columns of the head")
 
     @classmethod
     def number(cls, kind: SideKind) -> int:

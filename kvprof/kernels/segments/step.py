@@ -296,14 +296,14 @@ class SegmentsStep:
         layout = self.layout
         if len(lengths) != len(layout.segments) or any(len(x) != self.rows for x in lengths):
             raise UsageError(
-                f"lengths {list(map(list, lengths))} are not {self.rows} for each of "
+                f"lengths {list(map(list, lengths))} must have {self.rows} entries for each of "
                 f"{len(layout.segments)} segments"
             )
         for number, (tokens, segment) in enumerate(zip(lengths, layout.segments, strict=True)):
             room = segment.layout.capacity * (layout.batch if layout.paged else 1)
             for length in tokens:
                 if not 0 <= length <= room:
-                    raise UsageError(f"segment {number} cannot have {length} tokens: 0 to {room}")
+                    raise UsageError(f"segment {number} cannot have {length} tokens (0 to {room})")
         for row in range(self.rows):
             if not any(tokens[row] for tokens in lengths):
                 raise UsageError(f"row {row} has a context of 0 tokens in all segments")
@@ -317,8 +317,8 @@ class SegmentsStep:
         for name, own, dtype, columns in wanted:
             if own.shape != (self.rows, columns) or own.dtype != dtype or not own.is_contiguous():
                 raise UsageError(
-                    f"what was attended to beside has {name} {tuple(own.shape)} in {own.dtype}: "
-                    f"contiguous {(self.rows, columns)} in {dtype} fit this step"
+                    f"the other attention's {name} is {tuple(own.shape)} in {own.dtype}; required "
+                    f"is contiguous {(self.rows, columns)} in {dtype}"
                 )
 
     def run(
@@ -376,7 +376,7 @@ class SegmentsStep:
         check_queries(query, (self.rows, layout.widest.query_offsets[-1]), layout.dtype)
         check_cache(buffer, layout.batch, layout.row, torch.uint8)
         if query.device.type == "cuda" and layout.dtype == torch.float32:
-            raise UsageError("segments run in bfloat16 or float16 on a GPU, not in float32")
+            raise UsageError("segments require bfloat16 or float16 on a GPU, not float32")
         check_interpreter(layout.dtype)
         sinks = checked_sinks(sinks, layout.heads, layout.group)
         check_pages(table, self.rows, paged=layout.paged)
@@ -384,8 +384,8 @@ class SegmentsStep:
             self._check_beside(query, beside)
         if schedule.scheduled and len(schedule.scheduled[2]) != self._counted:
             raise UsageError(
-                f"the work was cut for {len(schedule.scheduled[2])} counters, and this step has "
-                f"{self._counted}: cut it with a step of the same tuning on the same GPU"
+                f"the work was partitioned for {len(schedule.scheduled[2])} counters, but this "
+                f"step has {self._counted}; use a step with the same tuning on the same GPU"
             )
         tuning = self.tuning
         output: Tensor = direct(segments_operator)(

@@ -1,10 +1,7 @@
-"""What every way to run an attention layer on kvprof's kernels shares.
+"""The base of all attention layers on kvprof's kernels.
 
-A way to store tokens is one subclass of `KernelLayer`: it says whether a plan asks for it
-(`stores`), why it cannot run (`why_not`), makes the store, and runs.
-`kvprof.runtime.backends.route` holds the list of them. The order differs from
-`kvprof.runtime.layer`'s, which attends first: a pass's own tokens are stored as they are attended
-to, so one store serves both.
+Each way to store tokens is a subclass of `KernelLayer`: whether a plan uses it (`stores`), why it
+cannot run (`why_not`), its store and its run. `kvprof.runtime.backends.route` lists them.
 """
 
 import math

@@ -1,9 +1,7 @@
-"""An attention layer whose tokens are stored alike, on kvprof's kernels.
+"""An attention layer that stores all tokens in one format, on kvprof's kernels.
 
-Each row is as long as its own tokens. Token i of a row, counted from its first real one, lies in
-slot i, or in a layer with a sliding window of W tokens in slot i mod W: a ring, which after every
-step holds exactly the W tokens that the step's query sees, in an order that attention does not care
-about. Padding is stored nowhere.
+A row stores token i, counted from its first real token, in slot i. A layer with a sliding window of
+W tokens stores it in slot i mod W. Padding is not stored.
 """
 
 import math
@@ -125,10 +123,7 @@ class PlaneStore(KernelStore):
             self.layout, self.buffer = None, torch.empty(0)
 
     def bytes_at(self, seen: list[int]) -> int:
-        """Return the bytes of what is stored of rows that have had `seen` tokens each.
-
-        A ring's oldest token is seen by no later query: it is not stored, only not yet overwritten.
-        """
+        """Return the bytes stored for rows of `seen` tokens each."""
         if self.window is not None:
             seen = [min(tokens, self.window - 1) for tokens in seen]
         width = sum(self._widths[0]) + sum(self._widths[1])

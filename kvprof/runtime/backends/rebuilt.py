@@ -1,10 +1,7 @@
-"""Attention layers whose KV heads share latents (Palu), on kvprof's kernels.
+"""Attention layers in which KV heads share latents (Palu), on kvprof's kernels.
 
-Queries meet the latents, or keys are rebuilt from them before RoPE.
-
-A decoding step rebuilds, rotates and multiplies in one kernel (`kvprof.kernels.reconstruct`). A
-prompt's keys are rebuilt once, into planes that last as long as its attention: a kernel that
-rebuilt them for every block of queries would do so hundreds of times.
+A decoding step rebuilds, rotates and multiplies keys in one kernel (`kvprof.kernels.reconstruct`).
+A prompt's keys are rebuilt once, into temporary planes.
 """
 
 from dataclasses import replace
@@ -42,10 +39,7 @@ __all__ = [
 
 
 class LatentKernelLayer(PlaneKernelLayer):
-    """A layer whose tokens are stored alike, at full precision, as latents of groups of KV heads.
-
-    All groups of the keys and of the values have as many heads.
-    """
+    """A layer that stores unquantised latents of groups of KV heads, all of one size."""
 
     narrow = True
     #: What a plan asks for, as a refusal says it.
@@ -188,8 +182,8 @@ class RebuiltKernelLayer(LatentKernelLayer):
         form = rotary_form(rotation.function, facts.rotary_dim, facts.rotary_transposed)
         if form is None:
             raise FailedError(
-                f"layer {facts.index}: its keys are rotated in a form that the kernels do not "
-                "know; run it with kernels='off'"
+                f"layer {facts.index}: the kernels do not support its rotary embedding; use "
+                "kernels='off'"
             )
         return form
 
@@ -206,8 +200,8 @@ class RebuiltKernelLayer(LatentKernelLayer):
         apart = (form.rotated(before, cos, sin) - after).float().norm()
         if not bool(apart <= _FAR * after.float().norm()):
             raise FailedError(
-                f"layer {self.facts.index}: the model rotates its keys by other angles than the "
-                "kernels would; run it with kernels='off'"
+                f"layer {self.facts.index}: the kernels would compute other RoPE angles than the "
+                "model; use kernels='off'"
             )
 
     def _rebuilt(

@@ -39,7 +39,7 @@ def choice(wanted: str | None) -> str:
     source = "kernels" if wanted is not None else "KVPROF_KERNELS"
     found = wanted if wanted is not None else os.environ.get("KVPROF_KERNELS", "auto")
     if found not in CHOICES:
-        raise UsageError(f"{source} is {found!r}; choose from {', '.join(CHOICES)}")
+        raise UsageError(f"{source} is {found!r}; use {', '.join(CHOICES)}")
     return found
 
 
@@ -50,12 +50,12 @@ def choice(wanted: str | None) -> str:
 # times slower at all lengths to 16,384. Quantised latents and levels: a prompt of 8,192 tokens runs
 # 3 to 9 times faster, each step after it 1.4 to 3 times slower, which it takes 700 steps to lose.
 _LEAST_ON_A_CPU = 8192
-_SHORT_ON_A_CPU = f"on a CPU the kernels are the faster way from {_LEAST_ON_A_CPU:,} tokens on"
-_HALF_ON_A_CPU = "on a CPU torch's own products of 16 bits are the faster way"
+_SHORT_ON_A_CPU = f"on a CPU the kernels are faster only from {_LEAST_ON_A_CPU:,} tokens"
+_HALF_ON_A_CPU = "on a CPU torch's own 16-bit matrix products are faster"
 # On a GPU kernels are compiled before they first run, which takes seconds: more than they save a
 # short sequence.
 _LEAST_ON_A_GPU = 1024
-_SHORT_ON_A_GPU = f"on a GPU the kernels pay from {_LEAST_ON_A_GPU:,} tokens on"
+_SHORT_ON_A_GPU = f"on a GPU the kernels are faster only from {_LEAST_ON_A_GPU:,} tokens"
 
 # Kinds of head in one decode kernel: as many as a single layer of eight heads may ask for anyway.
 _MOST_KINDS = 8
@@ -128,7 +128,7 @@ class KernelRoute:
         own = {bits for x in groups if len(x.column_bits) == 1 for _, bits in x.column_bits}
         by_head = quantiser is not None and quantiser.kind not in FORMATS and 3 in own
         three = by_head or any(side is not None and 3 in side.bits for side in sides)
-        return ["3 bits are stored in the kernels' container of 4"] if three else []
+        return ["the kernels store 3-bit values in 4 bits"] if three else []
 
     @property
     def kinds(self) -> "ModelKinds":
@@ -197,11 +197,7 @@ class KernelRoute:
         masks.needed = not all(layer is not None for layer in self._layers)
 
     def compile_ahead(self, batch: int, progress: Progress = silent) -> int:
-        """Compile what layers will launch, on all cores at once, or find it on disk.
-
-        Layers whose keys are rebuilt are left out: what they launch depends on how the model
-        rotates, which its first pass shows.
-        """
+        """Compile the layers' kernels on all cores, except those that rebuild keys."""
         self._compiled = True
         layers = [layer for layer in self._layers if layer is not None and layer.form != "latents"]
         if self._device.type != "cuda" or not layers:
@@ -241,13 +237,13 @@ class KernelRoute:
         if reason is not None:
             self._refuse(index, reason if self.wanted == "on" else None)
             if not masks.needed:
-                raise FailedError(f"layer {index}: {reason}; run it with kernels='off'")
+                raise FailedError(f"layer {index}: {reason}; use kernels='off'")
             store.planes = None
             return None
         if (state.past, state.tokens) != (store.seen, query.shape[2]):
             raise UsageError(
-                f"layer {index} runs by itself with a compressed cache; run the whole model, or "
-                "choose kernels='off'"
+                f"layer {index} was run alone with a compressed cache; run the whole model, or "
+                "use kernels='off'"
             )
         state.rotation = rotation
         reach = cache.reach if cache.capacity is None else None
@@ -270,7 +266,7 @@ class KernelRoute:
     ) -> None:
         """Hand what the kernels have stored over to the layers that run on torch."""
         if self.wanted == "on":
-            raise UsageError(f"{reason}; leave kernels='on' out")
+            raise UsageError(f"{reason}; leave out kernels='on'")
         assert cache.kernels is not None
         cache.take_angles(cache.kernels, past)
         for layer, store, runtime in zip(self._layers, cache.layers, runtimes, strict=True):
@@ -284,14 +280,11 @@ class KernelRoute:
     def _refuse(self, index: int, reason: str | None) -> None:
         if reason is not None:
             raise UsageError(
-                f"layer {index} cannot run on the kernels: {reason}; choose kernels='auto'"
+                f"layer {index} cannot run on the kernels: {reason}; use kernels='auto'"
             )
 
 
-_MASKED = (
-    "the attention mask hides more than padding on the left, and the kernels see every token from "
-    "a row's first real one on"
-)
+_MASKED = "the attention mask hides more than left padding, which the kernels do not support"
 
 
 def few_kinds(kinds: set[Any]) -> tuple[Any, ...] | None:
@@ -312,4 +305,7 @@ def _patterns(loaded: LoadedModel) -> list[str | None]:
     if not isinstance(kinds, list | tuple) or len(kinds) != count:
         chunk = getattr(config, "attention_chunk_size", None)
         return [f"attention is chunked ({chunk} tokens)" if chunk else None] * count
-    return [None if kind in _CAUSAL else f"its mask is of the kind {kind!r}" for kind in kinds]
+    return [
+        None if kind in _CAUSAL else f"its mask is of the unsupported type {kind!r}"
+        for kind in kinds
+    ]

@@ -290,10 +290,7 @@ class SegmentStore(KernelStore):
     # Tokens by their number.
 
     def at(self, first: int, stop: int, totals: Sequence[int]) -> list[Tensor | None]:
-        """Return each segment's slots of tokens `first` … `stop`, ``[batch, n]``.
-
-        None for a segment that holds none of them, as most hold of most of a long prompt.
-        """
+        """Return each segment's slots of tokens `first` … `stop`, ``[batch, n]`` or None."""
         assert self.layout is not None
         shape = (len(self.formats), len(totals), stop - first)
         slots = np.full(shape, NOWHERE, dtype=np.int64)
@@ -309,11 +306,7 @@ class SegmentStore(KernelStore):
         ]
 
     def rows_until(self, stop: int, totals: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the tokens before `stop` in order, ``[batch, stop, Σ width]`` in the run's dtype.
-
-        At the top level's widths; columns that a token has lost are zero, and so is what a row does
-        not have.
-        """
+        """Return tokens before `stop`, ``[batch, stop, Σ width]``, zero where truncated."""
         layout = self.layout
         assert layout is not None
         top, device = self.formats[0], self.buffer.device
@@ -337,10 +330,7 @@ class SegmentStore(KernelStore):
         return keys, values
 
     def scales_until(self, stop: int, totals: Sequence[int]) -> list[Tensor | None]:
-        """Return scales of the tokens before `stop` in order, per side ``[batch, stop, heads]``.
-
-        Float32; None for a side whose columns have no bits of their own, 0 for a token without.
-        """
+        """Return float32 scales before `stop`, per side ``[batch, stop, heads]`` or None."""
         assert self.layout is not None
         number = len(self.formats) - 1
         found: list[list[Tensor]] = [[], []]
@@ -407,10 +397,7 @@ class SegmentStore(KernelStore):
     def launches(
         self, planes: RaggedLayout, old: list[int], new: list[int], once: Once
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Return segments, which slots of planes belong there, and to which of its slots.
-
-        Slots count on from row to row, those of a segment upwards.
-        """
+        """Return segments, their slots of planes and the slots to write, row by row."""
         layout, device = self.layout, self.buffer.device
         assert layout is not None
         found: list[tuple[int, Tensor, Tensor]] = once(

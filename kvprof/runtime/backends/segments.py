@@ -185,11 +185,7 @@ class SegmentKernelLayer(KernelLayer):
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Project the step's token to its slots of segment 0, of which the first block holds all.
-
-        A launch less in every layer. With a long window, or where a step's token may lose columns
-        at once (two levels), it goes by way of planes (`_projected_apart`).
-        """
+        """Project the step's token directly into segment 0, saving one launch per layer."""
         matrices = self._prepared(query.device, query.dtype)
         exact = layout.segments[0]
         with part(self._storing):
@@ -419,10 +415,7 @@ class SegmentKernelLayer(KernelLayer):
     def _parts(
         self, latents: Tensor, scales: Tensor | None, bundle: Bundle, side: str, tokens: int
     ) -> list[Any]:
-        """Return latents in order, ``[rows, g, tokens, r]``, as the plan's segments keep them.
-
-        With the scales that they had, ``[rows, g, tokens, 1]``, where others would come of them.
-        """
+        """Return latents in order, ``[rows, g, tokens, r]``, with their scales where needed."""
         found, quantiser = [], self.plan.quantiser
         for segment in segments(self.plan, self.layer, tokens):
             codec: Codec = PLAIN

@@ -45,10 +45,7 @@ class KernelPass:
         return slots
 
     def lengths(self, window: int | None) -> Tensor:
-        """Return how many slots a decoding step's query sees, ``[batch]`` int32.
-
-        A row that is padding still sees one, whatever lies there; nobody reads its result.
-        """
+        """Return how many slots a decoding query sees, ``[batch]`` int32; 1 for padding."""
         if window is None and self.hidden is None:
             return self.after
         lengths: Tensor = self.once(("lengths", window), lambda: self.after.clamp(1, window))
@@ -103,14 +100,13 @@ class SlotTable:
             return
         if is_capturing(old.device):
             raise UsageError(
-                "a CUDA graph cannot make room for the angles of rebuilt keys; capture a step of "
-                "a static cache (new_cache(capacity=...)) that has run once before, with the same "
-                "position_ids"
+                "a CUDA graph cannot allocate RoPE tables; capture a static cache "
+                "(new_cache(capacity=...)) after one ordinary step with the same position_ids"
             )
         if self.captured:
             raise UsageError(
-                "a CUDA graph reads this cache's angles, which rows that are padded otherwise "
-                "cannot share; make a new cache for them, and capture a step of it"
+                "a CUDA graph reads this cache's RoPE tables, so its padding cannot change; make "
+                "a new cache and capture it"
             )
         slots = max(old.shape[2], capacity + 1)
         self.both = _empty((2, rows, slots, old.shape[3]), old, old.dtype)

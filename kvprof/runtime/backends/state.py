@@ -1,8 +1,6 @@
-"""What the layers of one cache share when they run on the kernels: counts of tokens, cut work.
+"""State that all layers of a cache share on the kernels: token counts and work partitions.
 
-All layers see the same tokens, so how many each row has had, which slots a pass fills and how a
-decoding step is cut are computed once per pass, on the device: nothing waits for the host, and a
-CUDA graph that holds a step counts for itself when it is replayed.
+It is computed once per pass, on the device, so the host never waits and CUDA graphs replay it.
 """
 
 from abc import ABC, abstractmethod
@@ -71,8 +69,8 @@ class KernelStore(ABC):
         """Refuse to make room in the middle of a CUDA graph, or away from where one writes."""
         if is_capturing(device):
             raise UsageError(
-                "a CUDA graph cannot make room in a cache; capture a step of a static cache "
-                "(new_cache(capacity=...)) that has run once before"
+                "a CUDA graph cannot grow a cache; capture a static cache "
+                "(new_cache(capacity=...)) after one ordinary step"
             )
         self._may_move()
 
@@ -80,8 +78,8 @@ class KernelStore(ABC):
         """Refuse to lay the tokens elsewhere where a CUDA graph would go on writing here."""
         if self.captured:
             raise UsageError(
-                "a CUDA graph writes into this cache, which another number of sequences needs "
-                "elsewhere; make a new cache for them, and capture a step of it"
+                "a CUDA graph writes into this cache, so its number of sequences cannot change; "
+                "make a new cache and capture it"
             )
 
     @property
@@ -208,11 +206,7 @@ class KernelState:
     def cut(
         self, passing: KernelPass, step: Any, lengths: Callable[[], Tensor], of: Hashable
     ) -> "Schedule":
-        """Return how a decoding step's work is cut: together for all layers that are alike.
-
-        Which layers are, the cache knows after their first decoding step, in which each is cut by
-        itself.
-        """
+        """Return the partition of a decoding step's work, shared by layers of the same layout."""
         if step not in passing.schedules:
             with part("schedule"):
                 steps, tables = self._alike(step, of)
@@ -260,10 +254,7 @@ class KernelState:
         return [max(0, total - first) for first in self.first]
 
     def step(self, layout: RaggedLayout, device: torch.device, window: int | None) -> Any:
-        """Return the decoding step of a layout, one for all layers of the same widths.
-
-        Layers with a window see other lengths: they have a step of their own.
-        """
+        """Return the decoding step of a layout; layers with a sliding window have their own."""
         from kvprof.kernels.decode.step import decode_step  # Triton is for Linux only
 
         widths = layout.key_widths, layout.value_widths, layout.group

@@ -132,15 +132,15 @@ def _refused_width(spec: LayerSpec) -> str | None:
         for group in side.groups:
             if group.rank % STEP or group.rank > _WIDEST:
                 return (
-                    f"KV head {group.first} keeps {group.rank} columns of its {name}, and widths "
-                    f"are multiples of {STEP} to {_WIDEST}"
+                    f"KV head {group.first} keeps {group.rank} columns of its {name}; the kernels "
+                    f"run multiples of {STEP} up to {_WIDEST}"
                 )
     return None
 
 
 def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type not in ("cuda", "cpu"):
-        return f"there are kernels for CUDA and the CPU, none for {device.type}"
+        return f"the kernels run on CUDA and CPUs, not on {device.type}"
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         return f"the kernels compute in bfloat16, float16 or float32, not in {name}"
@@ -149,34 +149,30 @@ def _machine(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu":
         return None
     if torch.version.hip is not None:
-        return "the kernels are for NVIDIA GPUs"
+        return "the kernels require an NVIDIA GPU"
     capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST:
         return (
-            f"the kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} (A100) or newer, and "
+            f"the kernels require compute capability {_OLDEST[0]}.{_OLDEST[1]} (A100) or newer; "
             f"this GPU has {capability[0]}.{capability[1]}"
         )
     return None
 
 
 def _planned(spec: LayerSpec) -> str | None:
-    """Say what of the plan no kernel knows.
-
-    What a plan says of all layers counts only where it touches this one: levels and eviction stop
-    at a sliding window.
-    """
+    """Return which part of the plan no kernel supports for this layer; None if all are."""
     if spec.plan.across is not None:
         if spec.plan.across.at_rest:
-            return "a prompt's cache is coded to be stored or moved, and not decoded from"
-        return "several layers share a latent, and a kernel reads one layer's"
+            return "a coded prompt cache is stored or moved, not decoded from"
+        return "several layers share a latent, but a kernel reads one layer"
     if spec.layer.left_out:
         return None
     if spec.layer.keys.per_query_head:
-        return "each query head stores a key of its own, and the kernels share one per KV head"
+        return "each query head stores its own key, but the kernels share one per KV head"
     if spec.plan.online_bases:
-        return "bases are found online, per sequence"
+        return "bases are computed online, per sequence"
     if spec.plan.lazy and not _ages(spec.plan, spec.layer):
-        return "a lazy prefill attends exactly and compresses afterwards"
+        return "a lazy prefill attends to uncompressed tokens and compresses afterwards"
     if spec.plan.eviction is not None and spec.layer.sliding_window is None:
         return "tokens are evicted"
     return None
@@ -184,11 +180,11 @@ def _planned(spec: LayerSpec) -> str | None:
 
 def _modelled(facts: LayerLayout) -> str | None:
     if facts.position == "alibi":
-        return "ALiBi adds to the scores"
+        return "ALiBi adds biases to the scores"
     if facts.masked:
-        return "its mask hides more than what is later or out of its sliding window"
+        return "its mask is not just causal with a sliding window"
     if facts.group > LARGEST_GROUP:
-        return f"{facts.group} query heads share a KV head, more than {LARGEST_GROUP}"
+        return f"{facts.group} query heads share a KV head (limit {LARGEST_GROUP})"
     return None
 
 
@@ -203,21 +199,21 @@ def _latents(spec: LayerSpec, what: str) -> str | None:
     if quantises(spec.plan, spec.layer):
         return f"{what} and latents are quantised"
     if any(len(set(own.ranks)) > 1 for own in spec.groups):
-        return f"{what} and tokens are stored at several ranks (levels)"
+        return f"{what} and token levels have different ranks"
     sizes = sorted({own.heads for own in spec.groups})
     if len(sizes) > 1:
         return (
             f"latents are shared by {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} KV "
-            "heads, and the kernels want the same number in all keys and values of a layer"
+            "heads; the kernels require one number per layer"
         )
     if sizes[0] * group > LARGEST_GROUP:
-        return f"{sizes[0] * group} query heads share a latent, more than {LARGEST_GROUP}"
+        return f"{sizes[0] * group} query heads share a latent (limit {LARGEST_GROUP})"
     for name, side in (("keys", spec.layer.keys), ("values", spec.layer.values)):
         for own in side.groups:
             if not _runs(own.rank):
                 return (
-                    f"KV head {own.first} keeps {own.rank} columns of its {name}, and widths "
-                    f"are multiples of {STEP} to 256 and of {2 * STEP} to 512"
+                    f"KV head {own.first} keeps {own.rank} columns of its {name}; the kernels "
+                    f"run multiples of {STEP} up to 256 and of {2 * STEP} up to 512"
                 )
     return None
 
@@ -235,11 +231,11 @@ def _rebuilt(spec: LayerSpec) -> str | None:
     if (reason := _latents(spec, "keys are rebuilt before RoPE")) is not None:
         return reason
     if not _runs(facts.qk_head_dim):
-        return f"keys are {facts.qk_head_dim} wide, and kernels rebuild multiples of {STEP}"
+        return f"keys have {facts.qk_head_dim} columns; the kernels rebuild multiples of {STEP}"
     if facts.rotary_offset != 0 or facts.rotary_dim % 2:
         return (
-            f"RoPE turns {facts.rotary_dim} columns from column {facts.rotary_offset} on, and "
-            "the kernels an even number of a head's first ones"
+            f"RoPE rotates {facts.rotary_dim} columns from column {facts.rotary_offset}; the "
+            "kernels require an even number of leading columns"
         )
     return None
 
@@ -257,7 +253,7 @@ def _unknown_form(spec: LayerSpec) -> str | None:
         for function in spec.rotations()
     }
     known = len(forms) == 1 and None not in forms
-    return None if known else "keys are rotated in a form that the kernels do not know"
+    return None if known else "the kernels do not support this model's rotary embedding"
 
 
 # --- Which ways of quantising, and which levels, the kernels over segments know.
@@ -266,14 +262,14 @@ def _unknown_form(spec: LayerSpec) -> str | None:
 def _segments(spec: LayerSpec) -> str | None:
     plan = spec.plan
     if spec.layer.sliding_window is not None:
-        return "latents within a sliding window are quantised"
+        return "latents in a sliding window are quantised"
     if spec.device.type == "cuda" and spec.dtype == torch.float32:
-        return "quantised tokens and levels run in bfloat16 or float16 on a GPU"
+        return "quantised tokens and rank levels require bfloat16 or float16 on a GPU"
     reason = _levels(plan) or (refused_quantiser(plan.quantiser) if plan.quantiser else None)
     if reason is None and plan.lazy:
         widths = spec.facts.qk_head_dim, spec.facts.v_head_dim
         if any(width % STEP for width in widths):
-            reason = f"a lazy prefill of heads {widths} wide: widths are multiples of {STEP}"
+            reason = f"a lazy prefill has heads of {widths} columns (not multiples of {STEP})"
     reason = reason or _refused_bits(plan.quantiser, spec.layer)
     return reason or _refused_heads(plan.quantiser, spec.groups)
 
@@ -281,12 +277,12 @@ def _segments(spec: LayerSpec) -> str | None:
 def _levels(plan: Plan) -> str | None:
     levels = plan.levels
     if len(levels.shares) > 2:
-        return f"there are {len(levels.shares)} levels of rank, more than 2"
+        return f"there are {len(levels.shares)} rank levels (limit 2)"
     if len(levels.shares) == 2:
         if levels.batch != 1:
-            return f"tokens move down {levels.batch} at a time"
+            return f"tokens move down in batches of {levels.batch}"
         if plan.quantiser is not None and plan.quantiser.window:
-            return "levels are quantised but for a window of the newest tokens"
+            return "levels are quantised except for a window of the newest tokens"
     return None
 
 
@@ -295,26 +291,26 @@ def refused_quantiser(quantiser: Quantiser) -> str | None:
     if quantiser.kind not in FORMATS and quantiser.kind != "affine":
         return f"latents are quantised by {quantiser.kind}"
     if quantiser.block != 1:
-        return f"tokens are quantised {quantiser.block} at a time"
+        return f"tokens are quantised in blocks of {quantiser.block}"
     if quantiser.kind in FORMATS:
         kept = FORMATS[quantiser.kind].kept_dtype
         if kept is not None and quantiser.scale_dtype != kept:
-            return f"scales are kept in {quantiser.scale_dtype}"
+            return f"scales are stored in {quantiser.scale_dtype}"
         if quantiser.kind in COLUMN_FORMATS and None in (quantiser.keys, quantiser.values):
-            return f"only keys, or only values, have {_BY_COLUMN}"
+            return f"only keys or only values have {_BY_COLUMN}"
         return None
     sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
     if any(side.axis != "token" for side in sides):
         return "scales are shared along a channel"
     if any(side.clip is not None for side in sides):
-        return "rows are clipped before they are quantised"
+        return "rows are clipped before quantisation"
     if quantiser.scale_dtype != "float16":
-        return f"scales are kept in {quantiser.scale_dtype}"
+        return f"scales are stored in {quantiser.scale_dtype}"
     groups = {side.group for side in sides}
     if len(groups) > 1:
-        return "keys and values share scales in groups of unlike width"
+        return "keys and values have scale groups of different widths"
     if any(group is not None and group % STEP for group in groups):
-        return f"groups of {groups.pop()} columns share a scale, no multiple of {STEP}"
+        return f"groups of {groups.pop()} columns share a scale (not a multiple of {STEP})"
     bits = {own for side in sides for own in side.bits} - FORMATS.keys()
     if bits:
         return f"latents are quantised to {bits.pop()} bits"
@@ -328,17 +324,14 @@ def _refused_heads(quantiser: Quantiser | None, groups: Iterable[HeadGroup]) -> 
         head = f"KV head {group.first}"
         for rank in group.ranks:
             if rank % STEP:
-                return f"{head} keeps {rank} columns at a level, and widths are multiples of {STEP}"
+                return f"{head} has {rank} columns at a level (not a multiple of {STEP})"
         if by_column and (reason := _refused_columns(head, group.column_bits)) is not None:
             return reason
     return None
 
 
 def _refused_bits(quantiser: Quantiser | None, layer: LayerPlan) -> str | None:
-    """Return why the kernels over segments do not store heads with bits of their own.
-
-    None where they do: where all keys of a layer have the same, and all values.
-    """
+    """Return why the kernels do not store heads with different bits; None if they do."""
     if quantiser is None:
         return None
     by_width = quantiser.kind not in COLUMN_FORMATS
@@ -346,10 +339,10 @@ def _refused_bits(quantiser: Quantiser | None, layer: LayerPlan) -> str | None:
         side, groups = getattr(quantiser, name), getattr(layer, name).groups
         quantised = {group.quantised for group in groups}
         if side is not None and not by_width and quantised != {True}:
-            return f"{name} stay at full precision beside {_BY_COLUMN}"
+            return f"some {name} stay uncompressed, others have {_BY_COLUMN}"
         bits = {group.column_bits[0][1] for group in groups if by_width and group.column_bits}
         if len(quantised) > 1 or len(bits) > 1:
-            return f"the {name} of one layer have unlike bits"
+            return f"the {name} of one layer have different bits"
         if unknown := bits - FORMATS.keys():
             return f"latents are quantised to {unknown.pop()} bits"
     return None
@@ -360,10 +353,9 @@ def _refused_columns(head: str, runs: Sequence[tuple[int, int]]) -> str | None:
     for width, own in runs:
         if own and width % STEP:
             return (
-                f"{head} keeps {width} columns with the same bits, and these are multiples of "
-                f"{STEP}"
+                f"{head} has {width} columns with the same bits; this must be a multiple of {STEP}"
             )
     bits = [own for _, own in runs]
     if bits != sorted(set(bits), reverse=True) or not set(bits) <= {*COLUMN_BITS, 0}:
-        return f"the bits of {head} do not fall from column to column"
+        return f"the bits of {head} do not decrease from column to column"
     return None

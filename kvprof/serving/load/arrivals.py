@@ -11,7 +11,7 @@ from kvprof.errors import UsageError
 __all__ = ["Arrivals", "parse_arrivals", "scaled_times"]
 
 _LEAST_CV, _MOST_CV = 1e-3, 100.0
-_WAYS = "poisson, gamma:cv=2 (burstier), gamma:cv=0 (evenly spaced) or trace (a file's own times)"
+_WAYS = "poisson, gamma:cv=2 (burstier), gamma:cv=0 (evenly spaced) or trace (times of the file)"
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,7 @@ class Arrivals:
         return f"gamma:cv={self.cv:.15g}" if self.kind == "gamma" else self.kind
 
     def gaps(self, count: int, seed: int) -> NDArray[np.float64]:
-        """Draw the times between arrivals at a rate of one a second, which is also their mean.
-
-        They are scaled until it is: a sample's own mean would be another rate than the named one.
-        (Of Poisson's, that leaves arrivals spread over the whole time as any that number so many.)
-        Other rates divide them: at every rate the same requests come in the same pattern, so that
-        rates and methods differ in nothing else.
-        """
+        """Draw inter-arrival times with mean 1 exactly; each rate divides the same times."""
         generator = np.random.default_rng([seed, 1])  # lengths are drawn with the seed itself
         if self.kind == "gamma" and self.cv == 0:
             return np.ones(count)
@@ -59,10 +53,10 @@ def parse_arrivals(text: str) -> Arrivals:
         if cv == 0 or _LEAST_CV <= cv <= _MOST_CV:
             return Arrivals("gamma", cv)
         raise UsageError(
-            f"--arrivals {text[:40]}: a coefficient of variation is 0, or lies between "
-            f"{_LEAST_CV:g} and {_MOST_CV:g}"
+            f"--arrivals {text[:40]}: the coefficient of variation must be 0 or from "
+            f"{_LEAST_CV:g} to {_MOST_CV:g}"
         )
-    raise UsageError(f"--arrivals {text[:40]}: there are {_WAYS}")
+    raise UsageError(f"--arrivals {text[:40]}: use {_WAYS}")
 
 
 def scaled_times(times: Sequence[float], rate: float) -> NDArray[np.float64]:
@@ -73,7 +67,8 @@ def scaled_times(times: Sequence[float], rate: float) -> NDArray[np.float64]:
     span = float(own[-1] - own[0])
     if span <= 0:
         raise UsageError(
-            "--arrivals trace: all of its requests came at once, which has no rate; take poisson"
+            "--arrivals trace: all requests arrive at the same time, so there is no rate; use "
+            "poisson"
         )
     stretched: NDArray[np.float64] = (own - own[0]) * ((len(own) - 1) / span / rate)
     return stretched + 1 / rate

@@ -1,8 +1,7 @@
-"""A client of any OpenAI-compatible server: sends completions, and keeps when each token came.
+"""A client of OpenAI-compatible servers: sends completions and records when each token came.
 
-What is sent are random tokens, or words, of the wanted length; nothing of what is sent or answered
-is kept. The same `Request` gives another text each time a load begins, so that a server that keeps
-prefixes finds only those that the load itself shares.
+Prompts are random tokens, or words. Each load has new texts, so a prefix cache finds only prefixes
+that the load itself shares. No text is stored.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ _SPARE = 16  # pieces
 _BAD_REQUEST = 400
 #: No answer, and what a server answers to whom, or when, it answers nothing.
 _WHATEVER_IS_ASKED = (0, 401, 403, 429, 503)
-_TLS = "the port speaks TLS; write https://"
+_TLS = "the port uses TLS; write https://"
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 
 
@@ -51,11 +50,11 @@ class Dialect:
         """Say what a reader must know of a server that takes less than all of it."""
         said = []
         if not self.ids:
-            said.append("the server takes no token ids: prompts are words, of about the length")
+            said.append("the server rejects token ids; prompts are words of about the same length")
         if not self.to_the_end:
-            said.append("the server takes no ignore_eos: answers may end before the wanted length")
+            said.append("the server rejects ignore_eos; answers may be shorter than requested")
         if not self.counted:
-            said.append("the server does not count tokens as it writes: a piece counts as one")
+            said.append("the server streams no token counts; each chunk counts as one token")
         return said
 
 
@@ -123,7 +122,7 @@ class Client:
                 return self.dialect
             if status in _WHATEVER_IS_ASKED:
                 break
-        raise FailedError(f"the server answers no completion: {said}")
+        raise FailedError(f"the server does not answer completions: {said}")
 
     async def _probed(self, probe: Request) -> "tuple[int, str, _Usage | None]":
         """Ask for one short completion; return its status, what went wrong, and the usage."""
@@ -139,7 +138,7 @@ class Client:
                     return answer.status, f"HTTP {answer.status}", None
                 reader = _Tokens(probe.output)
                 await reader.read(answer)
-                said = reader.failure or ("" if reader.times()[0] else "no token came")
+                said = reader.failure or ("" if reader.times()[0] else "no token arrived")
                 return (500 if said else 200), said, reader.usage
         except TimeoutError:
             return 0, "timeout", None
@@ -258,7 +257,7 @@ def _lost(problem: Exception) -> str:
         case ssl.SSLCertVerificationError():
             return f"its certificate is not trusted: {problem.verify_message}"
         case ssl.SSLError():
-            return "no TLS answer; an address without it begins with http://"
+            return "no TLS answer; for a server without TLS write http://"
         case HttpError():
             return str(problem)
     return "connection lost"
@@ -292,11 +291,7 @@ _EVENT_LINES = (b":", b"event:", b"id:", b"retry:")
 
 
 class _Tokens:
-    """Reads a stream of pieces and keeps when each token came.
-
-    A piece is a token unless the server counts. A server that says to have written more tokens than
-    were asked for is not believed: a time is kept for each of them.
-    """
+    """Read a stream of chunks and record each token's time; a chunk is a token unless counted."""
 
     def __init__(self, most: int, start: float = 0.0) -> None:
         self._most = most

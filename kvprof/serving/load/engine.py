@@ -1,7 +1,4 @@
-"""The process of a baseline: vLLM's own server, with nothing of kvprof's in it but its end.
-
-It ends with its parent, as every child of kvprof does, and no plan reaches it.
-"""
+"""The process of a baseline: vLLM's own server, without a plan; it ends with its parent."""
 
 import os
 import runpy

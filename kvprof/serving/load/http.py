@@ -1,8 +1,6 @@
-"""HTTP/1.1 as far as a load needs it: one request a connection, its answer piece by piece.
+"""A minimal HTTP/1.1 client on h11: one request a connection, without redirects or proxies.
 
-h11, on which httpx stands, knows the protocol. What httpx lays above it takes several times as long
-for each piece of an answer as reading it does, and what is measured is when a token came. Answers
-are not unpacked, redirections are not followed, proxies are not asked.
+httpx takes several times as long for each chunk, which would distort token times.
 """
 
 import asyncio
@@ -67,16 +65,16 @@ def parse_address(url: str) -> Address:
     except (ValueError, h11.LocalProtocolError):
         # Without what stands before an @, or behind the path, which may be a key.
         shown = re.split(r"[?#]", url.rpartition("@")[2])[0][:60]
-        raise UsageError(f"--url {shown} is no address; write http://127.0.0.1:8000") from None
+        raise UsageError(f"--url {shown} is not an address; try http://127.0.0.1:8000") from None
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UsageError(
-            "--url takes an address alone; a key belongs into an environment variable (--key-env)"
+            "--url must not contain a key; put the key in an environment variable (--key-env)"
         )
     if parts.scheme not in ("http", "https") or not host:
         raise UsageError(f"--url {url[:60]}: write http://127.0.0.1:8000 or https://…")
     if port == 0:
         raise UsageError(
-            f"--url {url[:60]}: no server listens at port 0; write http://127.0.0.1:8000"
+            f"--url {url[:60]}: port 0 is not a server's port; try http://127.0.0.1:8000"
         )
     return address
 

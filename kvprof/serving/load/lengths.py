@@ -37,9 +37,9 @@ class Lengths:
         if self.longest <= longest:
             return
         output = max(1, min(_SHORT, longest // 8))
-        said = f"{self.name}, which is taken where none are named," if self.default else self.name
+        said = f"{self.name} (the default)" if self.default else self.name
         raise UsageError(
-            f"--lengths {said} has requests of up to {self.longest:,} tokens, and {why}; name "
+            f"--lengths {said}: requests have up to {self.longest:,} tokens, but {why}; use "
             f"shorter ones, such as --lengths in={max(1, longest - output)},out={output}"
         )
 
@@ -122,8 +122,8 @@ def load_lengths(text: str, count: Callable[[str], int] | None = None) -> Length
         return Lengths(f"in={fixed[0]},out={fixed[1]}", fixed=fixed)
     if not Path(name).exists():
         raise UsageError(
-            f"--lengths {name}: no trace and no file; write one of {', '.join(known)}, "
-            "in=8k,out=256, or a file of requests"
+            f"--lengths {name}: not a trace or a file; use {', '.join(known)}, in=8k,out=256 or a "
+            "file of requests"
         )
     recorded = read_trace_file(Path(name), count)
     return Lengths(recorded.name, recorded=recorded)
@@ -132,7 +132,7 @@ def load_lengths(text: str, count: Callable[[str], int] | None = None) -> Length
 def _fixed(text: str) -> tuple[int, int]:
     sides = dict(part.partition("=")[::2] for part in text.split(","))
     if set(sides) != {"in", "out"} or text.count(",") != 1:
-        raise UsageError(f"--lengths {text}: write both lengths, for example in=8k,out=256")
+        raise UsageError(f"--lengths {text}: give both lengths, for example in=8k,out=256")
     prompt, output = (parse_count(sides[side], what=f"--lengths {side}") for side in ("in", "out"))
     return prompt, output
 
@@ -140,15 +140,13 @@ def _fixed(text: str) -> tuple[int, int]:
 def arriving(
     lengths: Lengths, arrivals: Arrivals, rate: float, count: int, seed: int
 ) -> list[Request]:
-    """Return a load: requests with their times of arrival.
-
-    The same count and seed give the same requests in the same order at every rate.
-    """
+    """Return requests with arrival times; count and seed fix them at every rate."""
     requests = lengths.draw(count, seed)
     if arrivals.kind == "trace":
         if not lengths.timed:
             raise UsageError(
-                f"--arrivals trace: {lengths.name} has no times; take poisson, or a file with times"
+                f"--arrivals trace: {lengths.name} has no arrival times; use poisson or a file "
+                "with times"
             )
         times = scaled_times([one.arrival for one in requests], rate)
     else:

@@ -48,11 +48,7 @@ class Marks:
 
 
 def parse_marks(text: bytes) -> Marks | None:
-    """Read Prometheus's text format; None where it holds none of what is looked for.
-
-    Several lines of a name (one for each engine behind a router) are added; of the cache's use
-    their mean is taken.
-    """
+    """Read Prometheus's text format (sums over engines, mean cache use); None without metrics."""
     values: dict[bytes, list[float]] = {}
     tokens: list[int] = []
     pages: list[int] = []

@@ -1,8 +1,7 @@
-"""The pages of a simulated cache: taken, given back, and found again by requests that begin alike.
+"""The block pool of a simulated cache, with prefix caching, as vLLM's block pool works.
 
-As vLLM's block pool does it: pages without a reference wait in a queue, and the first in it are
-taken for new tokens; until then they can be found again. A request's last pages come before its
-first ones in that queue, and a page that is not full comes before all others.
+Free pages wait in a queue, and new tokens take the first; until then requests can find them again.
+A request's last pages precede its first, and partly filled pages precede all others.
 """
 
 from collections import deque

@@ -63,19 +63,15 @@ class EngineSettings:
                 raise UsageError(f"{name.replace('_', ' ')}: {getattr(self, name)} is less than 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise UsageError(
-                f"a step of {self.max_num_batched_tokens} tokens cannot serve {self.max_num_seqs} "
-                "sequences at once: give it more (--max-num-batched-tokens), or fewer sequences "
-                "(--max-num-seqs)"
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than "
+                f"--max-num-seqs {self.max_num_seqs}; raise the first or lower the second"
             )
         if self.route not in ROUTES:
-            raise UsageError(f"no route {self.route!r}: there are {', '.join(ROUTES)}")
+            raise UsageError(f"no route {self.route!r}; use {', '.join(ROUTES)}")
 
 
 class StepLog:
-    """The stretches of one replica's steps, one after the other.
-
-    Step ``first + j`` of a stretch ends at ``start + (j + 1) * base + slope * j * (j + 1) / 2``.
-    """
+    """Store one replica's runs of steps; times within a run grow linearly from step to step."""
 
     def __init__(self) -> None:
         self.first = array("q")
@@ -199,10 +195,7 @@ class Replica:
         self.computed = self.found = self.again = self.kept = self.preemptions = 0
 
     def token_times(self, lives: Sequence["LiveRequest"]) -> Iterator[TokenTimes]:
-        """Yield those of requests that have ended.
-
-        Each writes a token in every step from its first one on, with a gap where it was preempted.
-        """
+        """Yield the token times of finished requests, with gaps at preemptions."""
         for begin in range(0, len(lives), _TOGETHER):
             own = [live.ranges for live in lives[begin : begin + _TOGETHER]]
             steps = [np.arange(a, b + 1) for ranges in own for a, b in ranges]

@@ -125,7 +125,7 @@ class ServerProcess(Server):
                     )
             except OSError as problem:
                 raise FailedError(
-                    f"{self.method}: its server cannot be started: {problem.strerror}"
+                    f"{self.method}: cannot start the server: {problem.strerror}"
                 ) from problem
             self._running.append((child, leash, log))
             addresses.append(Address("127.0.0.1", port))
@@ -136,7 +136,7 @@ class ServerProcess(Server):
         for child, _, log in self._running:
             if (code := child.poll()) is not None:
                 _kill_group(child.pid)  # what it started holds memory, and maybe a GPU's
-                how = f"was killed (signal {-code})" if code < 0 else f"ended with {code}"
+                how = f"was killed (signal {-code})" if code < 0 else f"exited with code {code}"
                 said = _last_words(log)
                 return f"{self.method}: its server {how}{': ' + said if said else ''}"
         return None
@@ -177,8 +177,8 @@ class ServerProcess(Server):
         known = stated.split(",") if stated else [str(n) for n in range(self._count * self._gpus)]
         if len(known) < self._count * self._gpus:
             raise LackingError(
-                f"{self._count} servers of {self._gpus} GPUs each do not fit on the {len(known)} "
-                "that CUDA_VISIBLE_DEVICES names"
+                f"{self._count} servers with {self._gpus} GPUs each need more than the "
+                f"{len(known)} GPUs in CUDA_VISIBLE_DEVICES"
             )
         own = known[number * self._gpus : (number + 1) * self._gpus]
         return {**found, "CUDA_VISIBLE_DEVICES": ",".join(own)}
@@ -230,11 +230,7 @@ _WORD = re.compile(r"\w{1,40}")
 
 
 def server_variables(method: str, *, plan: bool = False) -> dict[str, str]:
-    """Return what a method's server gets beside the environment: which of vLLM's model runners.
-
-    A baseline has the one that vLLM takes, but for TurboQuant, to whose layers the first one gives
-    pages of full width, so that the engine ends (0.26, 0.27).
-    """
+    """Return a server's extra environment: vLLM's first model runner, except for TurboQuant."""
     stored = None if plan else served_by_engine(method)
     if stored is None:
         return {RUNNER_VARIABLE: model_runner()}

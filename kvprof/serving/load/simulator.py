@@ -81,10 +81,7 @@ class Simulated:
     _logs: list[StepLog] = field(repr=False, default_factory=list)
 
     def moments(self, times: Sequence[float]) -> list[Moment]:
-        """Return the state at given times, in seconds after the load began.
-
-        Pages are those at the end of the stretch of steps that a time lies in.
-        """
+        """Return the state at given times, in seconds; pages at the end of a run of steps."""
         at = np.asarray(times, dtype=np.float64)
         running, pages, preemptions = (np.zeros(len(at), dtype=np.int64) for _ in range(3))
         for log in self._logs:
@@ -114,14 +111,11 @@ def simulate(
     times: StepTimes,
     stop: Callable[[], bool] = lambda: False,
 ) -> Simulated:
-    """Return what becomes of requests, which come in the order of arrival.
-
-    SimulationStoppedError when `stop`, which is asked from time to time, says so.
-    """
+    """Simulate requests sorted by arrival; SimulationStoppedError if `stop` returns True."""
     if any(b.arrival < a.arrival for a, b in pairwise(requests)):
-        raise ValueError("requests have to be in the order of arrival")
+        raise ValueError("requests must be sorted by arrival")
     if (empty := next((one for one in requests if one.output < 1), None)) is not None:
-        raise ValueError(f"request {empty.number} writes no token")
+        raise ValueError(f"request {empty.number} generates no token")
     replicas = [Replica(settings, times) for _ in range(settings.replicas)]
     router = _Router(settings, replicas)
     lives: list[tuple[LiveRequest, int] | None] = []
@@ -201,11 +195,7 @@ class _Router:
 
 
 def _shared(request: Request, settings: EngineSettings) -> Held:
-    """Return what of a request's prompt others may have too, in whole pages.
-
-    Within a session that is page by page; where blocks of a trace say it, a block is found as a
-    whole.
-    """
+    """Return the part of a request's prompt that others may share, in whole pages."""
     size = settings.block_size
     if not settings.prefix_caching or not request.prefix:
         return Held()
@@ -237,7 +227,8 @@ def engine_settings(
     page = steps.method(method).token_bytes * engine.block_size
     if room < page:
         raise UsageError(
-            f"--memory {format_bytes(room)}: not one page of {method} fits ({format_bytes(page)})"
+            f"--memory {format_bytes(room)}: not one page of {method} fits (a page has "
+            f"{format_bytes(page)})"
         )
     return replace(engine, pages=int(room // page))
 
@@ -245,7 +236,7 @@ def engine_settings(
 class SimulatedTarget:
     """A method whose steps take the times that a record tells."""
 
-    waits_for = "simulated, no server is started"
+    waits_for = "simulated; no server is started"
 
     def __init__(self, method: str, steps: ModelSteps, settings: EngineSettings) -> None:
         self.method = method
@@ -258,7 +249,7 @@ class SimulatedTarget:
         engine, own = self._settings, self._own
         tokens = engine.pages * engine.block_size
         positions = self._steps.positions
-        longest, bound = tokens, f"{self.method}'s cache holds {tokens:,}"
+        longest, bound = tokens, f"{self.method}'s cache has room for {tokens:,}"
         if positions < tokens:
             longest, bound = positions, f"{self._steps.model} has {positions:,} positions"
         return Opened(
@@ -267,7 +258,7 @@ class SimulatedTarget:
             cache_tokens=engine.replicas * tokens,
             cache_bytes=round(engine.replicas * tokens * own.token_bytes),
             settings={
-                "simulated": "nothing was served",
+                "simulated": "no server was measured",
                 "step times": f"{SHIPPED} ({self._steps.device}), {own.times.samples} steps",
                 "block size": str(engine.block_size),
                 "max num seqs": str(engine.max_num_seqs),
@@ -283,7 +274,7 @@ class SimulatedTarget:
         """Return the seconds of one request by itself, or that it fits into no cache."""
         simulated = simulate([replace(request, arrival=0.0)], self._settings, self._own.times)
         tokens = simulated.outcomes[0].tokens
-        return tokens[-1] if tokens else "it fits into no cache"
+        return tokens[-1] if tokens else "it does not fit in the cache"
 
     def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
         """Simulate requests, and tell `watch` in the order in which things happened."""

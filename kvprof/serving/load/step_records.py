@@ -49,7 +49,7 @@ class ModelSteps:
         """Return a method's steps."""
         if name not in self.methods:
             raise UsageError(
-                f"--methods {name}: {SHIPPED} has no steps of it for {self.model}: it has "
+                f"--methods {name}: {SHIPPED} has no step times for it with {self.model}; it has "
                 f"{', '.join(self.methods)}"
             )
         return self.methods[name]
@@ -104,7 +104,7 @@ def read_model_steps(model: str | None = None, tp: int = 1) -> ModelSteps:
             )
     known = ", ".join(f"{one['name']} with --tp {one['tp']}" for one in data["models"])
     wanted = f"--tp {tp}" if model is None else f"{model} with --tp {tp}"
-    raise UsageError(f"--simulate: no steps of {wanted}: {SHIPPED} has {known}")
+    raise UsageError(f"--simulate: no step times for {wanted}; {SHIPPED} has {known}")
 
 
 def _plain(name: str) -> str:

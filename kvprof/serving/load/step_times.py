@@ -79,15 +79,10 @@ class StepTimes:
 
 
 def fit_step_times(samples: Sequence[StepSample]) -> StepTimes:
-    """Fit step times to measured steps, by relative error; no part of them is negative.
-
-    Means of unlike steps are fitted by their seconds and weights instead: the shortest of them are
-    of few tokens that came by chance. Their products' time is one line, since a mean lies on no
-    bent one, and a decoding sequence's token costs what it does, not what a prompt's does.
-    """
+    """Fit non-negative step times to measured steps, by relative error."""
     kept = [one for one in samples if one.seconds > 0 and one.tokens > 0]
     if not any(one.decode for one in kept) or not any(one.prefill for one in kept):
-        raise ValueError("steps that decode and steps that read prompts are needed, of both one")
+        raise ValueError("at least one decode step and one prefill step are required")
     means = any(one.mean for one in kept)
     points = [0.0]
     if not means:
@@ -131,10 +126,7 @@ def _least_squares(matrix: NDArray[np.float64], side: NDArray[np.float64]) -> ND
 
 
 def _row(one: StepSample, points: Sequence[float], means: bool) -> NDArray[np.float64]:
-    """Return a step's share of each unknown: what each point adds to the one before, and the rest.
-
-    As increments that are not negative, more tokens never take less time.
-    """
+    """Return a step's coefficients, as increments, so that more tokens never take less time."""
     row = np.zeros(len(points) + 4)
     row[0] = 1.0
     for index in range(1, len(points)):

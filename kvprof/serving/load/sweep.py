@@ -155,11 +155,7 @@ def run_sweep(
     earlier: Sequence[Event] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[bool, list[KvprofError]]:
-    """Measure every method at every rate, the baseline first; say if all was, and what went wrong.
-
-    Each event is on disk as it happens. Rates that an `earlier` run of the same options completed
-    are not measured again, and what it had of others is kept until they are.
-    """
+    """Measure every method at every rate, the baseline first; resume from an `earlier` run."""
     return _Sweep(options, journal, stop, progress).run(targets, earlier)
 
 
@@ -220,11 +216,11 @@ class _Sweep:
         for event in own:
             self._emit(event)
         if not isinstance(own[-1], LoadRateFinished):
-            said = "the run was cut off while it was under way"
+            said = "the run stopped during this rate"
             self._emit(LoadRateFinished(0.0, started.case, False, said))
         self._progress(
-            f"{started.case} was under way: {ended:,} of its {started.requests:,} requests had "
-            "ended; they are kept until it is measured again"
+            f"{started.case} was interrupted: {ended:,} of its {started.requests:,} requests had "
+            "finished; they are saved until it is measured again"
         )
 
     def _method(self, target: LoadTarget, began: bool) -> bool:
@@ -272,14 +268,14 @@ class _Sweep:
         for said in opened.warnings:
             self._warn(said)
         if opened.longest is not None:
-            who = opened.bound or f"{target.method}'s server takes at most {opened.longest:,}"
+            who = opened.bound or f"{target.method}'s server accepts at most {opened.longest:,}"
             self._options.lengths.refuse_over(opened.longest, who)
         one = self._options.lengths.draw(1, self._options.seed)[0]
-        self._progress(f"{target.method}: one request alone")
+        self._progress(f"{target.method}: a single request")
         seconds = target.alone(one)
         if isinstance(seconds, str):
             raise FailedError(
-                f"{target.method}: a request by itself is not answered: {seconds}"
+                f"{target.method}: a single request failed: {seconds}"
                 + (" (--timeout)" if seconds == "timeout" else "")
             )
         if self._first is None:
@@ -317,13 +313,13 @@ class _Sweep:
             return False
         row = self._judge(case)
         if not row["answered"]:
-            kinds = ", ".join([*row["failures"], *["shed by the server"] * bool(row["shed"])])
+            kinds = ", ".join([*row["failures"], *["rejected by the server"] * bool(row["shed"])])
             raise FailedError(f"{case}: every request failed ({kinds})")
         self._tell_client(row)
         if uneven := sum(one.uneven for one in watch.outcomes):
             self._warn(
-                f"{case}: the server counted other tokens than pieces of {uneven:,} answers came: "
-                "the times of their tokens are spread over the pieces"
+                f"{case}: in {uneven:,} answers the token count differs from the number of "
+                "chunks; token times are spread over the chunks"
             )
         return True
 
@@ -336,15 +332,15 @@ class _Sweep:
     def _tell_client(self, row: Mapping[str, Any]) -> None:
         if is_starved(row):
             self._warn(
-                f"{row['case']}: the client is too slow: it sent one request in twenty later than "
-                f"by {row['lateness_seconds']['p95'] * 1e3:.3g} ms, which is more than 5 % of the "
-                "time between two; the rate is not judged"
+                f"{row['case']}: not judged: the client is too slow (p95 send delay "
+                f"{row['lateness_seconds']['p95'] * 1000.0:.3g} ms, over 5 % of the time between "
+                "requests)"
             )
         busy = row["client_busy_share"]
         if busy is not None and busy > _BUSY:
             self._warn(
-                f"{row['case']}: the client was busy {busy:.0%} of the time: tokens may have "
-                "waited for it, and what that adds to times is not told apart"
+                f"{row['case']}: the client was busy {busy:.0%} of the time; measured times may "
+                "include its delays"
             )
 
     def _warn(self, said: str) -> None:

@@ -90,12 +90,9 @@ class LoadTarget(Protocol):
 
 
 class ServedTarget:
-    """A method behind OpenAI-compatible servers, over which requests are spread as `router` says.
+    """A method behind OpenAI-compatible servers; `router` spreads the requests."""
 
-    Without `model` the server is asked how it calls it. It may take `ready` seconds to be ready.
-    """
-
-    waits_for = "waiting for its server"
+    waits_for = "waiting for the server"
 
     def __init__(
         self,
@@ -132,7 +129,7 @@ class ServedTarget:
                 break
             if time.monotonic() > until:
                 raise FailedError(
-                    f"{self.method}: its server is not ready after {self._ready:.0f} s"
+                    f"{self.method}: the server was not ready after {self._ready:.0f} s"
                 )
             await asyncio.sleep(_TICK)
             name, longest = await client.models()
@@ -145,13 +142,13 @@ class ServedTarget:
             if isinstance(status, str):
                 raise FailedError(f"{self.method}: no server answers at --url: {status}")
             if status in _WANT_KEY:
-                way = "name the environment variable that holds its key with --key-env"
+                way = "name the environment variable with its key (--key-env)"
                 raise FailedError(
-                    f"{self.method}: the server refuses /v1/models with HTTP {status}; "
-                    + (way if self._key is None else "--key-env names a key that it does not take")
+                    f"{self.method}: the server refuses /v1/models (HTTP {status}); "
+                    + (way if self._key is None else "it does not accept the key of --key-env")
                 )
             raise FailedError(
-                f"{self.method}: the server names no model at /v1/models; name one with "
+                f"{self.method}: the server lists no model at /v1/models; name one with "
                 "--served-model"
             )
         client.model = self._model or name or ""
@@ -163,8 +160,8 @@ class ServedTarget:
         warnings = dialect.lacks()
         if marks is None:
             warnings.append(
-                "the server tells no marks at /metrics: what runs and waits, the cache's use, "
-                "preemptions and where a request's time goes are not known"
+                "the server has no metrics at /metrics: running and waiting requests, cache use "
+                "and preemptions are unknown"
             )
         self._client = client
         return Opened(
@@ -209,7 +206,7 @@ class ServedTarget:
                 body = client.body(request, prompts)
                 outcome = await client.complete(request, body, start=start, server=number)
                 if outcome.failure is not None or not outcome.tokens:
-                    return outcome.failure or "no token came"
+                    return outcome.failure or "no token arrived"
                 found = max(found, outcome.tokens[-1] - outcome.sent)
             return found
 
@@ -323,9 +320,9 @@ class _Running:
         # One of several is enough: who answers nothing has the shortest queue, and would get all.
         gone = [number for number, lost in enumerate(self._refused, 1) if lost >= _REFUSED]
         if len(gone) == len(self._refused):
-            return f"{self._server.method}: nobody answers any more"
+            return f"{self._server.method}: the server stopped answering"
         if gone:
-            return f"{self._server.method}: server {gone[0]} does not answer any more"
+            return f"{self._server.method}: server {gone[0]} stopped answering"
         return None
 
     async def _why_silent(self) -> str | None:
@@ -341,7 +338,7 @@ class _Running:
             await asyncio.sleep(_TICK)
         for number in range(len(self._in_flight)):
             if said is None and isinstance(await self._client.status(number), str):
-                said = f"{self._server.method}: server {number + 1} does not answer any more"
+                said = f"{self._server.method}: server {number + 1} stopped answering"
         return said
 
     def _route(self) -> int:

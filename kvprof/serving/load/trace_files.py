@@ -36,8 +36,8 @@ _ASKED = ("human", "user")
 _ANSWERED = ("gpt", "assistant", "chatgpt", "bard", "bing")
 _ANSWERS = ("completion", "output", "response")
 _FORMATS = (
-    "ShareGPT-like JSON or JSON Lines (conversations, messages or prompt), Mooncake's JSON Lines "
-    f"(timestamp, input_length, output_length) and Azure's CSV ({','.join(_AZURE)}) are read"
+    "use ShareGPT-like JSON or JSON Lines (conversations, messages or prompt), Mooncake's JSON "
+    f"Lines (timestamp, input_length, output_length) or Azure's CSV ({','.join(_AZURE)})"
 )
 
 
@@ -57,18 +57,18 @@ def read_trace_file(path: Path, count: Count | None = None) -> RecordedTrace:
     try:
         text = path.read_text("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"--lengths {path}: there is no such file") from None
+        raise UsageError(f"--lengths {path}: no such file") from None
     except IsADirectoryError:
         raise UsageError(f"--lengths {path} is a folder; name a file in it") from None
     except UnicodeDecodeError as wrong:
         raise FailedError(
-            f"{path} is no text: byte {wrong.start:,} is not UTF-8; unpack or convert it first"
+            f"{path} is not text: byte {wrong.start:,} is not UTF-8; unpack or convert it first"
         ) from None
     except OSError as problem:
         raise FailedError(f"cannot read {path}: {problem.strerror}") from None
     first = text.lstrip()[:1]
     if not first:
-        raise FailedError(f"{path} is empty; it holds no request")
+        raise FailedError(f"{path} is empty")
     if first == "[":
         return _chats(path, _array(path, text), count)
     if first == "{":
@@ -78,7 +78,7 @@ def read_trace_file(path: Path, count: Count | None = None) -> RecordedTrace:
         return _chats(path, _lines(path, text), count)
     if _is_azure(text):
         return _azure(path, text)
-    raise UsageError(f"--lengths {path}: its form is not known; {_FORMATS}")
+    raise UsageError(f"--lengths {path}: unknown format; {_FORMATS}")
 
 
 def _is_azure(text: str) -> bool:
@@ -108,9 +108,9 @@ def _mooncake(path: Path, text: str) -> RecordedTrace:
             fitting = [n for n in sizes if len(ids) in (prompt // n, -(-prompt // n))]
             if not fitting:
                 raise FailedError(
-                    f"{where}: {len(ids):,} hash_ids for an input_length of {prompt:,} are no "
-                    f"blocks of {sizes[0]} tokens{', as before' if len(sizes) == 1 else ''}, nor "
-                    "of another power of two"
+                    f"{where}: {len(ids):,} hash_ids do not match an input_length of {prompt:,} "
+                    f"in blocks of {sizes[0]} tokens{', as before' if len(sizes) == 1 else ''} "
+                    "or another power of two"
                 )
             sizes = fitting
     return _timed(path, "mooncake", found, sizes[0])
@@ -146,7 +146,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         for cells in lines:
             yield lines.line_num, cells
     except csv.Error as wrong:
-        raise FailedError(f"{path} line {lines.line_num} is no line of a CSV: {wrong}") from None
+        raise FailedError(f"{path} line {lines.line_num} is not valid CSV: {wrong}") from None
 
 
 def _moment(where: str, stamp: str) -> float:
@@ -166,7 +166,7 @@ def _timed(
     """Return requests by time; those of no tokens are counted as skipped."""
     whole = sorted((one for one in found if one[1] and one[2]), key=lambda one: one[0])
     if not whole:
-        raise FailedError(f"{path} holds no request of at least one token each way")
+        raise FailedError(f"{path} has no request with one input and one output token or more")
     begin = whole[0][0]
     requests = [
         Request(number, stamp - begin, prompt, output, blocks=blocks, block=block)
@@ -212,8 +212,8 @@ def _chats(
         pair = _pair(f"{path} entry {number}", entry)
         if count is None:
             raise UsageError(
-                f"--lengths {path} holds texts, whose lengths a tokenizer tells; name a model that "
-                "has one with --tokenizer, or by --model"
+                f"--lengths {path} contains texts; name a model with a tokenizer (--tokenizer or "
+                "--model)"
             )
         sizes = (0, 0) if pair is None else (count(pair[0]), count(pair[1]))
         if min(sizes) < 1:
@@ -221,7 +221,7 @@ def _chats(
             continue
         found.append(Request(len(found), 0.0, *sizes))
     if not found:
-        raise FailedError(f"{path} holds no question with its answer")
+        raise FailedError(f"{path} has no question with an answer")
     return RecordedTrace(path.name, "sharegpt", tuple(found), False, skipped)
 
 
@@ -248,16 +248,12 @@ def _texts(where: str, question: Any, answer: Any) -> tuple[str, str] | None:
         return None
     for text in (question, answer):
         if not isinstance(text, str):
-            raise FailedError(f"{where}: {_short(text)} stands where a text should be")
+            raise FailedError(f"{where}: {_short(text)} is not a text")
     return _paired(question), _paired(answer)
 
 
 def _paired(text: str) -> str:
-    """Return a text in which halves of a character that were cut off from each other are replaced.
-
-    JSON can have them, as of an emoji in the middle of which an answer was cut; no tokenizer takes
-    them.
-    """
+    """Replace unpaired surrogates in a text, which no tokenizer accepts."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -274,9 +270,9 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        raise FailedError(f"{path} line {number} is no JSON: {_short(line.strip())}") from None
+        raise FailedError(f"{path} line {number} is not JSON: {_short(line.strip())}") from None
     if not isinstance(entry, dict):
-        raise FailedError(f"{path} line {number} is no JSON object: {_short(line.strip())}")
+        raise FailedError(f"{path} line {number} is not a JSON object: {_short(line.strip())}")
     return entry
 
 
@@ -285,12 +281,12 @@ def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         entries = json.loads(text)
     except json.JSONDecodeError as wrong:
         near = text.split("\n")[wrong.lineno - 1].strip()
-        raise FailedError(f"{path} line {wrong.lineno} is no JSON: {_short(near)}") from None
+        raise FailedError(f"{path} line {wrong.lineno} is not JSON: {_short(near)}") from None
     except (ValueError, RecursionError):
-        raise FailedError(f"{path} is no JSON that can be read") from None
+        raise FailedError(f"{path} is not readable JSON") from None
     for number, entry in enumerate(entries, 1):
         if not isinstance(entry, dict):
-            raise FailedError(f"{path} entry {number} is no JSON object: {_short(entry)}")
+            raise FailedError(f"{path} entry {number} is not a JSON object: {_short(entry)}")
         yield number, entry
 
 
@@ -298,7 +294,7 @@ def _tokens(where: str, name: str, value: Any) -> int:
     if value is None:
         raise FailedError(f"{where} has no {name}")
     if type(value) is not int or not 0 <= value <= MOST:
-        raise _damaged(where, name, value, "a number of tokens")
+        raise _damaged(where, name, value, "a token count")
     return value
 
 
@@ -308,7 +304,7 @@ def _whole(cell: str) -> int | str:
 
 
 def _damaged(where: str, name: str, value: Any, wanted: str) -> FailedError:
-    return FailedError(f"{where}: {name} is {_short(value)}, not {wanted}")
+    return FailedError(f"{where}: {name} is {_short(value)}; it must be {wanted}")
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Lengths of requests as the papers print them (FDC table 6, ZACK table 3).
 
-Only mean, least and most are published: lengths are drawn, with a seed, from a truncated
-exponential distribution with the published mean, stratified.
+Only mean, minimum and maximum are published: lengths are drawn, with a seed, from a stratified,
+truncated exponential distribution.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def load_trace(name: str, *, what: str = "--trace") -> Trace:
     """Return a trace by name."""
     found = _shipped().get(name.lower())
     if found is None:
-        raise UsageError(f"{what}: no trace {name!r}: there are {', '.join(trace_names())}")
+        raise UsageError(f"{what}: no trace {name!r}; use {', '.join(trace_names())}")
     return found
 
 

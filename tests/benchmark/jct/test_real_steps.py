@@ -139,7 +139,7 @@ def test_different_tokens_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Runner, "step", other)
     _, events = measured(loaded("Llama"), make_plan(loaded("Llama")))
-    assert any("different tokens from the 3." in w.message for w in of(events, "warning"))
+    assert any("token 3;" in w.message for w in of(events, "warning"))
 
 
 def test_on_a_gpu_parts_come_from_steps_that_were_held_back(
@@ -180,10 +180,10 @@ def test_doubts_are_told_when_there_are_any() -> None:
     assert run_warnings([plain], [plain]) == []
     found = run_warnings([plain, clocked(9.0, 2.0, 2.0, 2.0)], [slower, slower])
     assert len(found) == 1
-    assert "12 s once and 15 s" in found[0]
+    assert "12 to 15 s" in found[0]
     assert run_warnings([clocked(1.0)], [clocked(1.0)]) == []  # nothing was decoded
     assert run_warnings([plain], [plain], [0.98, 1.0, 1.03]) == []
-    assert "between 90% and 130%" in run_warnings([plain], [plain], [0.9, 1.3])[0]
+    assert "90% to 130%" in run_warnings([plain], [plain], [0.9, 1.3])[0]
 
 
 def test_a_requests_interval_holds_what_its_runs_took() -> None:
@@ -242,7 +242,7 @@ def test_more_runs_are_made_while_the_share_in_parts_changes() -> None:
     noisy = [1.0 + 0.3 * (n % 3) for n in range(40)]
     made, _ = turned(*noisy, repeats=3, most=5)
     assert len(made.plain) == 5
-    assert "between" in run_warnings(made.plain[:1], made.marked[:1], made.attributed())[0]
+    assert "62%" in run_warnings(made.plain[:1], made.marked[:1], made.attributed())[0]
 
 
 def test_a_first_run_that_was_disturbed_does_not_stay_in_the_steps() -> None:

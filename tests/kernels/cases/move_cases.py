@@ -313,7 +313,7 @@ def test_what_cannot_be_moved_is_refused():
     layout = SegmentsLayout((full, coded), DTYPES[0])
     with pytest.raises(UsageError, match="segment 1 is quantised"):
         token_move(layout, 0, 1, DEVICE)
-    with pytest.raises(UsageError, match="is 64 wide, and comes from 48 columns"):
+    with pytest.raises(UsageError):
         token_move(layout, 1, RaggedLayout((32,), (48,), 1, 1, 1), DEVICE)
     if DEVICE.type == "cpu":
         layout = SegmentsLayout((full, coded), torch.bfloat16)

@@ -46,9 +46,9 @@ def test_what_ships_tells_steps_near_those_that_were_measured():
     assert 131_072 / 4.9e12 < full.times.per_context < 131_072 / 4.3e12
     seventy = read_model_steps("meta-llama/Llama-3.1-70B", tp=4)
     assert "palu" in seventy.methods
-    with pytest.raises(UsageError, match=r"--methods tale: h200\.json has no steps of it"):
+    with pytest.raises(UsageError):
         found.method("tale")
-    with pytest.raises(UsageError, match=r"no steps of Other with --tp 1: h200\.json has Llama-3"):
+    with pytest.raises(UsageError, match="Other with --tp 1"):
         read_model_steps("Other")
 
 
