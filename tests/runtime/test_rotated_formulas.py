@@ -14,7 +14,7 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.quantisers import lloyd_max
 from kvprof.methods.registry import plan_family
 from kvprof.runtime.compressed import compressed
-from tests.methods.models import deep_inputs, deep_model, inputs
+from tests.methods.models import deep_inputs, deep_model, inputs, model
 from tests.models.tiny import ARCHITECTURES, token_ids
 from tests.runtime.calibrated import Array, known, one_layer
 from tests.runtime.test_exactness import generated
@@ -151,10 +151,10 @@ def unquantised(name: str, arch: str) -> Plan:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_rotation_alone_changes_nothing(arch: str) -> None:
-    wanted = generated(arch, None)
+    wanted = generated(model(arch), None)
     logits = torch.stack(wanted.logits)
     for name in ("hadamard-int4", "turboquant", "oscar"):
-        found = generated(arch, unquantised(name, arch))
+        found = generated(model(arch), unquantised(name, arch))
         assert torch.equal(found.sequences, wanted.sequences), name
         assert relative(torch.stack(found.logits), logits) < 1e-4, name
 
