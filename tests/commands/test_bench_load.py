@@ -31,7 +31,7 @@ from kvprof.records.journal import EVENTS_NAME, read_events
 from kvprof.records.load_names import load_methods
 from kvprof.serving import plugin
 from kvprof.serving.load.lengths import load_lengths
-from tests.commands.running import kvprof, over, process_of
+from tests.commands.running import kvprof, over, process_of, words_of
 from tests.serving.load.fake_server import Behaviour, FakeServer
 
 SHORT = ("--lengths", "in=64,out=8", "--requests", 40, "--request-rate", "80,160")
@@ -340,15 +340,16 @@ def cut_off(run: Path, rate: str) -> None:
 
 
 def test_a_run_goes_on_beside_the_files_that_it_wrote(
-    server: FakeServer, key: None, tmp_path: Path
+    server: FakeServer, key: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other.csv"
-    own = (*SHORT, "--out", run, "--json", tmp_path / "a.json")
+    own = words_of(f"bench --load --url {server.url} --key-env LOAD_KEY --out {run} --json")
 
     def ended(*arguments: Any) -> tuple[int, str]:
-        child = started(server, *own, *arguments)
-        _, err = child.communicate(timeout=60)
-        return child.returncode, err
+        words = [str(one) for one in (*own, tmp_path / "a.json", *SHORT, *arguments)]
+        monkeypatch.setattr("sys.argv", ["kvprof", *words])  # as a run keeps it
+        done = kvprof(*words)
+        return done.code, done.stderr
 
     assert ended()[0] == 0
     cut_off(run, "160")

@@ -241,7 +241,6 @@ def test_kvquant_leaves_the_first_token_and_tales_levels_move_by_whole_blocks():
         ("fp8-4bit", "fp8 is quantised already"),
         ("h2o+keyformer", "evicts already"),
         ("kivi-3bit", "kivi is quantised already"),
-        ("kq-wf-4bit", "quantised already"),
     ],
 )
 def test_what_makes_no_sense_is_refused(name, message):
@@ -257,6 +256,7 @@ def test_what_makes_no_sense_is_refused(name, message):
         ("full", {"skip": (0,)}, "full has no option skip"),
         ("fdc-4bit", {"bits": 2}, "fdc-4bit has no option bits"),
         ("fdc-4bit", {"keep": 0.5}, "fdc-4bit has no option keep"),
+        ("kq-wf-4bit", {"allocation": "output"}, "quantised already"),
         ("fdc+kvquant", {"nope": 1}, "fdc has no option nope"),
         ("fdc+kivi", {"bits": 5}, r"option bits is one of 8, 4, 3, 2, or k8v4 .*, not '5'"),
     ],

@@ -151,11 +151,10 @@ def unquantised(name: str, arch: str) -> Plan:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_rotation_alone_changes_nothing(arch: str) -> None:
-    loaded = model(arch)
-    wanted = generated(loaded, None)
+    wanted = generated(model(arch), None)
     logits = torch.stack(wanted.logits)
     for name in ("hadamard-int4", "turboquant", "oscar"):
-        found = generated(loaded, unquantised(name, arch))
+        found = generated(model(arch), unquantised(name, arch))
         assert torch.equal(found.sequences, wanted.sequences), name
         assert relative(torch.stack(found.logits), logits) < 1e-4, name
 
