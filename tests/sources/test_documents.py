@@ -100,7 +100,7 @@ def test_what_is_no_utf8_and_what_cannot_be_read(tmp_path):
             texts(written(tmp_path, name, b"fine\n\xff\xfe\n"))
     with pytest.raises(FailedError):
         texts(tmp_path)
-    with pytest.raises(FailedError, match="a.ids"):
+    with pytest.raises(FailedError, match=r"a\.ids"):
         every_id(written(tmp_path, "a.ids", b"\xff\xfe\x00"))
 
 
