@@ -487,7 +487,7 @@ TaskLengthsOption = Annotated[
         "--task-lengths",
         rich_help_panel=DATA,
         help="Prompt lengths of generated questions in tokens, comma-separated.  [default: by "
-        "device; 1k on a CPU]",
+        "device; 512 on a CPU]",
     ),
     Mark.FREE,
 ]

@@ -142,7 +142,7 @@ def test_questions_that_do_not_fit_are_counted(
         *words_of(f"--text {notes}"),
     )
     left_out, few = (text for text in result["warnings"] if "calibrated" not in text)
-    assert left_out.startswith("30 questions exceed the context")
+    assert left_out.startswith("20 questions exceed the context")
     assert few.startswith("notes.txt has ")
     assert "500" in few
 

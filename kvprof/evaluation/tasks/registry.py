@@ -232,7 +232,7 @@ _GPU_ITEMS = 24
 
 # Lengths of generated questions, by kind of device; those that the context holds are taken.
 # Embedded ones are no longer than the longest.
-_CPU_LENGTHS = (1024,)
+_CPU_LENGTHS = (512,)
 _GPU_LENGTHS = (1024, 2048, 4096, 8192)
 
 _SEED = 42  # RULER's default
