@@ -212,6 +212,7 @@ def _main_table(every: Sequence[Evaluation]) -> Table:
     columns = [
         Column("method", "method", words=True),
         Column("rate", "rate", rate_in_bytes),
+        Column("bits", "bits", "{:.2f}".format, goes=2),
         Column("bytes_per_token", "bytes per token", "{:,.0f}".format, goes=1),
         Column("accuracy", "accuracy", percent, goes=3),
         Column(_kept, "kept"),

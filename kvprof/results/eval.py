@@ -177,6 +177,11 @@ class Evaluation(Accuracy):
     warnings: list[str]
     plan: PlanFacts | None = Field(None, description="Null for the uncompressed model itself.")
 
+    @property
+    def bits(self) -> float:
+        """Return the bits a value takes, with its scales: rates are of 16."""
+        return 16 * (1 - self.rate)
+
 
 class HarnessRow(Part):
     """A figure of lm-evaluation-harness."""
@@ -243,8 +248,8 @@ class EvalResult(Result):
     """
 
     columns: ClassVar[tuple[str, ...]] = (
-        *("method", "rate", "bytes_per_token", "context", "protocol", "scope", "name", "metric"),
-        *("value", "baseline", "low", "high", "count", "dtype"),
+        *("method", "rate", "bits", "bytes_per_token", "context", "protocol", "scope", "name"),
+        *("metric", "value", "baseline", "low", "high", "count", "dtype"),
     )
 
     inputs: EvalInputs
@@ -253,7 +258,7 @@ class EvalResult(Result):
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield every figure, one to a row."""
         for one in self.data.evaluations:
-            known = {name: getattr(one, name) for name in self.columns[:5]}
+            known = {name: getattr(one, name) for name in self.columns[:6]}
             for row in (*_text_rows(one), *_task_rows(one), *_answer_rows(one)):
                 yield {**known, **row, "dtype": self.data.dtype}
         for found in self.data.harness.rows if self.data.harness is not None else ():
