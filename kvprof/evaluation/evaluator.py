@@ -74,7 +74,7 @@ class EvaluationSettings:
     #: (`needs_decoding`), and answers that the model writes freely, are decoded all the same.
     decode: bool = False
     batch_size: int | None = None  # sequences at once; None by device and memory
-    worst: int = 10  # tokens of largest divergence to name
+    worst: int = 5  # tokens of largest divergence to name
 
 
 @dataclass(eq=False)

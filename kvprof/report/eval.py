@@ -25,7 +25,6 @@ __all__ = ["apart_note", "report", "unable_note"]
 _HOLDS = 0.99  # of the uncompressed model's accuracy
 _MANY = 5  # methods beyond which nobody reads a table for each
 _MOSTLY = 0.5  # of the answers
-_SHOWN = 5  # worst tokens of a method
 _BEFORE = 24  # characters of text in front of a worst token
 
 _PROTOCOLS = {
@@ -107,7 +106,7 @@ def _sections(result: EvalResult, asked: Sequence[Evaluation]) -> Iterator[Block
         ]
         yield from (Heading("Without kernels"), Table(columns, slow))
     for one in asked if len(asked) <= _MANY else ():
-        if worst := [token for token in one.worst_tokens[:_SHOWN] if token.kl > 0]:
+        if worst := [token for token in one.worst_tokens if token.kl > 0]:
             yield from (Heading(f"Tokens of largest divergence, {one.method}"), _worst_table(worst))
     if harness is not None and harness.rows:
         columns = [
