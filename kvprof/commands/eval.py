@@ -55,6 +55,11 @@ class EvalRequest(ModelOptions, MethodOptions, SampleOptions, TableOptions):
     kvprof eval --plan kq.plan --csv eval.csv
     """
 
+    worst: Annotated[
+        int,
+        typer.Option("--worst", min=0, help="Tokens of largest divergence to list per method."),
+        Mark.FREE,
+    ] = 5
     harness: Annotated[
         tuple[str, ...] | None,
         typer.Option(
@@ -136,7 +141,7 @@ def eval(request: EvalRequest) -> Outcome:
         {"model": request.model, **request.how},
         plan_file=request.plan_file,
         **request.sample,
-        settings=EvaluationSettings(decode=request.decode, batch_size=request.batch_size),
+        settings=EvaluationSettings(request.decode, request.batch_size, request.worst),
         laid=laid,
     )
     run.warnings += sample.warnings
