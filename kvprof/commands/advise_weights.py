@@ -24,6 +24,7 @@ from kvprof.methods.advice import PLANS
 from kvprof.methods.named import options_in
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import typed_options
+from kvprof.models.config_files import hub_name
 from kvprof.moments.calibrator import Calibrator
 from kvprof.results.advise import WEIGHTS, AdvisedPlan, best_of
 
@@ -34,7 +35,7 @@ __all__ = ["Measuring", "load"]
 
 _TEXT = ["prose", "code"]
 #: Asks for a needle; its prompts have so many tokens at least.
-_TASK, _SHORTEST = "niah_single_1", 1024
+_TASK, _SHORTEST = "niah_single_1", 512
 #: What is known of a row before it is measured.
 _NOTHING: dict[str, Any] = {
     **dict.fromkeys(("keeps", "keeps_interval", "keeps_tokens", "keeps_at_least", "needles")),
@@ -45,7 +46,7 @@ _NOTHING: dict[str, Any] = {
 def load(request: "AdviseRequest") -> Sample:
     """Load the model, and the text that plans are measured on: ``kvprof eval``'s."""
     return load_sample(
-        {"model": request.model, **request.how},
+        {"model": request.model and hub_name(request.model), **request.how},
         text=_TEXT,
         sequences=None,
         seq_len=None,

@@ -16,7 +16,7 @@ from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
 from kvprof.records.files import parse_json
 
-__all__ = ["named_parameters", "read_config_file", "served_name", "weight_bytes"]
+__all__ = ["hub_name", "named_parameters", "read_config_file", "served_name", "weight_bytes"]
 
 _INDEX = "model.safetensors.index.json"
 #: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B (a token reads 3 of 30 billion).
@@ -42,11 +42,15 @@ _KINDS = {
 _BITS = {"mxfp4": 4.25, "fp8": 8.0}
 
 
+def hub_name(model: str) -> str:
+    """Return a shape's hub id, or what was given."""
+    return str(_shapes().get(model.lower(), {}).get("source", model))
+
+
 def served_name(model: str) -> str:
     """Return what engines take: a shape's hub id, a shipped model's path, or what was given."""
-    if model in ("reference", "smollm2"):
-        return str(_path(model, None, None))
-    return str(_shapes().get(model.lower(), {}).get("source", model))
+    shipped = model in ("reference", "smollm2")
+    return str(_path(model, None, None)) if shipped else hub_name(model)
 
 
 def _of_shape(entry: Mapping[str, Any]) -> dict[str, Any]:
