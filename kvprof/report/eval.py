@@ -75,7 +75,8 @@ def _verdict(every: Sequence[Evaluation], asked: Sequence[Evaluation]) -> str:
         said = f"No method of {len(asked)} is known to hold {goal}"
         return f"{said}; {best.method} keeps the most, {_kept(best)}."
     best = max(sure, key=lambda one: one.rate)
-    said = f"{len(sure)} of {len(asked)} methods hold {goal}"
+    holds = "holds" if len(sure) == 1 else "hold"
+    said = f"{len(sure)} of the {len(asked)} methods asked for {holds} {goal}"
     return f"{said}; {best.method} saves the most bytes of them, {percent(best.rate)}."
 
 
@@ -211,8 +212,8 @@ def _main_table(every: Sequence[Evaluation]) -> Table:
     columns = [
         Column("method", "method", words=True),
         Column("rate", "rate", rate_in_bytes),
-        Column("bits", "bits", "{:.2f}".format, goes=2),
-        Column("bytes_per_token", "bytes per token", "{:,.0f}".format, goes=1),
+        Column("bits", "bits", "{:.2f}".format, goes=1),
+        Column("bytes_per_token", "bytes per token", "{:,.0f}".format, goes=2),
         Column("accuracy", "accuracy", percent, goes=3),
         Column(_kept, "kept"),
         Column("perplexity", "perplexity", lambda value: number(value, 4)),

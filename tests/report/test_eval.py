@@ -41,7 +41,7 @@ def test_of_several_methods_the_one_that_holds_and_saves_most_is_named() -> None
         row["relative_accuracy_interval"], row["rate"] = [low, 1.01], rate
     (verdict,) = said(result, "verdict")
     assert [name for name in names if name in verdict] == ["m2"]
-    assert verdict.startswith("3 of 6 methods hold 0.99")
+    assert verdict.startswith("3 of the 6 methods asked for hold 0.99")
     assert not any(one.startswith("Tokens of largest divergence") for one in headings(result))
     for row in result["data"]["evaluations"]:
         row["relative_accuracy_interval"] = None
