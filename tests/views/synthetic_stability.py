@@ -3,7 +3,6 @@
 import functools
 import pickle
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from kvprof.analysis.stability import PairFactors, Run
 from kvprof.analysis.stability_data import stability_data
 from kvprof.analysis.stability_study import RankChoice
-from kvprof.records.result import build_result
+from tests.results.made import made as made_up
 
 COUNTS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -84,31 +83,18 @@ def _stability_result(
     data, found = stability_data(
         sources, noise, judged, short, pairs, choices, random_source=random
     )
-    inputs = {
-        "model": model,
-        "fingerprint": "ab12cd34ef56",
-        "dtype": "float32" if model else None,
-        "device": "cpu" if model else None,
-        "source": source,
-        "targets": list(targets),
-        "pairs": list(pairs),
-        "tokens": list(counts),
-        "target_tokens": max(counts),
-        "seeds": [one.seed for one in sources],
-        "seq_len": seq_lens[0],
-        "target_seq_len": seq_lens[1],
-        "ranks": ranks,
-        "removal": list(removal),
-        "batch_size": 8,
-    }
-    return build_result(
+    tied = {} if model else {"dtype": None, "device": None}
+    return made_up(
         "stability",
-        environment={},
-        inputs=inputs,
-        data=data,
+        data,
+        inputs={
+            **{"model": model, "source": source, "targets": targets, "pairs": pairs, **tied},
+            **{"tokens": counts, "target_tokens": max(counts), "seeds": [x.seed for x in sources]},
+            **{"seq_len": seq_lens[0], "target_seq_len": seq_lens[1], "ranks": ranks},
+            **{"removal": removal},
+        },
         warnings=[*warnings, *found],
         complete=complete,
-        created=datetime(2026, 1, 1, tzinfo=UTC),
     )
 
 
