@@ -8,7 +8,9 @@ from kvprof.methods.accounting import rate
 from kvprof.methods.family import PlanFamily
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import plan_family
+from kvprof.results.eval import Evaluation
 from tests.methods.models import FINE, inputs
+from tests.results.made import part
 
 CONTEXT = 100
 
@@ -29,62 +31,28 @@ def true_rate(plan: Plan) -> float:
 
 def evaluation(share: float, *, half: float = 0.004, baseline: float = 0.5) -> dict[str, Any]:
     """Return an evaluation that keeps `share` of the accuracy, give or take `half`."""
-    return {
-        "method": "as evaluated",
-        "rate": 0.0,
-        "bytes_per_token": 100.0,
-        "context": CONTEXT,
+    interval = [share - half, share + half]
+    known = {
         "accuracy": share * baseline,
         "baseline_accuracy": baseline,
         "relative_accuracy": share,
-        "relative_accuracy_interval": [share - half, share + half],
-        "perplexity": 10.0 / share,
-        "baseline_perplexity": 10.0,
-        "perplexity_ratio": 1.0 / share if share else 1e9,
-        "perplexity_ratio_interval": [0.99 / share, 1.01 / share],
-        "kl": {"mean": 1.0 - share, "p999": 1.0, "worst": 2.0},
-        "sources": {
-            name: {
-                "accuracy": share * baseline,
-                "baseline_accuracy": baseline,
-                "relative_accuracy": share,
-                "interval": [share - half, share + half],
-                "perplexity": 10.0,
-                "baseline_perplexity": 10.0,
-                "kl_mean": 1.0 - share,
-                "sequences": 4,
-                "tokens": 400,
-            }
-            for name in ("prose", "code")
-        },
-        "tasks": {
-            "needle": {
-                "accuracy": 0.8 * share,
-                "baseline": 0.8,
-                "items": 20,
-                "difference_interval": [-0.08, 0.04],
-                "by_depth": {},
-                "by_length": {},
-            },
-            "copy": {
-                "accuracy": 0.4,
-                "baseline": 0.4,
-                "items": 20,
-                "difference_interval": [0.0, 0.0],
-                "by_depth": {},
-                "by_length": {},
-            },
-        },
-        "worst_tokens": [],
-        "decoded_tokens": 800,
-        "sequences": 8,
-        "protocol": "decode",
-        "measured_bytes": 100,
-        "accounted_bytes": 100,
-        "seconds": 1.0,
-        "complete": True,
-        "warnings": [],
     }
+    lost = {"accuracy": 0.8 * share, "baseline": 0.8, "difference_interval": [-0.08, 0.04]}
+    kept = {"accuracy": 0.4, "baseline": 0.4, "difference_interval": [0.0, 0.0]}
+    return part(
+        Evaluation,
+        **known,
+        relative_accuracy_interval=interval,
+        perplexity=10.0 / share,
+        baseline_perplexity=10.0,
+        perplexity_ratio=1.0 / share,
+        perplexity_ratio_interval=[0.99 / share, 1.01 / share],
+        kl={"mean": 1.0 - share},
+        sources={name: {**known, "interval": interval} for name in ("prose", "code")},
+        tasks={"needle": {**lost, "items": 20}, "copy": {**kept, "items": 20}},
+        decoded_tokens=800,
+        complete=True,
+    )
 
 
 class FakeEvaluator:

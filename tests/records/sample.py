@@ -21,20 +21,20 @@ ENVIRONMENT: dict[str, Any] = {
 
 def spectrum_result(**changes: Any) -> dict[str, Any]:
     """Two layers that differ in heads and in width."""
-    from tests.views.synthetic import spectrum_result as spectra  # numpy, and below torch
+    from tests.views.synthetic import spectrum_result as spectra  # which loads torch
 
-    made = spectra(heads=[2, 1], widths=[3, 2], pairs=("qk", "vo"), removal=(0.05,))
+    made = spectra(heads=[2, 1], widths=[3, 2], pairs=("qk", "vo"), rates=(0.05,))
     for row in made["data"]["removal"]:
         row["dim_rate_without_first"] = 0.2
-    settings = {"environment": ENVIRONMENT, "inputs": made["inputs"], "data": made["data"]}
-    return build_result("spectrum", **{"created": CREATED} | settings | changes)
+    known = {name: made[name] for name in ("environment", "inputs", "data")}
+    return build_result("spectrum", **{"created": CREATED} | known | changes)
 
 
 def stability_result() -> dict[str, Any]:
     """A head's row of a curve, and an average."""
     from tests.views.synthetic_stability import made as stability
 
-    result = stability() | {"environment": ENVIRONMENT}
+    result = stability()
     curves = result["data"]["curves"]
     result["data"]["curves"] = [
         next(row for row in curves if row["kv_head"] == 0),

@@ -29,12 +29,6 @@ def test_more_than_the_schema_names_is_allowed_in_data() -> None:
     validate_result(result)
 
 
-def test_a_rate_without_the_first_position_may_be_missing() -> None:
-    result = spectrum_result()
-    del result["data"]["removal"][0]["dim_rate_without_first"]
-    validate_result(result)
-
-
 def damaged(path: list[Any], value: Any = None, *, drop: bool = False) -> dict[str, Any]:
     result = copy.deepcopy(spectrum_result())
     target: Any = result

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvprof.records.schema import validate_result
 from kvprof.report import report_of
 from kvprof.report.blocks import Chart, Facts, Heading, Notes, Paragraph
 from kvprof.report.terminal import renderable
@@ -88,6 +89,7 @@ def test_a_terminal_without_unicode_or_colour_shows_all(name: str) -> None:
 @_ANY
 def test_a_report_is_one_verdict_tables_and_few_short_notes(name: str) -> None:
     result, report = RESULTS[name], report_of(RESULTS[name])
+    validate_result(result)
     spoken = [one for one in report.blocks if isinstance(one, Paragraph)]
     assert [one.role for one in spoken].count("verdict") == 1
     first = 0 if result["complete"] else 1

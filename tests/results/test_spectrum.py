@@ -96,7 +96,7 @@ def test_bases_per_query_head_are_a_pair_of_their_own():
 
 
 def test_marked_fields_are_compared_with_their_keys():
-    result = spectrum_result(heads=[2, 1], widths=[8, 8], pairs=("qk", "vo"), removal=(0.1,))
+    result = spectrum_result(heads=[2, 1], widths=[8, 8], pairs=("qk", "vo"), rates=(0.1,))
     found = {(one.key, one.name): one for one in figures_of(result)}
     row = result["data"]["removal"][0]
     rate = found[(("removal_rate", 0.1),), "dim_rate"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvprof.methods.advice import GPUS, Question, advised
 from kvprof.methods.engine_cache import CacheLayer
-from kvprof.records.result import build_result
-from kvprof.results.advise import AdvisedPlan
+from kvprof.results.advise import AdvisedPlan, best_of
+from tests.results.made import made
 
 
 def advise_result(
@@ -31,26 +31,21 @@ def advise_result(
         context=32_768,
         users=1,
     )
-    plans = [AdvisedPlan(**row).model_dump() for row in advised(question)]
-    enough = [one for one in plans[:3] if one["users"] and one["keeps_at_least"] >= 0.99]
-    best = max(enough, key=lambda one: one["users"], default=None)
-    return build_result(
+    plans = advised(question)
+    best = best_of([AdvisedPlan(**row) for row in plans[:3]], 0.99)
+    return made(
         "advise",
-        environment={},
-        created=datetime(2026, 11, 29, tzinfo=UTC),
-        warnings=warnings,
+        {
+            **{"plans": plans, "best": best and best.plan},
+            **{"weights_bytes": weights, "available_bytes": question.available},
+            **{"cached_layers": 32, "layer_kinds": Counter(one.kind for one in question.layers)},
+        },
         inputs={
             **{"model": "made-up-8b", "model_type": "llama", "fingerprint": "0" * 32},
             **{"weights_from": "--weights", "gpu": "h100-80gb", "context": 32_768, "users": 1},
             **{"gpu_memory_bytes": question.gpu.memory, "keep": 0.99},
-            "gpu_bytes_per_second": question.gpu.bandwidth,
+            **{"gpu_bytes_per_second": question.gpu.bandwidth, "dtype": None, "device": None},
         },
-        data={
-            "plans": plans,
-            "best": None if best is None else best["plan"],
-            "weights_bytes": weights,
-            "available_bytes": question.available,
-            "cached_layers": 32,
-            "layer_kinds": dict(Counter(one.kind for one in question.layers)),
-        },
+        warnings=warnings,
+        created=datetime(2026, 11, 29, tzinfo=UTC),
     )

@@ -1,7 +1,6 @@
 """Results of `kvprof eval` as a real run writes them, from made-up scores, without a model."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,7 @@ from kvprof.evaluation.scores import (
     worst_tokens,
 )
 from kvprof.evaluation.tasks.embedded import EMBEDDED
-from kvprof.records.result import build_result
-from tests.records.sample import ENVIRONMENT
+from tests.results.made import made
 
 
 def evaluation_result(
@@ -50,33 +48,18 @@ def evaluation_result(
         _evaluation(name, place, texts, items, protocol, at_chance)
         for place, name in enumerate(methods)
     ]
-    data = {
-        "dtype": "float32",
-        "context": 384,
-        "evaluations": rows,
-        "harness": _harness(methods) if harness else None,
-    }
-    inputs = {
-        "model": "reference",
-        "fingerprint": "ab12cd34ef56",
-        "dtype": "float32",
-        "device": "cpu",
-        "text": list(texts),
-        "sequences": 32 * len(texts),
-        "seq_len": 256,
-        "tasks": list(tasks),
-        "task_items": len(items),
-        "protocol": protocol,
-        "plan": None,
-    }
-    return build_result(
+    return made(
         "eval",
-        environment=ENVIRONMENT,
-        inputs=inputs,
-        data=data,
+        {
+            **{"dtype": "float32", "context": 384, "evaluations": rows},
+            "harness": _harness(methods) if harness else None,
+        },
+        inputs={
+            **{"text": texts, "sequences": 32 * len(texts), "seq_len": 256},
+            **{"tasks": tasks, "task_items": len(items), "protocol": protocol},
+        },
         warnings=warnings,
         complete=complete,
-        created=datetime(2026, 1, 1, tzinfo=UTC),
     )
 
 
@@ -101,31 +84,20 @@ def _evaluation(
     answers = [_answer(item, index % 7 >= place, place) for index, item in enumerate(items)]
 
     def describe(source: str, sequence: int, position: int) -> dict[str, Any]:
-        return {
-            "token": 17,
-            "text": "\n  def",
-            "before": "return [bold]x[/bold] + some longer text",
-        }
+        before = "return [bold]x[/bold] + some longer text"
+        return {"token": 17, "text": "\n  def", "before": before}
 
-    plan = {"dim_rate": 0.5, "paper_rate": 0.5, "made": {}}
-    if name not in ("full", "fp8"):
-        plan["made"] = {"calibration": {"source": "random", "tokens": 8192}}
+    calibrated = {"calibration": {"source": "random", "tokens": 8192}}
     return {
-        "method": name,
-        "rate": 0.25 * place,
-        "bytes_per_token": 24576.0 * (1 - 0.25 * place) + 16,
-        "context": 384,
+        **{"method": name, "rate": 0.25 * place, "context": 384},
+        **{"bytes_per_token": 24576.0 * (1 - 0.25 * place) + 16, "protocol": protocol},
         **text_figures(pairs),
         "tasks": task_figures(items, base_answers, answers),
         "answer_lengths": answer_lengths(items, base_answers, answers),
         "worst_tokens": worst_tokens(pairs, 10, 256, describe) if place else [],
-        "protocol": protocol,
-        "measured_bytes": 1000.0 if place else None,
-        "accounted_bytes": 1000,
-        "seconds": 12.3,
-        "complete": True,
-        "warnings": [],
-        "plan": plan if place else None,
+        **{"measured_bytes": 1000.0 if place else None, "accounted_bytes": 1000},
+        **{"seconds": 12.3, "complete": True},
+        "plan": {"made": {} if name in ("full", "fp8") else calibrated} if place else None,
     }
 
 
@@ -137,23 +109,9 @@ def _answer(item: TaskItem, right: bool, place: int) -> TaskAnswer:
 
 
 def _harness(methods: Sequence[str]) -> dict[str, Any]:
-    return {
-        "tasks": ["arc_easy"],
-        "limit": 50,
-        "include": None,
-        "batch_size": 1,
-        "version": "0.4.13",
-        "protocol": "lm-evaluation-harness, its own way",
-        "rows": [
-            {
-                "method": name,
-                "task": "arc_easy",
-                "metric": metric,
-                "value": 0.5,
-                "stderr": 0.07,
-                "items": 50,
-            }
-            for name in methods
-            for metric in ("acc", "acc_norm")
-        ],
-    }
+    rows = [
+        {"method": name, "task": "arc_easy", "metric": metric, "stderr": 0.07, "items": 50}
+        for name in methods
+        for metric in ("acc", "acc_norm")
+    ]
+    return {"tasks": ["arc_easy"], "protocol": "lm-evaluation-harness, its own way", "rows": rows}

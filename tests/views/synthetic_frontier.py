@@ -1,133 +1,75 @@
 """A frontier result whose every figure is known."""
 
-from datetime import UTC, datetime
 from typing import Any
 
-from kvprof.records.result import build_result
-from tests.records.sample import ENVIRONMENT
+from tests.results.made import made
 
 TASKS = ("needle", "variables", "copy", "frequent_words")
 WIDTH = 24_576  # bytes per token at full width
+_BASE = {name: {"accuracy": 0.975, "baseline": 0.975, "items": 40} for name in TASKS}
 
 
-def point(rate: float, share: float, *, half: float = 0.004, tasks: bool = True) -> dict[str, Any]:
-    interval = [share - half, share + half]
+def point(rate: float, share: float, *, tasks: bool = True) -> dict[str, Any]:
+    interval = [share - 0.004, share + 0.004]
+    texts = {"prose": share - 0.01, "code": share + 0.01}
+    own = {"accuracy": 0.975 * share}
     return {
-        "method": "any",
-        "rate": rate,
-        "rate_asked": rate - 0.001,
-        "compression_ratio": 1 / (1 - rate),
-        "bytes_per_token": WIDTH * (1 - rate),
-        "share": share,
-        "share_interval": interval,
-        "accuracy": 0.5 * share,
-        "decoded_tokens": 4096,
-        "relative_accuracy": share,
-        "relative_accuracy_interval": interval,
-        "perplexity": 9.0 / share,
+        **{"rate": rate, "bytes_per_token": WIDTH * (1 - rate), "perplexity": 9.0 / share},
+        **{"share": share, "share_interval": interval, "compression_ratio": 1 / (1 - rate)},
+        **{"relative_accuracy": share, "relative_accuracy_interval": interval},
         "kl": {"mean": 1.0 - share + 1e-7, "p999": 0.5, "worst": 2.0},
-        "sources": {
-            "prose": {"relative_accuracy": share - 0.01, "interval": interval},
-            "code": {"relative_accuracy": share + 0.01, "interval": interval},
-        },
-        "tasks": {
-            name: {"accuracy": 0.975 * share, "baseline": 0.975, "items": 40} for name in TASKS
-        }
-        if tasks
-        else {},
-    }
-
-
-def row(
-    label: str,
-    points: list[dict[str, Any]],
-    max_rate: float | None,
-    interval: list[float | None] | None,
-    reason: str | None = None,
-) -> dict[str, Any]:
-    method, _, options = label.partition(":")
-    return {
-        "label": label,
-        "method": method,
-        "options": {"allocation": "budget"} if options else {},
-        "max_rate": max_rate,
-        "max_rate_interval": interval,
-        "max_rates": {"0.99": max_rate, "0.95": 0.6},
-        "reason": reason,
-        "points": points,
+        "sources": {x: {"relative_accuracy": texts[x], "interval": interval} for x in texts},
+        "tasks": {name: task | own for name, task in _BASE.items() if tasks},
     }
 
 
 def frontier_result(*, complete: bool = True, tasks: bool = True) -> dict[str, Any]:
     """Return a frontier of five methods, one that does not fit and one that never passes."""
 
-    def curve(*pairs: tuple[float, float]) -> list[dict[str, Any]]:
-        return [point(rate, share, tasks=tasks) for rate, share in pairs]
+    def row(
+        label: str,
+        points: list[tuple[float, float]],
+        max_rate: float | None,
+        interval: list[float | None] | None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        method, _, options = label.partition(":")
+        return {
+            **{"label": label, "method": method, "reason": reason, "max_rate": max_rate},
+            **{"max_rate_interval": interval, "max_rates": {"0.99": max_rate, "0.95": 0.6}},
+            "options": {"allocation": "budget"} if options else {},
+            "points": [point(rate, share, tasks=tasks) for rate, share in points],
+        }
 
+    fdc = [(0.25, 0.999), (0.34, 0.992), (0.38, 0.985), (0.5, 0.93), (0.62, 0.6)]
+    budget = [(0.25, 1.0), (0.45, 0.996), (0.48, 0.991), (0.53, 0.97)]
+    kq = [(0.25, 1.0), (0.41, 0.993), (0.44, 0.983), (0.5, 0.96)]
+    lowest = "no tested rate keeps 0.99 of the baseline's accuracy; the lowest, 0.050, keeps 0.97"
     methods = [
-        row(
-            "fdc",
-            curve((0.25, 0.999), (0.34, 0.992), (0.38, 0.985), (0.5, 0.93), (0.62, 0.6)),
-            0.34,
-            [0.25, 0.5],
-        ),
-        row(
-            "kq:allocation=budget",
-            curve((0.25, 1.0), (0.45, 0.996), (0.48, 0.991), (0.53, 0.97)),
-            0.48,
-            [0.45, 0.53],
-        ),
-        row("kq", curve((0.25, 1.0), (0.41, 0.993), (0.44, 0.983), (0.5, 0.96)), 0.41, [0.25, 0.5]),
-        row(
-            "palu",
-            curve((0.05, 0.97), (0.3, 0.9)),
-            None,
-            [None, 0.05],
-            "no tested rate keeps 0.99 of the baseline's accuracy; the lowest, 0.050, keeps 0.97",
-        ),
+        row("fdc", fdc, 0.34, [0.25, 0.5]),
+        row("kq:allocation=budget", budget, 0.48, [0.45, 0.53]),
+        row("kq", kq, 0.41, [0.25, 0.5]),
+        row("palu", [(0.05, 0.97), (0.3, 0.9)], None, [None, 0.05], lowest),
         row("zack", [], None, None, "zack folds Q and K, which QK-norm does not allow"),
-        row("full", curve((0.0, 1.0)), 0.0, [0.0, None]),
-        row("fp8", curve((0.5, 0.9995)), 0.5, [0.5, None]),
+        row("full", [(0.0, 1.0)], 0.0, [0.0, None]),
+        row("fp8", [(0.5, 0.9995)], 0.5, [0.5, None]),
     ]
-    base = {
-        "accuracy": 0.5,
-        "perplexity": 9.0,
-        "decoded_tokens": 8192,
-        "tasks": {name: {"accuracy": 0.975, "baseline": 0.975, "items": 40} for name in TASKS}
-        if tasks
-        else {},
-    }
-    return build_result(
+    base = {"perplexity": 9.0, "decoded_tokens": 8192, "tasks": _BASE if tasks else {}}
+    source = {"fdc": "random", "palu": "calibration", "kq": "random"}
+    taken = {"tokens": 8192, "seq_len": 512}
+    return made(
         "frontier",
-        environment=ENVIRONMENT,
-        inputs={
-            "model": "reference",
-            "fingerprint": "f" * 32,
-            "device": "cpu",
-            "points": 6,
-            "text": ["prose", "code"],
-            "sequences": 32,
-            "seq_len": 512,
-            "tasks": list(TASKS),
-            "task_items": 160,
-            "protocol": "decode",
-            "calibration": {
-                "fdc": {"source": "random", "tokens": 8192, "seq_len": 512},
-                "palu": {"source": "calibration", "tokens": 8192, "seq_len": 512},
-                "kq": {"source": "random", "tokens": 8192, "seq_len": 512},
-            },
+        {
+            **{"metric": "accuracy", "target": 0.99, "context": 384, "dtype": "bfloat16"},
+            **{"baseline": base, "methods": methods},
         },
-        data={
-            "metric": "accuracy",
-            "target": 0.99,
-            "baseline": base,
-            "context": 384,
-            "dtype": "bfloat16",
-            "methods": methods,
+        inputs={
+            **{"fingerprint": "f" * 32, "points": 6, "text": ["prose", "code"], "sequences": 32},
+            **{"seq_len": 512, "tasks": TASKS, "task_items": 160, "protocol": "decode"},
+            "calibration": {method: {"source": source[method], **taken} for method in source},
         },
         warnings=[] if complete else ["interrupted"],
         complete=complete,
-        created=datetime(2026, 1, 1, tzinfo=UTC),
     )
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from tests.results.made import made
+
 _CONTEXT = 1536
-_BYTES = {"keys": 3 * 2**20, "values": 2 * 2**20, "scales": 486 * 2**10, "zeros": 0, "outliers": 0}
-_BYTES |= {"window": 2**20, "sinks": 0, "eviction": 0, "bases": 0}
+_BYTES = {"keys": 3 * 2**20, "values": 2 * 2**20, "scales": 486 * 2**10, "window": 2**20}
 STORED = {**_BYTES, "total": sum(_BYTES.values()), "full": 18 * 2**20}
-NOTHING = {"plan": None, "comparison": None, "transfer": None}
 
 
 def ranks(keys: int, values: int) -> dict[str, list[list[int]]]:
@@ -22,22 +22,18 @@ def plan_data(**changes: Any) -> dict[str, Any]:
         **{"requested": ranks(85, 71), "stored": ranks(96, 80)},
         **{"requested_rate": rate + 0.02, "bytes_lost": 244_224},
     }
-    made = {
+    how = {
         **{"model": "reference", "rate_asked": 0.63, "context": _CONTEXT},
         "calibration": {"source": "calibration", "tokens": 8192},
         "options": {"allocation": "removal", "grid": 16, "kinds": 8, "seed": None},
     }
     return {
-        **{"method": "kq-4bit", "fingerprint": "ab12cd34ef56", "context": _CONTEXT},
-        **{"bytes": STORED, "bytes_per_token": STORED["total"] / _CONTEXT, "rate": rate},
+        **{"method": "kq-4bit", "context": _CONTEXT, "rate": rate, "ranks": ranks(96, 80)},
+        **{"bytes": STORED, "bytes_per_token": STORED["total"] / _CONTEXT, "kinds": 5},
         **{"compression_ratio": 1 / (1 - rate), "dim_rate": 0.21, "paper_rate": 0.78},
-        **{"ranks": ranks(96, 80), "across": None, "bits": None, "kinds": 5, "levels": None},
         **{"folded": {"W_V": 2, "W_O": 2}, "online": {"K into its latent": 1}},
-        **{"rounding": rounding, "made": made, "sentences": ["Keys have 4 bits.", "Values too."]},
-        "weights": {
-            **{"online": 2**20, "folded": -(2**21), "kept_twice": 0},
-            **{"total": -(2**20), "running": -(2**19)},
-        },
+        **{"rounding": rounding, "made": how, "sentences": ["Keys have 4 bits.", "Values too."]},
+        "weights": {"online": 2**20, "folded": -(2**21), "total": -(2**20), "running": -(2**19)},
         "kernel": {"layers": 1, "of": 2, "reason": "tokens move down 32 at a time"},
         **changes,
     }
@@ -71,7 +67,7 @@ def transfer_data() -> dict[str, Any]:
         for label, rate, width in (("full", 0.0, 12288), ("kq", 0.5, 6144))
     ]
     return {
-        **{"dtype": "float32", "model_context": 2048, "rows": rows, "missing": []},
+        **{"dtype": "float32", "model_context": 2048, "rows": rows},
         "links": [{"link": a, "bytes_per_s": b, "nominal": c} for a, b, c in links],
         "contexts": [
             {"context": context, "over_model_context": context > 2048} for context in (2048, 4096)
@@ -83,15 +79,8 @@ def plan_result(
     data: dict[str, Any] | None = None, *, complete: bool = True, **inputs: Any
 ) -> dict[str, Any]:
     """A result of one plan, or of some parts."""
-    return {
-        **{"schema": "kvprof/1", "kind": "plan", "complete": complete, "environment": {}},
-        **{"warnings": [], "created": "2026-01-01T00:00:00Z", "kvprof_version": "0.1.0"},
-        "inputs": {
-            **{"model": "reference", "fingerprint": "ab12cd34ef56", "dtype": "float32"},
-            **{"device": "cpu", **inputs},
-        },
-        "data": NOTHING | (data if data is not None else {"plan": plan_data()}),
-    }
+    plan = {"plan": plan_data()}
+    return made("plan", plan if data is None else data, inputs=inputs, complete=complete)
 
 
 def results() -> dict[str, dict[str, Any]]:

@@ -1,11 +1,10 @@
 """A small result of ``kvprof sensitivity``, without a model."""
 
-from datetime import UTC, datetime
 from typing import Any
 
 from kvprof.evaluation.sensitivity import answers
 from kvprof.methods.settings import Part
-from kvprof.records.result import build_result
+from tests.results.made import made
 
 
 def sensitivity_result(heads: tuple[int | None, ...] = (None,)) -> dict[str, Any]:
@@ -15,8 +14,8 @@ def sensitivity_result(heads: tuple[int | None, ...] = (None,)) -> dict[str, Any
     ]
     cells = [
         {
-            **{"layer": part.layer, "side": part.side, "kv_head": part.kv_head},
-            **{"setting": f"{bits} bits", "bits": bits, "rank": None, "exact_first": first},
+            **{"layer": part.layer, "side": part.side, "kv_head": part.kv_head, "rank": None},
+            **{"setting": f"{bits} bits", "bits": bits, "exact_first": first},
             **{"bytes_per_token": bits * 40.0, **measured(kl * (1 + part.layer))},
         }
         for bits, first, kl in ((4, 0, 0.001), (2, 0, 0.02), (2, 1, 0.015))
@@ -42,23 +41,12 @@ def sensitivity_result(heads: tuple[int | None, ...] = (None,)) -> dict[str, Any
             }
         ],
     }
-    inputs = {
-        **{"model": "reference", "fingerprint": "ab12cd34ef56", "limit": 0.01, "text": ["prose"]},
-        **{"sequences": 8, "seq_len": 64, "quantiser": "per-token", "gguf": None},
-        **{"dtype": "float32", "device": "cpu"},
-    }
-    return build_result(
-        "sensitivity",
-        environment={},
-        inputs=inputs,
-        data=data,
-        created=datetime(2026, 1, 1, tzinfo=UTC),
-    )
+    asked = {"limit": 0.01, "text": ["prose"], "sequences": 8, "seq_len": 64}
+    return made("sensitivity", data, inputs={**asked, "quantiser": "per-token"})
 
 
 def measured(kl: float) -> dict[str, Any]:
     return {
         **{"kl": kl, "kl_interval": [kl / 2, 2 * kl], "kl_p999": 5 * kl, "kl_worst": 9 * kl},
-        **{"accuracy": 0.49, "baseline_accuracy": 0.5, "relative_accuracy": 0.98},
-        **{"relative_accuracy_interval": None, "decoded_tokens": 256},
+        **{"relative_accuracy": 0.98, "decoded_tokens": 256},
     }

@@ -3,16 +3,14 @@
 import functools
 import pickle
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvprof.analysis.stability import PairFactors, Run
 from kvprof.analysis.stability_data import stability_data
 from kvprof.analysis.stability_study import RankChoice
-from kvprof.records.result import build_result
+from tests.results.made import made as made_up
 
 COUNTS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -84,31 +82,18 @@ def _stability_result(
     data, found = stability_data(
         sources, noise, judged, short, pairs, choices, random_source=random
     )
-    inputs = {
-        "model": model,
-        "fingerprint": "ab12cd34ef56",
-        "dtype": "float32" if model else None,
-        "device": "cpu" if model else None,
-        "source": source,
-        "targets": list(targets),
-        "pairs": list(pairs),
-        "tokens": list(counts),
-        "target_tokens": max(counts),
-        "seeds": [one.seed for one in sources],
-        "seq_len": seq_lens[0],
-        "target_seq_len": seq_lens[1],
-        "ranks": ranks,
-        "removal": list(removal),
-        "batch_size": 8,
-    }
-    return build_result(
+    tied = {} if model else {"dtype": None, "device": None}
+    return made_up(
         "stability",
-        environment={},
-        inputs=inputs,
-        data=data,
+        data,
+        inputs={
+            **{"model": model, "source": source, "targets": targets, "pairs": pairs, **tied},
+            **{"tokens": counts, "target_tokens": max(counts), "seeds": [x.seed for x in sources]},
+            **{"seq_len": seq_lens[0], "target_seq_len": seq_lens[1], "ranks": ranks},
+            **{"removal": removal},
+        },
         warnings=[*warnings, *found],
         complete=complete,
-        created=datetime(2026, 1, 1, tzinfo=UTC),
     )
 
 
@@ -122,10 +107,10 @@ def _factors(
     grams, lefts, rights = [], [], []
     for layer, (heads, width) in enumerate(shape):
         decay = torch.exp(-torch.arange(width, dtype=torch.float64) * 8 / width)
-        start = _orthogonal(torch.randn(heads, width, width, generator=fixed, dtype=torch.float64))
+        start = torch.randn(heads, width, width, generator=fixed, dtype=torch.float64)
         turn = torch.randn(heads, width, width, generator=fixed, dtype=torch.float64)
         skew = (turn - turn.mT) * away * (1 + layer) / width**0.5 / len(shape)
-        basis = start @ torch.matrix_exp(skew)
+        basis = torch.linalg.qr(start)[0] @ torch.matrix_exp(skew)
         blur = torch.randn(heads, width, width, generator=generator, dtype=torch.float64)
         root = basis * decay.sqrt() @ (torch.eye(width) + blur * (2 / tokens) ** 0.5)
         gram = root @ root.mT
@@ -135,23 +120,14 @@ def _factors(
     return PairFactors(grams, lefts, rights)
 
 
-def _orthogonal(matrix: Tensor) -> Tensor:
-    return torch.linalg.qr(matrix)[0]
-
-
 SMALL = {"counts": (1024, 4096, 16384), "heads": (2, 2), "widths": (16, 16), "apart": 0.04}
 SHAPES = {
     "plain": SMALL,
     "one count": {**SMALL, "counts": (4096,)},
     "one target": {**SMALL, "targets": ("prose",)},
     "text": {**SMALL, "source": "a-file-with-a-rather-long-name.txt", "pairs": ("k", "v")},
-    "moments": {
-        **SMALL,
-        "source": "saved.safetensors",
-        "counts": (8192,),
-        "noise_floor": False,
-        "model": None,
-    },
+    "moments": SMALL
+    | {"source": "saved.safetensors", "counts": (8192,), "noise_floor": False, "model": None},
     "one seed": {**SMALL, "seeds": 1, "noise_floor": False},
     "ragged": {**SMALL, "heads": (3, 1), "widths": (8, 16), "ranks": (4, 12)},
     "lengths": {**SMALL, "seq_lens": (512, 2048)},

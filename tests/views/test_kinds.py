@@ -13,7 +13,7 @@ from kvprof.views.export import blocks_of, to_html, to_markdown
 from kvprof.views.kinds import csv_of, figure_of, report
 from kvprof.views.page import render_text
 from tests.records.load_stream import load_result
-from tests.records.sample import ENVIRONMENT, benchmark_result
+from tests.records.sample import benchmark_result
 from tests.records.streams import stream
 from tests.views.synthetic import spectrum_result
 from tests.views.synthetic_advise import advise_result
@@ -25,7 +25,7 @@ from tests.views.synthetic_recipe import recipe_result
 from tests.views.synthetic_sensitivity import sensitivity_result
 from tests.views.synthetic_stability import stability_result
 
-_MADE = {
+RESULTS = {
     "bench": bench_result(),
     "benchmark": benchmark_result(),
     "eval": evaluation_result(),
@@ -38,12 +38,6 @@ _MADE = {
     "advise": advise_result(),
     "spectrum": spectrum_result(),
     "stability": stability_result(counts=(1024, 2048), seeds=2, heads=(2,), targets=("prose",)),
-}
-# Synthetic results of views need no environment; a result on disk has one.
-RESULTS = {
-    kind: {"created": "2025-11-21T12:00:00Z", "kvprof_version": "0.1.0", **made}
-    | {"environment": ENVIRONMENT | made["environment"]}
-    for kind, made in _MADE.items()
 }
 
 
