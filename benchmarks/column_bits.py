@@ -33,7 +33,7 @@ from kvprof.benchmark.run import run_bench
 from kvprof.benchmark.shape_plans import plan_of_widths
 from kvprof.benchmark.shapes import load_shape
 from kvprof.benchmark.timing import interleaved, sampler
-from kvprof.kernels.segments.columns import COLUMN_BITS
+from kvprof.kernels.segments.codes import COLUMN_BITS
 from kvprof.kernels.segments.launch import tuning_for
 from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
 from kvprof.kernels.segments.moving import token_move

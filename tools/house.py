@@ -22,7 +22,7 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 94_591,
+    "package_lines": 94_585,
     "package_files": 415,
     "docstring_share": 0.113,
     "raises": 1087,
@@ -30,7 +30,7 @@ CEILINGS: Measures = {
     "modules_with_one_importer": 98,
     "test_lines": 57_514,
     "test_functions": 2635,
-    "tests_of_wording": 599,
+    "tests_of_wording": 600,
     "document_words": 20_864,
     "readme_lines": 111,
     "tracked_megabytes_outside_the_package": 6.1,

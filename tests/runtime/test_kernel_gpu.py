@@ -369,5 +369,5 @@ def test_what_a_graph_cannot_hold_is_refused() -> None:
         model.model(token_ids(1, 64).cuda(), past_key_values=cache)  # a whole tile: no room left
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with pytest.raises(UsageError), torch.cuda.graph(graph):
+        with pytest.raises(UsageError, match="cannot grow"), torch.cuda.graph(graph):
             model.model(token, position_ids=position, past_key_values=cache)

@@ -293,7 +293,7 @@ def test_heads_of_a_layer_with_unlike_bits_run_on_torch_and_it_is_said() -> None
         reasons = [str(reason) for reason in session.kernel_reasons]
     assert "keys" in reasons[0]
     assert "values" in reasons[1]
-    assert "unlike" not in reasons[2]
+    assert "different bits" not in reasons[2]
     with pytest.raises(UsageError), compressed(model, unlike, "on"):
         pass
 

@@ -1,7 +1,7 @@
 """The base of all attention layers on kvprof's kernels.
 
-Each way to store tokens is a subclass of `KernelLayer`: whether a plan uses it (`stores`), why it
-cannot run (`why_not`), its store and its run. `kvprof.runtime.backends.route` lists them.
+Each way to store tokens is a subclass of `KernelLayer`: its store and its run.
+`kvprof.runtime.backends.support` says which one a plan uses, and why it cannot run.
 """
 
 import math
@@ -57,7 +57,7 @@ class KernelLayer(ABC):
 
     def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
         self.plan = plan
-        #: One of its layers, for which `stores` holds and `why_not` knows no reason.
+        #: One of its layers, that is stored this way and can run.
         self.layer = layer
         self.facts = facts  # the model's layer
         # A layer that is stored as it is has nothing compressed, however its tokens are written.

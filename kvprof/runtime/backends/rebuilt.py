@@ -42,8 +42,6 @@ class LatentKernelLayer(PlaneKernelLayer):
     """A layer that stores unquantised latents of groups of KV heads, all of one size."""
 
     narrow = True
-    #: What a plan asks for, as a refusal says it.
-    what: str
 
     def _shared(self, scoring: dict[str, Any], layout: RaggedLayout) -> dict[str, Any]:
         """Return sinks by latent, as the kernels over these planes take them."""
@@ -55,8 +53,6 @@ class LatentKernelLayer(PlaneKernelLayer):
 
 class FoldedKernelLayer(LatentKernelLayer):
     """A layer whose shared latents are met by queries as they are, and never rebuilt."""
-
-    what = "heads share latents"
 
     def _attended(
         self,
@@ -95,8 +91,6 @@ class RebuiltKernelLayer(LatentKernelLayer):
     """A layer whose latents are from before RoPE."""
 
     form = "latents"
-
-    what = "keys are rebuilt before RoPE"
 
     def __init__(self, plan: Plan, layer: LayerPlan, facts: LayerLayout) -> None:
         super().__init__(plan, layer, facts)

@@ -34,7 +34,7 @@ __all__ = [
 
 _WIDEST = 256
 _OLDEST = (8, 0)
-_BY_COLUMN = "bits by column"
+_BY_COLUMN = "bits per column"
 
 
 @dataclass(frozen=True, eq=False)
