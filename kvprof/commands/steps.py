@@ -166,7 +166,7 @@ def load_sample(
         )
     warnings += [
         f"{one.name} has {len(one.ids)} sequences of {one.ids.shape[1]:,} tokens, fewer than the "
-        f"{sequences} asked for"
+        f"{sequences} requested"
         for one in samples
         if sequences is not None and len(one.ids) < sequences
     ]

@@ -274,7 +274,7 @@ def check_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool = 
 
 def _check_share(wanted: float) -> None:
     if not 0 <= wanted < 1:
-        raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 would store nothing)")
+        raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 stores no token)")
 
 
 def _least_rate(family: PlanFamily, wanted: float, tokens: int) -> float:

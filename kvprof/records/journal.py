@@ -153,7 +153,7 @@ class Journal:
             except OSError as problem:
                 self.failure = failed = self._failing(problem)
         if failed is not None:
-            self._warn(f"{failed}; it is measured on")
+            self._warn(f"{failed}; the measurement continues")
 
     @contextmanager
     def carrying_over(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ class Journal:
             except OSError as problem:
                 self.failure = failed = self._failing(problem)
         if failed is not None:
-            self._warn(f"{failed}; it is measured on")
+            self._warn(f"{failed}; the measurement continues")
 
     def recording(self) -> "Recording":
         """Return every event, whether or not it could be written."""

@@ -76,7 +76,7 @@ def _schema_problems(data: Any) -> Iterator[str]:
         known = list(error.schema.get("properties", {}))
         for key in [key for key in error.instance if key not in known]:
             near = get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
             yield f"{at}: unknown key {key!r}: {hint}"
 
 
