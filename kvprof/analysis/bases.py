@@ -237,12 +237,7 @@ def block_hadamard(width: int, block: int = 0) -> Tensor:
 
 
 def bit_reversed(width: int) -> Tensor:
-    """Return the numbers below `width` in the order of their reversed bits, ``[width]`` int64.
-
-    Neighbours end up far apart: of columns sorted by size every run of a power of two gets its
-    share of the large ones. Where `width` is no power of two, the order of the next one without the
-    numbers that are too large.
-    """
+    """Return numbers below `width` in bit-reversed order, ``[width]`` int64."""
     bits = max(0, width - 1).bit_length()
     order = torch.zeros(2**bits, dtype=torch.int64)
     for bit in range(bits):
@@ -278,12 +273,7 @@ def _gauge(values: Tensor, seen: Tensor) -> Tensor:
 
 
 def _unseen_last(left: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Make `left` a complete orthogonal matrix whose last columns are the unseen directions.
-
-    The rows of unseen directions are zero in the matrix that was decomposed, so its left singular
-    vectors of nonzero singular values have none of them; those of zero singular values may mix. An
-    orthogonalisation that starts from the significant columns sorts that out.
-    """
+    """Complete `left` to an orthogonal matrix, unseen directions last; zero values may mix them."""
     width = left.shape[-1]
     result = torch.zeros_like(left)
     values = values.clone()

@@ -1,9 +1,4 @@
-"""How many bits each column of a latent gets, none among them: reverse water-filling.
-
-Columns are sorted by singular value, so equal bits lie side by side: a target's bits are a few runs
-of adjacent columns. They are handed out a block of columns at a time, so that runs begin and end
-where kernels like it and heads are of few kinds.
-"""
+"""Bits of each latent column by reverse water-filling, in blocks of columns."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby

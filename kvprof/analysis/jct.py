@@ -1,10 +1,4 @@
-"""Job completion time from what was measured at a few contexts: sums over all steps.
-
-A request decodes at every context from the first to the last; a part is measured at a ladder of
-them. Between two rungs its time is taken as a straight line, which is exact for what grows with the
-context, never leaves the range of its neighbours, and makes the sum over all steps a weighted sum
-of measured times: every rung stands for a number of steps.
-"""
+"""Job completion time from times at a few contexts, linear between them and summed over steps."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -70,11 +64,7 @@ def ladder(ends: Iterable[int], ratio: float = 2.0) -> list[int]:
 
 
 def step_weights(nodes: Sequence[int], first: int, last: int) -> NDArray[np.float64]:
-    """Return how many steps every rung stands for.
-
-    ``weights @ values`` is the sum over the contexts ``first … last`` of the straight lines between
-    `values`, without visiting them.
-    """
+    """Return how many steps every measured context stands for, the weights of its time."""
     if last < first:
         return np.zeros(len(nodes))
     if not nodes or first < nodes[0] or last > nodes[-1]:
@@ -104,11 +94,7 @@ def interpolated(nodes: Sequence[int], values: Sequence[float], at: int) -> floa
 
 
 def between(lengths: Sequence[int], values: Sequence[float], at: int) -> float:
-    """Return the time at a length from the three that are nearest to it, on a parabola.
-
-    Exact for what costs the same at every length, by the token, by pairs of them, and for sums of
-    these. Of two lengths it is a straight line.
-    """
+    """Return the time at a length from the three nearest, on a parabola (two: on a line)."""
     if not lengths[0] <= at <= lengths[-1]:
         raise ValueError(f"{at} is outside the measured lengths {list(lengths)}")
     if len(lengths) < 3:
@@ -153,11 +139,7 @@ def _line_mean(
 
 
 def beyond(lengths: Sequence[int], values: Sequence[float], at: int, *, degree: int) -> float:
-    """Predict a time at a length that is too long to measure.
-
-    ``a + b·T (+ c·T²)`` with no negative coefficient, fitted to relative distances: linear layers
-    cost by the token, and causal attention by pairs of them.
-    """
+    """Predict the time of an unmeasured length as ``a + b·T (+ c·T²)``, no coefficient negative."""
     if degree not in (1, 2) or len(lengths) < 2:
         raise ValueError(f"{len(lengths)} lengths are too few for a polynomial of degree {degree}")
     longest = max(lengths)

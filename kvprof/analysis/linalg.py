@@ -1,9 +1,4 @@
-"""Batched decompositions of many small matrices, spread over the threads of the CPU.
-
-LAPACK takes one matrix at a time and its own threads gain nothing at a head's size; running the
-batch in several Python threads does, because the calls release the interpreter's lock. Matrices on
-a GPU come over for it: cuSOLVER takes them one by one and is slower than the trip.
-"""
+"""Batched decompositions of small matrices on Python threads; cuSOLVER and LAPACK are slower."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -89,11 +84,7 @@ def svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def map_threads(function: Callable[[Item], Out], items: Sequence[Item]) -> list[Out]:
-    """Return `function` of every item, in order, over as many threads as torch uses.
-
-    Inside `function` torch uses one thread. An item should be worth a good part of a millisecond,
-    most of it in calls that release the interpreter's lock.
-    """
+    """Return `function` of every item, in order; torch uses one thread inside each call."""
     threads = torch.get_num_threads()
     if threads < 2 or len(items) < 2:
         return [function(item) for item in items]

@@ -39,14 +39,7 @@ _BLOCK = 2048
 
 
 def layer_groups(layers: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
-    """Cut layers into runs of `size`, the last perhaps shorter; 0 takes all together.
-
-    Parameters
-    ----------
-    layers : tuple of int
-        In ascending order.
-    size : int
-    """
+    """Split ascending layers into runs of `size`, the last perhaps shorter; 0 is one run."""
     step = size or max(1, len(layers))
     return tuple(layers[start : start + step] for start in range(0, len(layers), step))
 
@@ -247,10 +240,7 @@ class LayerMoments:
         return self.c_o
 
     def grouped(self, key: str) -> Tensor:
-        """Return the Gram matrices of `key` per KV head, query heads of a group summed.
-
-        Summing the moments of a group's query heads is stacking their vectors.
-        """
+        """Return the Gram matrices of `key` per KV head, query heads of a group summed."""
         gram = self.gram(key)
         num_kv_heads = self.rest["k"].shape[0]
         return gram.view(num_kv_heads, -1, *gram.shape[1:]).sum(1)
@@ -352,11 +342,7 @@ _BLOCK = 8192
 
 
 def _accumulate(gram: Tensor, vector: Tensor) -> None:
-    """Add ``XᵀX`` of ``[batch, heads, T, d]`` to ``[heads, d, d]``, block by block.
-
-    Going through one sequence at a time, in blocks, keeps the float64 copy small and makes the
-    sum independent of how many sequences shared a batch.
-    """
+    """Add ``XᵀX`` of ``[batch, heads, T, d]`` to ``[heads, d, d]``, one sequence at a time."""
     for sequence in vector:
         for block in sequence.split(_BLOCK, dim=1):
             wide = block.to(torch.float64)

@@ -35,7 +35,7 @@ def _read_gpu(text: str, *, what: str) -> AdvisedGpu:
     if text.lower() in GPUS:
         return GPUS[text.lower()]
     if text != "here":
-        raise UsageError(f"{what}: {text[:40]!r} is none of here, {', '.join(GPUS)}")
+        raise UsageError(f"{what}: {text[:40]!r} is unknown; use here, {', '.join(GPUS)}")
     for one in read_gpus().devices:
         if one.memory_bytes and one.peak_tb_per_s:
             return AdvisedGpu(one.name, one.memory_bytes, one.peak_tb_per_s * 1e12)
@@ -47,7 +47,7 @@ _OF_WEIGHTS = ("device", "dtype", "trust_remote_code", "save")
 
 
 def _keeps_a_share(request: "AdviseRequest") -> str | None:
-    return None if 0 < request.keep <= 1 else f"--keep {request.keep:g} is not above 0, up to 1"
+    return None if 0 < request.keep <= 1 else f"--keep {request.keep:g} is not in (0, 1]"
 
 
 class AdviseRequest(LoadOptions, FigureOptions):
@@ -129,7 +129,7 @@ def advise(request: AdviseRequest) -> Outcome:
         else weight_bytes(model, config, request.revision, request.gguf)
     )
     if told is None:
-        raise UsageError(f"{model}: neither files nor its name tell the weights; give --weights")
+        raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
     weights, source = told
     total, read = named_parameters(model) or (1.0, 1.0)
     question = Question(
@@ -214,13 +214,13 @@ def _measure(request: AdviseRequest, plans: list[AdvisedPlan], until: float) -> 
 def _warnings(request: AdviseRequest, longest: object, question: Question) -> list[str]:
     found = []
     if not request.has("gpu") and request.gpu is GPUS[_DEFAULT_GPU]:
-        found.append(f"no GPU here; figures are of {_DEFAULT_GPU} (--gpu names another)")
+        found.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
     if isinstance(longest, int) and request.context > longest:
         found.append(f"the model states a context of {format_count(longest)}")
     if any(one.reach for one in question.layers):
         tokens = format_count(2 * question.gpu.step_tokens)
         found.append(
-            f"in windows vLLM keeps room for {tokens} tokens in flight of each user; more users "
-            "fit while they decode"
+            f"in sliding windows vLLM reserves {tokens} tokens in flight for each user; more "
+            "users fit during decode"
         )
     return found

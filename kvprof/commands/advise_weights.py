@@ -107,13 +107,14 @@ class Measuring:
                     self._ask(row)
         except Interrupted:
             names = ", ".join(row.plan for row in self._left) or "needles"
-            self.warnings.append(f"not finished: {names}; the same command goes on from here")
+            self.warnings.append(f"not finished: {names}; repeat the command to resume")
 
         if any(x.keeps and not x.served and x.depth == WEIGHTS for x in self.rows):
             tokens, exact = self._samples[0].ids.shape[1], max(one.exact for one in PLANS)
             self.warnings.append(
-                f"plans that are torch only leave {exact} tokens of each sequence uncompressed: of "
-                f"{tokens:,} here, of {self._context:,} where they serve; they may keep less there"
+                f"plans that are torch only leave {exact} tokens per sequence uncompressed, of "
+                f"{tokens:,} here and {self._context:,} when serving; accuracy may be lower "
+                "there"
             )
 
     def inputs(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class Measuring:
         own = [one for one in self.rows if not one.served and one.depth == WEIGHTS]
         best = best_of(own, self._keep) if own else None
         if best is None:
-            raise FailedError(f"no plan of kvprof's own was found to keep {self._keep:g}")
+            raise FailedError(f"no kvprof plan reaches --keep {self._keep:g}")
         return best.plan, self._plans[best.plan]
 
     def _half(self, evaluator: Evaluator) -> Half:

@@ -307,7 +307,7 @@ def check_rate(rate: float | None, what: str = "--rate") -> None:
     """Refuse a rate that no cache can have; name the percentage that may have been meant."""
     if rate is None or 0 <= rate < 1:
         return
-    meant = f"write {rate:g}% or {rate / 100:g}" if 1 < rate < 100 else "1 would store nothing"
+    meant = f"write {rate:g}% or {rate / 100:g}" if 1 < rate < 100 else "1 stores no token"
     raise UsageError(f"{what} {rate:g} is not between 0 and 1 ({meant})")
 
 

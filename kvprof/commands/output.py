@@ -399,5 +399,5 @@ class Outputs:
 
 def _offered(make: Callable[[], Any] | None, option: str) -> Callable[[], Any]:
     if make is None:
-        raise ValueError(f"this command has {option} but makes nothing for it")
+        raise ValueError(f"this command has {option} but does not produce its output")
     return make

@@ -117,14 +117,13 @@ def _refuse_unheeded(request: "PlanRequest", requests: Sequence[MethodRequest]) 
     turned = [one for one in requests if one.method not in ALWAYS]
     if request.rate is not None and not turned:
         raise UsageError(
-            "--rate: of what is asked for, nothing has a rate to turn; name methods with "
-            "--methods, or leave it out"
+            "--rate has no effect on these methods; give others with --methods or leave it out"
         )
     calibrating = any(request.calibration.values())
     if calibrating and all(follows_from_rate(one.method, **one.options) for one in turned):
         raise UsageError(
-            "this calibrates nothing: what a plan stores follows from its rate; leave out "
-            "--calibrate and --calibrate-tokens"
+            "these methods need no calibration, since their sizes follow from the rate; leave "
+            "out --calibrate and --calibrate-tokens"
         )
 
 
@@ -161,7 +160,7 @@ def _choose(
 
     def calibrator() -> Calibrator:
         if planned.loaded is None:
-            raise UsageError("it has to be calibrated, and a shape has no weights; name a MODEL")
+            raise UsageError("it requires calibration, but a shape has no weights; give a MODEL")
         if not calibrators:
             given = calibration_options(**request.calibration)
             how: dict[str, Any] = {"progress": console.track, "notice": console.warn}
@@ -212,7 +211,7 @@ def _planned(
     if family is not None and len(family.settings) == 1:
         return plan_at(family, family.settings[0])
     if rate is None:
-        raise UsageError("it stores what its rate says; give --rate")
+        raise UsageError("its size follows from its rate; give --rate")
     family = family or calibrator().family(request.method, **request.options)
     return plan_for_rate(family, rate, context)
 

@@ -68,7 +68,7 @@ def check_command(words: Sequence[str]) -> str | None:
     except UsageError as problem:  # of an option that reads its value itself
         return str(problem)
     except typer.Exit:
-        return f"{' '.join(words)}: this command measures nothing"
+        return f"{' '.join(words)}: this command does not measure"
     try:
         _check_methods(name, values)
         if values.get("load"):
@@ -217,7 +217,7 @@ def _tell_whom_it_trusts(planned: list[Planned]) -> None:
         if any(REMOTE_CODE in cell.words for cell, _ in one.cells)
     ]
     if not trusted:
-        raise UsageError(f"{REMOTE_CODE}: none of these recipes runs a model's own code")
+        raise UsageError(f"{REMOTE_CODE} has no effect on these recipes; leave it out")
     console.warn(f"running code from models' repositories for {', '.join(trusted)}")
 
 
@@ -268,6 +268,6 @@ def _failing(entries: list[dict[str, Any]]) -> KvprofError | None:
         return FailedError(f"runs failed, see above: {', '.join(broken)}")
     if all(entry["verdict"] == NOT_TESTABLE and entry["lacking"] for entry in entries):
         return LackingError(
-            f"nothing can be tested here: {entries[0]['recipe']}: {entries[0]['reasons'][0]}"
+            f"no recipe can be tested here: {entries[0]['recipe']}: {entries[0]['reasons'][0]}"
         )
     return None

@@ -110,7 +110,7 @@ def load_run(name: str, *, quiet: bool = False) -> dict[str, Any]:
     try:
         validate_result(result)
     except ValueError as problem:
-        raise FailedError(f"{found.events} makes no valid result: {problem}") from None
+        raise FailedError(f"{found.events} does not give a valid result: {problem}") from None
     return result
 
 

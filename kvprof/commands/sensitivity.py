@@ -53,7 +53,7 @@ def _measures(request: "SensitivityRequest") -> str | None:
     if name != "per-token" and not set(request.bits) - {"fp8"}:
         return f"--quantiser {name} requires a bit width in --bits"
     if not request.bits and not request.ranks:
-        return "--bits none and --ranks none leave nothing to measure; give one"
+        return "--bits none and --ranks none measure nothing; give one of them"
     if not 0 < request.limit < inf:
         return f"--limit {request.limit:g}: give a divergence in nats, above 0"
     check_rate(request.rate)

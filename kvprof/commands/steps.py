@@ -166,7 +166,7 @@ def load_sample(
         )
     warnings += [
         f"{one.name} has {len(one.ids)} sequences of {one.ids.shape[1]:,} tokens, fewer than the "
-        f"{sequences} asked for"
+        f"{sequences} requested"
         for one in samples
         if sequences is not None and len(one.ids) < sequences
     ]
@@ -207,7 +207,8 @@ def calibration_options(
     if calibrate_seq_len is not None:
         if source is not None and source.kind is SourceKind.MOMENTS:
             raise UsageError(
-                f"{source.name}: saved moments are what they are; leave out --calibrate-seq-len"
+                f"{source.name}: saved moments have a fixed sequence length; leave out "
+                "--calibrate-seq-len"
             )
         seq_len = parse_count(calibrate_seq_len, what="--calibrate-seq-len")
     return CalibrationOptions(source, tokens, seq_len or DEFAULT_SEQ_LEN)
@@ -274,7 +275,7 @@ def check_plannable(
         return
     needs = calibration_needs(method, **options)
     if needs is None and any(calibration.values()):
-        raise UsageError(f"{method} needs no calibration; leave out the options of calibration")
+        raise UsageError(f"{method} needs no calibration; leave out the --calibrate options")
     if needs is not None and rate is None and removal is None and not has_one_setting(method):
         raise UsageError(f"--method {method} needs --rate or --removal")
     calibration_options(**calibration)
@@ -287,12 +288,12 @@ def method_calibrator(loaded: LoadedModel, given: CalibrationOptions, stop: Stop
 
 
 @contextmanager
-def calibration_interrupts(lacking: str = "there is no plan yet") -> Iterator[None]:
+def calibration_interrupts(lacking: str = "no plan exists yet") -> Iterator[None]:
     """Say what there is not, and end with 130, when the body's calibration is interrupted."""
     try:
         yield
     except Interrupted as cause:
-        end_without_result(f"calibration {cause}: {lacking}, and nothing is kept")
+        end_without_result(f"calibration {cause}: {lacking}; nothing was saved")
 
 
 def plan_of(

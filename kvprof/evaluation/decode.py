@@ -403,7 +403,9 @@ class Workload:
     ) -> None:
         lengths = {int(sample.ids.shape[1]) for sample in samples}
         if len(lengths) != 1:
-            raise UsageError(f"sequences of an evaluation have one length, not {sorted(lengths)}")
+            raise UsageError(
+                f"sequences of an evaluation must have one length, not {sorted(lengths)}"
+            )
         longest = max((len(item.prompt) + item.answer_tokens for item in items), default=0)
         if longest > loaded.context_length:
             raise UsageError(

@@ -126,9 +126,9 @@ class EvaluationCache:
         try:
             stored = parse_json(path.read_bytes())
             if stored["format"] != _FORMAT or stored["digest"] != _digest(stored["evaluation"]):
-                raise ValueError("its contents do not match its digest")
+                raise ValueError("its content does not match its digest")
             if (stored["plan"], stored["data"]) != (digest, self._data):
-                raise ValueError("it is of another plan or other data")
+                raise ValueError("it belongs to another plan or other data")
             validated(Evaluation, stored["evaluation"])
         except (OSError, ValueError, LookupError, TypeError) as cause:
             self._warn(f"{path} is damaged ({cause}); measuring again")

@@ -75,7 +75,7 @@ def frontier_row(
             f"{target.share:g} of the baseline's {target.metric}" for target in targets
         )
         kept = " and ".join(_kept(share_of(least, target.metric)) for target in targets)
-        reason = f"no tested rate keeps {asked}; the lowest, {least['rate']:.3f}, keeps {kept}"
+        reason = f"no tested rate reaches {asked}; the lowest, {least['rate']:.3f}: {kept}"
     interval = joint_interval(points, targets)
     return {
         "label": request.label,

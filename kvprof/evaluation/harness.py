@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 HARNESS_PROTOCOL = (
-    "lm-evaluation-harness: choices are scored in a single pass, texts are generated greedily or "
-    "as the task says; methods of which a single pass does not show all have no figures of choices"
+    "lm-evaluation-harness: choices are scored in a single pass, texts are generated greedily "
+    "or as the task states; choices are n/a for methods that a single pass does not fully test"
 )
 _GENERATES = "generate_until"
 _STDERR = "_stderr"

@@ -164,7 +164,7 @@ class _Search:
         able = [asked for asked in probes if self._reaches(asked)]
         if not able:
             self._plan(0.0)  # says why not
-            raise UsageError(f"{family.method} has no rate that can be tested")
+            raise UsageError(f"{family.method} has no testable rate")
         low, high = able[0], able[-1]
         if low > 0:
             low = self._edge(low, low - 1 / _PROBES)

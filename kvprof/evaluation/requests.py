@@ -57,7 +57,7 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[MethodRequest]:
         requests.append(MethodRequest(label, method, typed))
     for option, value in common.items():
         if option not in taken:
-            raise UsageError(f"{option}={value}: none of the methods has this option")
+            raise UsageError(f"{option}={value}: no method given has this option")
     labels = [request.label for request in requests]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise UsageError(f"--methods names {twice[0]} twice")

@@ -1,7 +1,4 @@
-"""Compile every kernel for every architecture without a GPU: ``python -m kvprof.kernels.compile``.
-
-Tells registers, shared memory and spilled bytes of each; one that does not compile ends it.
-"""
+"""Compile all kernels for all architectures without a GPU: ``python -m kvprof.kernels.compile``."""
 
 import re
 import subprocess

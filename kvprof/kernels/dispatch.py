@@ -93,11 +93,9 @@ def _launches_early(device: torch.device) -> bool:
 
 
 def early_launch(device: torch.device, rows: int) -> dict[str, bool]:
-    """Return the options with which a kernel is launched before what it depends on has ended.
+    """Return the options that launch a kernel before the one it depends on ends.
 
-    Its programs take their places meanwhile and wait there, which saves most of the time between
-    two kernels. A kernel so launched begins with `wait_for_earlier`; the one that joins parts waits
-    where it first needs them (`kvprof.kernels.parts`).
+    Such a kernel begins with `wait_for_earlier`; the combine waits where it first reads.
     """
     if interpreted() or rows > EARLY_ROWS or not _launches_early(device):
         return {"DEPENDENT": False}
@@ -106,11 +104,7 @@ def early_launch(device: torch.device, rows: int) -> dict[str, bool]:
 
 @triton.jit  # type: ignore[untyped-decorator]  # types mean nothing to Triton
 def wait_for_earlier(DEPENDENT: tl.constexpr) -> None:
-    """Wait where a kernel was launched early; only then let what comes behind it be launched.
-
-    Before that nothing is certain to have been written: what comes before it may have been launched
-    so too.
-    """
+    """Wait for the earlier kernel, then allow the next launch; before that no write is certain."""
     if DEPENDENT:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -153,11 +147,7 @@ def argument_key(argument: Any) -> Any:
 
 
 def _launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Return what launches a kernel on a grid, as ``kernel[grid]`` does.
-
-    Settings of Triton's own, such as those of its debugger, count as they were when a kernel was
-    first launched.
-    """
+    """Return what launches a kernel on a grid, as ``kernel[grid]`` does."""
     if type(kernel) is not JITFunction or kernel.pre_run_hooks:
         ordinary: Callable[..., Any] = kernel[grid]
         return ordinary
@@ -207,11 +197,7 @@ def launching(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 @contextmanager
 def compiling_ahead() -> Iterator[Sequence["Future[Any]"]]:
-    """Compile what the body would launch, all of it at once; what it computes is undefined.
-
-    At the end everything is compiled, and kept on disk as everything that Triton compiles. A kernel
-    that cannot be compiled says so when it is launched.
-    """
+    """Compile what the body would launch, all at once; what it computes is undefined."""
     with (
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True) as mode,

@@ -9,12 +9,7 @@ __all__ = ["direct"]
 
 
 def direct(operator: Any) -> Callable[..., Any]:
-    """Return what does an operator's work, as itself where nothing has to see the operator.
-
-    That is, within no trace or compilation, under no dispatch mode (fake tensors, counters), and
-    without gradients, which the operator would refuse to give. An engine's step calls a few for
-    each layer.
-    """
+    """Return an operator's own function where no trace, dispatch mode or gradient needs it."""
     work: Callable[..., Any] = operator
     # Asked first, and left at once: what follows cannot be traced.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():

@@ -100,10 +100,7 @@ def merge_pieces(
     BESIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Join parts; a program per row and KV head, query head of its group, and `WIDTH` columns.
-
-    A row without tokens gets zeros.
-    """
+    """Combine splits; a program per row, KV head, query head and `WIDTH` columns."""
     number = tl.program_id(0)
     query = tl.program_id(1)
     head = number % HEADS
@@ -173,10 +170,7 @@ def sharing(count: int) -> dict[str, int]:
 
 
 def cutting(count: int) -> dict[str, int]:
-    """Return how programs that cut `count` tasks into items are launched: BLOCK, ITEMS and warps.
-
-    BLOCK is 0 where another launch is to share the items out before (`sharing`).
-    """
+    """Return BLOCK, ITEMS and warps to cut `count` tasks into items; BLOCK is 0 after `sharing`."""
     alone = sharing(count)["BLOCK"] if count <= CUT_ALONE else 0
     return {"BLOCK": alone, "ITEMS": CUT_ITEMS, "num_warps": _CUT_WARPS}
 
@@ -200,10 +194,7 @@ def task_of(firsts, count, item):
 
 @triton.jit
 def stretch_of(tiles, part, parts):
-    """Return the first tile of one of a task's equal parts and the tile behind its last.
-
-    ``tiles * part // parts``, in 32 bits whatever the tiles are.
-    """
+    """Return the first tile of a task's equal part and the tile behind its last, in 32 bits."""
     parts = tl.maximum(parts, 1)
     each = tiles // parts
     rest = tiles % parts
@@ -224,11 +215,7 @@ def empty_parts(query: Tensor, items: int, group: int, widest: int) -> tuple[Ten
 def merge_sizes(
     widest: int, items: int, tasks: int, group: int, multiprocessors: int
 ) -> tuple[int, int, int]:
-    """Return the columns of a merging program, the parts that it reads at once, and its warps.
-
-    Few programs read little each, so that every multiprocessor has one; of very many, each takes
-    all columns, so that they do not queue.
-    """
+    """Return columns of a combining program, splits read at once, and warps."""
     most = triton.next_power_of_2(widest)
 
     narrowest, next_to_it = (

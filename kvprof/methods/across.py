@@ -147,8 +147,8 @@ def check_across(across: Across, widths: dict[str, Sequence[int | None]]) -> Non
     """
     if min(across.window, across.block) < 0 or not across.groups:
         raise UsageError(
-            f"across layers: a window of {across.window}, blocks of {across.block} tokens or no "
-            "group makes no sense"
+            f"across layers: window {across.window} and block {across.block} must be 0 or more, "
+            "with 1 or more groups"
         )
     seen: set[tuple[str, int]] = set()
     for group in across.groups:
@@ -157,16 +157,16 @@ def check_across(across: Across, widths: dict[str, Sequence[int | None]]) -> Non
             raise UsageError(f"across layers: {group.side[:40]!r} is neither keys nor values")
         known = widths[group.side]
         if not group.layers or list(group.layers) != sorted(set(group.layers)):
-            raise UsageError(f"{name}: layers must ascend, each once")
+            raise UsageError(f"{name}: list each layer once, in ascending order")
         own = [known[x] if 0 <= x < len(known) else None for x in group.layers]
         columns = [x for x in own if x is not None]
         if len(columns) < len(own):
             raise UsageError(
-                f"{name}: one is not there, is left out, or has a sliding window, and is not coded"
+                f"{name}: a layer does not exist, is skipped or has a sliding window; leave it out"
             )
         taken = {(group.side, layer) for layer in group.layers}
         if taken & seen:
-            raise UsageError(f"{name}: a layer is in two groups")
+            raise UsageError(f"{name}: a layer is in two groups; use one")
         seen |= taken
         shapes = [
             (matrix, shape)
@@ -178,36 +178,40 @@ def check_across(across: Across, widths: dict[str, Sequence[int | None]]) -> Non
         ]
         if sum(columns) != group.width or any(tuple(x.shape) != shape for x, shape in shapes):
             raise UsageError(
-                f"{name}: {group.width} columns for {sum(columns)}, or another basis or mean"
+                f"{name}: {group.width} columns, a basis or a mean that do not match the "
+                f"layers' {sum(columns)} columns"
             )
         if not 0 <= group.rank <= group.width:
-            raise UsageError(f"{name}: rank {group.rank} of {group.width}")
+            raise UsageError(f"{name}: rank {group.rank} is not between 0 and {group.width}")
         _check_stored(name, group, across)
     sides = [{x.layers for x in across.groups if x.side == side} for side in widths]
     if not across.at_rest and sides[0] != sides[1]:
-        raise UsageError(
-            "across layers: tokens that both sides drop are in the same groups of both"
-        )
+        raise UsageError("across layers: keys and values must have the same groups of layers")
 
 
 def _check_stored(name: str, group: LayerGroup, across: Across) -> None:
     if not across.at_rest:
         if group.blocks or group.measured or across.deflate or group.rank < 1:
-            raise UsageError(f"{name}: latents that are decoded from have no bits and no DEFLATE")
+            raise UsageError(
+                f"{name}: latents used in decode require rank 1 or more and cannot have bits or "
+                "DEFLATE"
+            )
         if group.mean is not None:
-            raise UsageError(f"{name}: latents that are decoded from have no mean")
+            raise UsageError(f"{name}: latents used in decode cannot have a mean")
         return
     from kvprof.analysis.transform_coding import BITS
 
     if group.basis is None or group.mean is None:
-        raise UsageError(f"{name}: what is coded at rest has a basis and a mean of the plan's own")
+        raise UsageError(f"{name}: coding at rest requires a basis and a mean in the plan")
     if sum(width for width, _ in group.blocks) != group.rank or any(
         width < 1 or bits not in BITS for width, bits in group.blocks
     ):
         raise UsageError(
-            f"{name}: blocks of {group.blocks[:4]} … do not make up {group.rank} coefficients of "
-            f"{', '.join(map(str, BITS))} bits"
+            f"{name}: blocks {group.blocks[:4]} … must cover {group.rank} coefficients; bits: "
+            f"{', '.join(map(str, BITS))}"
         )
     sizes = group.measured
     if bool(sizes) is not across.deflate or (sizes and (len(sizes) != 2 or min(sizes) < 1)):
-        raise UsageError(f"{name}: bytes after DEFLATE are measured, and of nothing else")
+        raise UsageError(
+            f"{name}: measured bytes require DEFLATE, and DEFLATE requires two of them"
+        )

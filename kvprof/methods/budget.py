@@ -182,7 +182,7 @@ class CandidateSet:
             most = (sum(sizes[part, FULL] for part in self.parts) - self.least(sizes)) / everything
             raise UsageError(
                 f"{_METHOD} reaches rates from 0.000 to {most:.3f} at {tokens:,} tokens, not "
-                f"{wanted:g}: of the settings none is smaller"
+                f"{wanted:g}; no setting is smaller"
             )
 
     def _everything(self, tokens: int) -> float:

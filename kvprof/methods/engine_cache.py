@@ -68,14 +68,17 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model's decoder, with what its class takes where it says nothing."""
     kind, known = str(config.get("model_type")), _defaults()
     if config.get("is_encoder_decoder"):
-        raise UsageError(f"{kind}: the cache of an encoder and a decoder is not counted")
+        raise UsageError(f"{kind}: encoder-decoder caches are not supported")
     for inner in _INNER:
         if isinstance(config.get(inner), Mapping):
             own = dict(config[inner])
             own.setdefault("model_type", known.get(kind, {}).get(inner))
             return text_config(own)
     if kind not in known:
-        raise UsageError(f"{kind}: no decoder of transformers' has this model_type; not counted")
+        raise UsageError(
+            f"{kind}: transformers has no decoder of this model_type, so its cache cannot be "
+            "counted"
+        )
     stated = {key: value for key, value in config.items() if value is not None}
     default = dict(known[kind])
     for name, given in default.pop("renamed", {}).items():
@@ -88,7 +91,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for needed in ("num_hidden_layers", "num_attention_heads"):
         value = merged.get(needed)
         if not isinstance(value, int) or not 0 < value <= _MOST:
-            raise UsageError(f"{kind}: config.json does not say {needed}; not counted")
+            raise UsageError(f"{kind}: config.json lacks {needed}, so the cache cannot be counted")
     return merged
 
 
@@ -115,7 +118,7 @@ def cache_layers(config: Mapping[str, Any]) -> list[CacheLayer]:
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as problem:
         kind = own["model_type"]
         raise UsageError(
-            f"{kind}: config.json has a value of another type; not counted"
+            f"{kind}: config.json has a value of an unexpected type, so the cache cannot be counted"
         ) from problem
 
 
@@ -127,7 +130,7 @@ def _layers(own: dict[str, Any]) -> list[CacheLayer]:
         width = own["kv_lora_rank"] + own["qk_rope_head_dim"]
         return [CacheLayer("latent", 1, width)] * layers
     if found := next((key for key in own if _UNKNOWN.search(key) and own[key]), None):
-        raise UsageError(f"{kind}: {found} in config.json names a cache that is not counted")
+        raise UsageError(f"{kind}: {found} in config.json names a cache that is not supported")
     kept = layers - (own.get("num_kv_shared_layers") or 0)
     each = own.get("per_layer_config") or {}
     if kind.startswith("gemma4") and not each:
@@ -163,7 +166,7 @@ def _types(own: Mapping[str, Any]) -> list[str]:
     if kind.startswith("gemma4"):
         found[-1] = "full_attention"
     if len(found) != layers:
-        raise UsageError(f"{kind}: layer_types of config.json has not {layers} entries")
+        raise UsageError(f"{kind}: layer_types in config.json must have {layers} entries")
     return found
 
 
@@ -172,7 +175,9 @@ def _attention(own: Mapping[str, Any], type_: str) -> CacheLayer:
     kv = own.get("num_key_value_heads") or (1 if own.get("multi_query") else heads)
     width = own.get("head_dim") or own["hidden_size"] // heads
     if not isinstance(kv, int) or not isinstance(width, int):
-        raise UsageError(f"{own['model_type']}: heads differ from layer to layer; not counted")
+        raise UsageError(
+            f"{own['model_type']}: heads differ between layers, so the cache cannot be counted"
+        )
     if type_ in ("full_attention", "attention"):
         if own.get("attention_k_eq_v") and own.get("num_global_key_value_heads"):
             kv = own["num_global_key_value_heads"]
@@ -181,12 +186,14 @@ def _attention(own: Mapping[str, Any], type_: str) -> CacheLayer:
         return CacheLayer("window", kv, width, reach=_reach(own, "sliding_window"))
     if type_ == "chunked_attention":
         return CacheLayer("chunk", kv, width, reach=_reach(own, "attention_chunk_size"))
-    raise UsageError(f"{own['model_type']}: the cache of {type_} is not counted")
+    raise UsageError(f"{own['model_type']}: caches of {type_} are not supported")
 
 
 def _reach(own: Mapping[str, Any], name: str) -> int:
     if not isinstance(own.get(name), int):
-        raise UsageError(f"{own['model_type']}: config.json does not say {name}; not counted")
+        raise UsageError(
+            f"{own['model_type']}: config.json lacks {name}, so the cache cannot be counted"
+        )
     return int(own[name])
 
 
@@ -249,7 +256,7 @@ def _with_states(own: Mapping[str, Any]) -> list[CacheLayer]:
         ]
     except KeyError as missing:
         raise UsageError(
-            f"{kind}: config.json does not say {missing.args[0]}; not counted"
+            f"{kind}: config.json lacks {missing.args[0]}, so the cache cannot be counted"
         ) from None
 
 
@@ -379,11 +386,11 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
     """
     kinds = {one.kind for one in layers}
     if not layers:
-        raise UsageError("the model keeps no cache")
+        raise UsageError("no layer of this model has a cache")
     if "latent" in kinds and dtype not in ("auto", "fp8"):
-        raise UsageError(f"{dtype}: vLLM stores latents (MLA) as auto or fp8")
+        raise UsageError(f"{dtype}: vLLM stores latents (MLA) as auto or fp8 only")
     if dtype.startswith("turboquant") and kinds - {"full", "state"}:
-        raise UsageError(f"{dtype}: vLLM refuses it with sliding windows")
+        raise UsageError(f"{dtype}: vLLM does not support it with sliding windows")
     full = next((one for one in layers if one.kind in ("full", "latent")), None)
     dtypes = _dtypes(layers, dtype)
     tokens = _BLOCK

@@ -106,9 +106,9 @@ def _layer(name: str, facts: LayerLayout, layers: tuple[LayerLayout, ...]) -> La
     blocks, whole = engine == "llama.cpp", name in _WHOLE
     if (blocks and min(powers) < _BLOCK) or (whole and powers != widths):
         raise UsageError(
-            f"{name}: {engine} takes heads whose widths are "
-            f"{f'multiples of {_BLOCK}' if blocks else 'a power of two'}, and this model's have "
-            f"{' and '.join(map(str, dict.fromkeys(widths)))} columns"
+            f"{name}: {engine} requires a head_dim that is "
+            f"{f'a multiple of {_BLOCK}' if blocks else 'a power of two'}, but this model has "
+            f"{' and '.join(map(str, dict.fromkeys(widths)))}"
         )
     if blocks:
         window = facts.sliding_window is None  # each kind of layer has a cache of its own

@@ -99,7 +99,7 @@ def evicted(plan: Plan, name: str, keep: float, order: str, **own: int) -> Plan:
         When the plan evicts already, or for what `own` cannot be.
     """
     if plan.eviction is not None:
-        raise UsageError(f"{plan.method} evicts already; {name} cannot come on top")
+        raise UsageError(f"{plan.method} already evicts tokens and cannot be combined with {name}")
     eviction = Eviction(keep=keep, order=order, **{**EVICTORS[name], **own})
     layers = plan.layers
     if order == "evict_first" and eviction.kind != "recent":

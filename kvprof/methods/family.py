@@ -135,8 +135,8 @@ class MethodInputs:
         ]
         if other_model(self.moments.fingerprint, self.fingerprint) or shapes != own:
             raise UsageError(
-                f"{method}: the moments are of another model ({self.moments.fingerprint[:12]}), "
-                f"not of the one given ({self.fingerprint[:12]})"
+                f"{method}: the moments belong to another model "
+                f"({self.moments.fingerprint[:12]}), not to this one ({self.fingerprint[:12]})"
             )
         if not self.moments.complete:
             raise UsageError(f"{method}: the calibration was interrupted; run it again")
@@ -214,7 +214,7 @@ def plan_at(family: PlanFamily, value: float) -> Plan:
     low, high = family.bounds
     if family.settings and value not in family.settings:
         known = ", ".join(f"{setting:g}" for setting in family.settings)
-        raise UsageError(f"{family.method}: {family.knob} {value:g} is none of {known}")
+        raise UsageError(f"{family.method}: {family.knob} {value:g} is not available; use {known}")
     if not family.settings and not low <= value <= high:
         raise UsageError(
             f"{family.method}: {family.knob} {value:g} is not between {low:g} and {high:g}"
@@ -274,7 +274,7 @@ def check_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool = 
 
 def _check_share(wanted: float) -> None:
     if not 0 <= wanted < 1:
-        raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 would store nothing)")
+        raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 stores no token)")
 
 
 def _least_rate(family: PlanFamily, wanted: float, tokens: int) -> float:
@@ -283,8 +283,8 @@ def _least_rate(family: PlanFamily, wanted: float, tokens: int) -> float:
     least, most = (rate(family.build(value), tokens) for value in (values[0], values[-1]))
     if most < least - 1e-9:
         raise FailedError(
-            f"{family.method} breaks its contract: the rate falls from {least:.3f} to {most:.3f} "
-            f"as {family.knob} grows"
+            f"{family.method}: the rate must rise with {family.knob}, but falls from "
+            f"{least:.3f} to {most:.3f}"
         )
     if not least - _AS_WRITTEN <= wanted <= most + _AS_WRITTEN:
         if len(family.settings) == 1:

@@ -89,8 +89,7 @@ def fp8(
 def _counts(moments: Moments, key: str) -> list[Tensor]:
     if any(key not in layer.magnitudes for layer in moments.layers):
         raise UsageError(
-            "fp8: the moments do not count how large keys and values are; collect them with "
-            "magnitudes"
+            "fp8: the moments lack magnitudes of keys and values; collect them with magnitudes"
         )
     return [layer.magnitudes[key] for layer in moments.layers]
 

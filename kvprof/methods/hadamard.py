@@ -70,8 +70,8 @@ def hadamard(
     name = f"hadamard-int{own}"
     if pair[0] == pair[1] != own:
         raise UsageError(
-            f"{name} has {own} bits, not {pair[0]}; hadamard-int4, -int3 and -int2 have theirs, "
-            "and bits=k4v3 is for unlike ones of keys and values"
+            f"{name} has {own} bits, not {pair[0]}; use hadamard-int4, -int3 or -int2, or "
+            "bits=k4v3 where keys and values differ"
         )
     layers = tuple(
         rotated_layer(

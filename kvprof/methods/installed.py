@@ -83,8 +83,8 @@ class InstalledMethod:
             and all(_is_count(getattr(needs, name)) for name in counts)
         ):
             raise FailedError(
-                f"{self._words}: its needs are {repr(needs)[:120]}, not a CalibrationNeeds of a "
-                "source and of counts from 1 on"
+                f"{self._words}: needs is {repr(needs)[:120]}; required is a CalibrationNeeds "
+                "with a source and counts of 1 or more"
             )
         return needs
 
@@ -126,7 +126,7 @@ class InstalledMethod:
             with self._named_errors("cannot be loaded"):
                 self._function = self._point.load()
         if not callable(self._function):
-            raise FailedError(f"{self._words} is no function")
+            raise FailedError(f"{self._words} is not a function")
         return self._function
 
     @contextmanager
@@ -147,15 +147,15 @@ class InstalledMethod:
             raise FailedError(f"{self._words} returned {_shown(family)}, not a PlanFamily")
         functions = (family.build, family.at_rate, family.at_ranks, family.finish)
         complaints = {
-            "knob is no text": isinstance(family.knob, str),
-            "build is no function": callable(family.build),
-            "at_rate, at_ranks or finish is no function": all(
+            "knob is not a string": isinstance(family.knob, str),
+            "build is not a function": callable(family.build),
+            "at_rate, at_ranks or finish is not a function": all(
                 one is None or callable(one) for one in functions
             ),
-            "bounds are no two numbers, the least first": _are_numbers(family.bounds, 2)
+            "bounds are not two numbers in ascending order": _are_numbers(family.bounds, 2)
             and family.bounds[0] <= family.bounds[1],
-            "settings are no numbers": _are_numbers(family.settings),
-            "targets are no RankTargets": isinstance(family.targets, tuple)
+            "settings are not numbers": _are_numbers(family.settings),
+            "targets are not RankTargets": isinstance(family.targets, tuple)
             and all(isinstance(one, RankTarget) for one in family.targets),
         }
         for complaint, right in complaints.items():
@@ -164,14 +164,14 @@ class InstalledMethod:
 
     def _check_plan(self, plan: Any, inputs: MethodInputs) -> None:
         if not isinstance(plan, Plan):
-            raise FailedError(f"{self._words} made {_shown(plan)}, not a Plan")
+            raise FailedError(f"{self._words} returned {_shown(plan)}, not a Plan")
         from kvprof.methods.plan_files import check_made
 
         try:
             check_fits(plan, inputs.layout, inputs.fingerprint)
             check_made(plan.made)
         except (KvprofError, ValueError, TypeError) as cause:
-            raise FailedError(f"{self._words} made a plan that is none: {cause}") from cause
+            raise FailedError(f"{self._words} returned an invalid plan: {cause}") from cause
         for index, layer in enumerate(plan.layers):
             for group in (*layer.keys.groups, *layer.values.groups):
                 for matrix in (group.down, group.up):
@@ -179,8 +179,8 @@ class InstalledMethod:
                         continue
                     if matrix.dtype is not torch.float32 or not bool(matrix.isfinite().all()):
                         raise FailedError(
-                            f"{self._words} made a plan that is none: layer {index} has a basis "
-                            "that is not of finite float32 numbers"
+                            f"{self._words} returned an invalid plan: a basis of layer {index} "
+                            "is not finite float32"
                         )
 
 

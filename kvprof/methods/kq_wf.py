@@ -82,7 +82,7 @@ def kq_wf(
         sensitivities.
     """
     if allocation == "loss" and inputs.loss is None:
-        raise UsageError("--allocation loss needs moments of the loss, which were not given")
+        raise UsageError("--allocation loss requires moments of the loss; calibrate with them")
     base = projected(
         "kq-wf",
         inputs,
@@ -190,13 +190,13 @@ def _weights(allocation: str, inputs: MethodInputs, targets: Sequence[RankTarget
     if allocation == "budget":
         known = inputs.sensitivities
         if known is None:
-            raise UsageError(
-                "--allocation budget needs measured sensitivities, which were not given"
-            )
+            raise UsageError("--allocation budget requires measured sensitivities")
         try:
             return [known[x.side][x.layer][x.group] for x in targets]
         except (KeyError, IndexError):
-            raise UsageError("budget: measured sensitivities lack a head of a layer") from None
+            raise UsageError(
+                "budget: measured sensitivities must cover every head of every layer"
+            ) from None
     wholes: dict[int, float] = {}
     for target in targets:
         if target.side == "values":

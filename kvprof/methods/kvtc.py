@@ -133,8 +133,8 @@ def _group(inputs: MethodInputs, side: str, layers: tuple[int, ...]) -> _Group:
     tokens = int(gram[-1, -1])
     if not tokens or not len(rows):
         raise UsageError(
-            "kvtc takes one sequence of its calibration data to measure bytes on, and there is no "
-            "other; calibrate on several, such as --calibrate calibration"
+            "kvtc measures bytes on one calibration sequence and requires others to calibrate; "
+            "use several, such as --calibrate calibration"
         )
     mean, basis, _ = principal_components(gram)
     sample = ((rows.double() - mean) @ basis).float()

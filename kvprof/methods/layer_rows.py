@@ -30,7 +30,7 @@ def unrotated_layers(facts: Sequence[LayerLayout], coded: Collection[int]) -> tu
         layer = identity_layer(own)
         if own.index in coded and has_rope(own):
             if own.rotary_offset is None:
-                raise UsageError(f"layer {own.index}: K before RoPE cannot be had on this model")
+                raise UsageError(f"layer {own.index}: this model does not expose K before RoPE")
             layer = replace(layer, keys=replace(layer.keys, placement=Placement.PRE_ROPE))
         layers.append(layer)
     return tuple(layers)
@@ -40,7 +40,9 @@ def together(inputs: MethodInputs, method: str, size: int) -> list[tuple[int, ..
     """Return runs of `size` layers, 0 for all, without those with windows and those left out."""
     whole = tuple(x.index for x in inputs.layout.layers if x.sliding_window is None)
     if not whole:
-        raise UsageError(f"{method}: every layer has a sliding window; there is nothing to share")
+        raise UsageError(
+            f"{method}: every layer has a sliding window, so layers cannot share a cache"
+        )
     groups = (
         tuple(layer for layer in own if layer not in inputs.skip)
         for own in layer_groups(whole, size)
@@ -57,7 +59,7 @@ def gathered(
     number = next((at for at, own in enumerate(of) if set(layers) <= set(own)), None)
     if known is None or number is None:
         raise UsageError(
-            f"{method}: the moments hold nothing of these layers together; calibrate anew, from "
+            f"{method}: the moments do not cover these layers jointly; calibrate again from "
             "tokens or text"
         )
     columns: list[int] = []
@@ -69,8 +71,8 @@ def gathered(
         start = stop
     if len(columns) > _WIDEST:
         raise UsageError(
-            f"{method}: {len(layers)} layers together have {side} of {len(columns):,} columns, and "
-            f"bases of at most {_WIDEST:,} are found; take fewer, as with layers=4"
+            f"{method}: {len(layers)} layers have {len(columns):,} columns of {side}, above the "
+            f"limit of {_WIDEST:,}; use fewer layers, such as layers=4"
         )
     gram, rows = known.grams[side, number].cpu(), known.samples[side, number].cpu().float()
     if len(columns) < start:

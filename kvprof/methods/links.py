@@ -59,14 +59,14 @@ def parse_link(text: str) -> Link:
     match = _SPEED.fullmatch(speed.strip())
     if match is None or (named and not 0 < len(name.strip()) <= _LONGEST_NAME):
         raise UsageError(
-            f"--link: {text[:40]!r} is no link; write pcie3x16 to pcie6x16 (or fewer lanes), "
-            f"{', '.join(_NVLINK)}, a speed such as 100Gbit/s or 25GB/s, or a measured one by a "
-            f"name of at most {_LONGEST_NAME} letters, as in rdma=46.2GB/s"
+            f"--link: {text[:40]!r} is unknown; use pcie3x16 to pcie6x16 (or fewer lanes), "
+            f"{', '.join(_NVLINK)}, a speed (100Gbit/s, 25GB/s) or NAME=SPEED (rdma=46.2GB/s, "
+            f"name up to {_LONGEST_NAME} letters)"
         )
     base = 1024 if match[3] else 1000
     size = float(match[1]) * base ** _POWERS[match[2]] / (1 if match[4] == "B" else 8)
     if not 1 <= size <= _FASTEST:
-        raise UsageError(f"--link: {text[:40]!r} is slower or faster than any link")
+        raise UsageError(f"--link: the speed {text[:40]!r} is out of range")
     return Link(name.strip() if named else speed.strip().replace(" ", ""), size, nominal=False)
 
 

@@ -155,7 +155,7 @@ def allocator(
         cost = _cost(inputs, targets, grid)
         unlimited = partial(_of_knob, budget_ranks, targets, grid, sensitivities=weights, cost=cost)
     else:
-        raise UsageError(f"--allocation: {name!r} is none of {', '.join(ALLOCATIONS)}")
+        raise UsageError(f"--allocation: {name!r} is unknown; use {', '.join(ALLOCATIONS)}")
     if not kinds or not targets:
         return unlimited
     units = head_units(targets, whole_layers=name == "tail")
@@ -269,7 +269,8 @@ def hadamard_folded(plan: Plan) -> Plan:
     """
     if len(plan.levels.shares) > 1:
         raise UsageError(
-            "a Hadamard rotation mixes the columns that token levels truncate; use one of the two"
+            "Hadamard rotation and token levels cannot be combined: it mixes the columns that "
+            "levels truncate"
         )
 
     def rotated(group: HeadGroup) -> HeadGroup:
@@ -291,7 +292,7 @@ def _cost(
         known = costs.get(target.side, {})
         lacking = [rank for rank in grid.ranks(target.width) if rank not in known]
         if lacking:
-            raise UsageError(f"budget: no cost is known for {target.side} of width {lacking[0]}")
+            raise UsageError(f"budget: the cost of {target.side} of width {lacking[0]} is unknown")
     return lambda target, rank: costs[target.side][rank]
 
 
@@ -315,20 +316,22 @@ def _per_target(
 ) -> list[float]:
     """Return one figure per target; where there is one per KV head, its group's mean."""
     if weights is None:
-        raise UsageError(f"--allocation {name} needs {what}, which were not given")
+        raise UsageError(f"--allocation {name} requires {what}")
     found = []
     for target in targets:
         try:
             row = weights[target.side][target.layer]
         except (KeyError, IndexError):
-            raise UsageError(f"{name}: {what} lack layer {target.layer}'s {target.side}") from None
+            raise UsageError(
+                f"{name}: {what} do not include {target.side} of layer {target.layer}"
+            ) from None
         bases: SideBases = getattr(layers[target.layer], target.side)
         groups = len(bases.values)
         size = len(row) // groups
         if size * groups != len(row) or size not in (1, bases.heads):
             raise UsageError(
-                f"{name}: {what} have {len(row)} figures for layer {target.layer}'s {target.side}, "
-                f"not {groups} or {groups * bases.heads}"
+                f"{name}: {what} have {len(row)} values for {target.side} of layer "
+                f"{target.layer}, not {groups} or {groups * bases.heads}"
             )
         part = row[target.group * size : (target.group + 1) * size]
         found.append(sum(part) / size)
@@ -398,7 +401,7 @@ def projected(
     moments = inputs.calibrated(method)
     keys, values = (None if name == "none" else name for name in (keys, values))
     if keys is None and values is None:
-        raise UsageError(f"{method}: keys and values are both none, so nothing is compressed")
+        raise UsageError(f"{method}: keys=none and values=none compress nothing; use one of them")
     key_basis = chosen(keys, KEY_BASES, method) if keys is not None else None
     value_basis = chosen(values, VALUE_BASES, method) if values is not None else None
     if value_heads != 1:

@@ -405,8 +405,8 @@ def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
         method, colon, option = _parted(piece)
         if colon and not (method.strip() and option.strip()):
             raise UsageError(
-                f"--methods: {piece[:80]!r} has a colon but not a method and its option; write for "
-                "example kq:grid=32, or kq"
+                f"--methods: {piece[:80]!r} is not METHOD:OPTION; write for example kq:grid=32 "
+                "or kq"
             )
         if entries and entries[-1][1] and _NUMBER.fullmatch(piece):
             entries[-1][1][-1] += f",{piece}"  # of a list: skip=0,-1
@@ -414,7 +414,7 @@ def method_entries(text: str) -> list[tuple[str, str, list[str]]]:
             entries.append((method.strip(), [option.strip()] if colon else []))
         elif not entries or not entries[-1][1]:
             raise UsageError(
-                f"--methods: {piece!r} belongs to no method; write for example kq:{piece}"
+                f"--methods: option {piece!r} follows no method; write for example kq:{piece}"
             )
         else:
             entries[-1][1].append(piece)
@@ -455,14 +455,13 @@ def unknown_method(name: str, known: Iterable[str]) -> UsageError:
     for part in base.lower().replace("_", "-").split("+"):
         if part in _KVPRESS:
             return UsageError(
-                f"{part} is not in kvprof: kvpress, which has it, asks for a transformers before "
-                "5.3 (kvpress 0.5.5), kvprof for 5.17 or later; snapkv, h2o and keyformer score "
-                "tokens too"
+                f"{part} is not in kvprof: kvpress 0.5.5 requires transformers < 5.3, kvprof "
+                "5.17 or later; use snapkv, h2o or keyformer"
             )
     if base in every and "=" in given:
         return UsageError(
-            f"method {name[:80]!r}: options of {base} are given apart here: --option {given[:40]}"
+            f"method {name[:80]!r}: give options of {base} with --option {given[:40]}"
         )
     near = get_close_matches(name, every, n=1)
-    hint = f"did you mean {near[0]}? There are" if near else "choose from"
+    hint = f"did you mean {near[0]}? Choose from" if near else "choose from"
     return UsageError(f"method {name[:80]!r} is unknown; {hint} {', '.join(every)}")

@@ -186,7 +186,7 @@ def _several(kinds: tuple[Any, ...], given: Any, read: Callable[[Any, Any], Any]
     if kinds[-1] is Ellipsis:
         return tuple(read(kinds[0], part) for part in parts)
     if len(parts) != len(kinds):
-        raise _WrongError(f"{len(kinds)} values with a comma between")
+        raise _WrongError(f"{len(kinds)} values separated by commas")
     return tuple(read(kind, part) for kind, part in zip(kinds, parts, strict=True))
 
 
@@ -199,7 +199,7 @@ def _limited(inner: Any, limits: list[Any], given: Any) -> Any:
         except _WrongError as wrong:
             if "comma" in str(wrong):
                 raise
-            raise _WrongError(f"a list with commas between, each {wrong}") from None
+            raise _WrongError(f"a list separated by commas, each {wrong}") from None
     for limit in limits:
         if isinstance(limit, BitsAmong):
             return _bits(limit.choices, given)
@@ -222,5 +222,5 @@ def _bits(choices: tuple[int, ...], given: Any) -> int | str:
     if pair is None or any(one not in choices for one in pair):
         named = ", ".join(map(str, choices))
         more, fewer, *_ = sorted(choices, reverse=True)
-        raise _WrongError(f"one of {named}, or k{more}v{fewer} for unlike ones of keys and values")
+        raise _WrongError(f"one of {named}, or k{more}v{fewer} where keys and values differ")
     return pair[0] if pair[0] == pair[1] else f"k{pair[0]}v{pair[1]}"

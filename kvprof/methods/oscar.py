@@ -62,15 +62,14 @@ def oscar(
     moments = inputs.calibrated("oscar")
     for share in clip:
         if not 0 < share <= 1:
-            raise UsageError(f"oscar: clip {share:g} is no share of a row; it is above 0, up to 1")
+            raise UsageError(f"oscar: clip {share:g} is not in (0, 1]")
 
     def layer_of(own: LayerMoments, facts: LayerLayout) -> LayerPlan:
         if facts.sliding_window is not None and window:
             return identity_layer(facts)  # a quantiser with a window does not reach it
         if "o" not in own.rest:
             raise UsageError(
-                "oscar: the moments hold nothing of what heads put out; calibrate anew, from "
-                "tokens or text"
+                "oscar: the moments lack head outputs; calibrate again from tokens or text"
             )
         grams = [own.grouped(name).cpu() for name in ("q", "o")]
         if bases == "layer":

@@ -269,5 +269,5 @@ def chosen(
         When there is none.
     """
     if name not in known:
-        raise UsageError(f"{what}: {name!r} is no basis; choose from {', '.join(known)}")
+        raise UsageError(f"{what}: unknown basis {name!r}; use {', '.join(known)}")
     return known[name]

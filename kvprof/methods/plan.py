@@ -445,8 +445,8 @@ def _check_coded(plan: Plan, across: Across) -> None:
         or not all(group.identity and group.heads == 1 for group in groups)
     ):
         raise UsageError(
-            f"{plan.method} codes tokens of several layers together, and nothing goes on top of "
-            "that: no bases, quantiser, evictor or levels"
+            f"{plan.method} codes several layers together and cannot be combined with bases, a "
+            "quantiser, an evictor or token levels"
         )
 
     def widths(side: str) -> list[int | None]:
@@ -468,8 +468,7 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
         single = all(group.heads == 1 for group in keys.groups)
         if keys.placement is not Placement.POST_ROPE or not single or key_heads % value_heads:
             raise UsageError(
-                f"{name}: keys per query head are projected after RoPE, each alone, and as many as "
-                "there are query heads"
+                f"{name}: keys per query head require a basis after RoPE for each query head"
             )
         if keys.fold_down or keys.fold_up:
             raise UsageError(f"{name}: keys per query head cannot be folded into W_K or W_Q")
@@ -483,7 +482,7 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
     if keys.placement is Placement.NONE and not plain:
         raise UsageError(f"{name}: keys have a basis but no placement")
     if keys.placement is Placement.NONE and (keys.fold_down or keys.fold_up):
-        raise UsageError(f"{name}: keys have nothing to fold")
+        raise UsageError(f"{name}: keys without a basis cannot be folded")
     if keys.placement is Placement.PRE_ROPE and keys.fold_up:
         raise UsageError(f"{name}: keys rebuilt before RoPE cannot be folded into W_Q")
     if layer.left_out and (
@@ -498,19 +497,25 @@ def _check_layer(name: str, layer: LayerPlan, plan: Plan) -> None:
         or not plain
         or values.projected
     ):
-        raise UsageError(f"{name} is left out, and compressed all the same")
+        raise UsageError(f"{name} is marked as skipped but also compressed")
     if layer.centre is not None:
         _check_centre(name, layer)
     shape = layer.kv_heads, keys.groups[0].head_dim
     if layer.key_mean is not None and (
         not bears_key_mean(plan, layer) or tuple(layer.key_mean.shape) != shape
     ):
-        raise UsageError(f"{name}: its keys' mean is of another shape, or for latents of 16 bits")
+        raise UsageError(
+            f"{name}: a mean of keys must match their shape and requires latents of 16 bits, "
+            "made after RoPE"
+        )
     if layer.sliding_window is not None and layer.sliding_window < 2:
-        raise UsageError(f"{name}: a sliding window of {layer.sliding_window} stores no token")
+        raise UsageError(f"{name}: sliding window {layer.sliding_window} must be 2 or more")
     if (plan.lazy or plan.online_bases) and (keys.fold_down or values.fold_down):
         what = "lazy" if plan.lazy else "online_bases"
-        raise UsageError(f"{name}: {what} needs exact K and V in prefill, so nothing folds down")
+        raise UsageError(
+            f"{name}: {what} requires exact K and V in prefill, so bases cannot be folded into "
+            "W_K or W_V"
+        )
 
 
 def bears_key_mean(plan: Plan, layer: LayerPlan) -> bool:
@@ -527,27 +532,31 @@ def _check_centre(name: str, layer: LayerPlan) -> None:
     assert centre is not None
     widths = [(layer.kv_heads, group[0].head_dim) for group in groups]
     if [tuple(x.shape) for x in (centre.keys, centre.values)] != widths:
-        raise UsageError(f"{name}: its means are not of the shape of its keys and values")
+        raise UsageError(f"{name}: means must have the shape of keys and values")
     sides = (layer.keys, layer.values)
     if layer.left_out or layer.shared or any(x.fold_down or x.fold_up for x in sides):
-        raise UsageError(f"{name} is centred, and left out, another's, or folded all the same")
+        raise UsageError(f"{name}: a centred layer cannot be skipped, shared or folded")
 
 
 def _check_scales(name: str, groups: Sequence[HeadGroup], layer: LayerPlan, plan: Plan) -> None:
     for group in groups:
         if not 2.0**-_SCALES <= group.scale <= 2.0**_SCALES or math.frexp(group.scale)[0] != 0.5:
-            raise UsageError(f"{name}: a scale of {group.scale:g} is no power of two that is sane")
+            raise UsageError(
+                f"{name}: scale {group.scale:g} must be a power of two from 2^-{_SCALES} to "
+                f"2^{_SCALES}"
+            )
         if not group.identity:
-            raise UsageError(f"{name}: a scale belongs into the basis where there is one")
+            raise UsageError(
+                f"{name}: a head with a basis cannot have a scale; put it into the basis"
+            )
         if group.scale != 1 and not group.quantised:
-            raise UsageError(f"{name}: a scale is for a quantiser, and this head has none")
+            raise UsageError(f"{name}: a scale requires a quantised head")
     if layer.keys.placement is Placement.PRE_ROPE or plan.lazy or plan.online_bases:
         raise UsageError(
-            f"{name}: scales go with heads that are stored as they are, not with keys before RoPE, "
-            "a lazy prefill or bases of a sequence's own"
+            f"{name}: scales cannot be combined with keys before RoPE, lazy or online_bases"
         )
     if plan.quantiser is None:
-        raise UsageError(f"{name}: scales are for a quantiser, and the plan has none")
+        raise UsageError(f"{name}: scales require a quantiser in the plan")
 
 
 def _check_column_bits(
@@ -558,38 +567,40 @@ def _check_column_bits(
     for group in groups:
         if not group.quantised and (side is None or group.column_bits):
             raise UsageError(
-                f"{name}: heads are left out by a quantiser that reaches their side and gives them "
-                "no bits, and by no other"
+                f"{name}: unquantised heads require a quantiser of this side and cannot have "
+                "bits by column"
             )
         if not group.column_bits:
             # As `kvprof.methods.tokens.quantises` has it, which knows plans that are checked.
             aged = layer.sliding_window is None or (quantiser is not None and not quantiser.window)
             stored = aged and group.quantised and not (layer.left_out or layer.shared)
             if side is not None and not side.bits and stored:
-                raise UsageError(f"{name}: neither the quantiser nor the columns say their bits")
+                raise UsageError(
+                    f"{name}: the bits are missing; give them in the quantiser or by column"
+                )
             continue
         if quantiser is None or side is None or side.bits:
             raise UsageError(
-                f"{name}: bits by column, or by head, are for a quantiser that says none itself"
+                f"{name}: bits by column or by head require a quantiser without bits of its own"
             )
         known = bits_of(quantiser.kind)
         if quantiser.kind in ROW_RMS:
             known = (0, *known)
         elif len(group.column_bits) > 1:
             raise UsageError(
-                f"{name}: bits by column are for the quantisers {' and '.join(ROW_RMS)}; all "
-                f"columns of a head have the same with {quantiser.kind}"
+                f"{name}: {quantiser.kind} requires the same bits for all columns of a head; "
+                f"for bits by column use {' or '.join(ROW_RMS)}"
             )
         widths, bits = zip(*group.column_bits, strict=True)
         if min(widths) < 1 or sum(widths) != group.rank or len(group.ranks) > 1:
             raise UsageError(
-                f"{name}: runs of {', '.join(map(str, widths))} columns do not make up a latent of "
-                f"{group.rank} at a single level"
+                f"{name}: runs of {', '.join(map(str, widths))} columns must sum to rank "
+                f"{group.rank}, with a single token level"
             )
         if not set(bits) <= set(known) or not any(bits):
             raise UsageError(
-                f"{name}: columns of {', '.join(map(str, bits))} bits; choose from "
-                f"{', '.join(map(str, known))}{', and not 0 for all' if 0 in known else ''}"
+                f"{name}: unsupported bits by column: {', '.join(map(str, bits))}; use "
+                f"{', '.join(map(str, known))}{' (not 0 for all)' if 0 in known else ''}"
             )
 
 
@@ -598,7 +609,7 @@ def _check_groups(name: str, groups: Sequence[HeadGroup], plan: Plan) -> int:
     head = 0
     for group in groups:
         if group.first != head or group.heads < 1:
-            raise UsageError(f"{name}: head groups must cover the KV heads in order, each once")
+            raise UsageError(f"{name}: head groups must cover each KV head once, in order")
         head += group.heads
         if len(group.ranks) != len(plan.levels.shares):
             raise UsageError(
@@ -607,15 +618,16 @@ def _check_groups(name: str, groups: Sequence[HeadGroup], plan: Plan) -> int:
         if group.ranks[0] < 1 or list(group.ranks) != sorted(group.ranks):
             raise UsageError(f"{name}: ranks {group.ranks} must be 1 or more and not decrease")
         if group.rank > min(group.width, _WIDEST):
-            raise UsageError(f"{name}: rank {group.rank} is over the width {group.width}")
+            raise UsageError(f"{name}: rank {group.rank} exceeds the width {group.width}")
         if (group.down is None) is not (group.up is None):
-            raise UsageError(f"{name}: a group has one of down and up; it takes both or neither")
+            raise UsageError(f"{name}: a head group requires both down and up, or neither")
         if group.down is not None and group.up is not None:
             for matrix in (group.down, group.up):
                 if tuple(matrix.shape) != (group.width, group.rank):
                     raise UsageError(
-                        f"{name}: a basis of {tuple(matrix.shape)}, not {(group.width, group.rank)}"
+                        f"{name}: the basis has shape {tuple(matrix.shape)}; required is "
+                        f"{(group.width, group.rank)}"
                     )
         elif group.ranks[0] < group.width and not plan.online_bases:
-            raise UsageError(f"{name}: rank {group.ranks[0]} of {group.width} has no basis")
+            raise UsageError(f"{name}: rank {group.ranks[0]} of {group.width} requires a basis")
     return head

@@ -293,7 +293,7 @@ def load_plan(
         raise FailedError(f"{path.name}: damaged plan: {said}") from None
     if fingerprint is not None and other_model(plan.fingerprint, fingerprint):
         raise UsageError(
-            f"{path.name}: a plan for {plan.made.get('model', 'another model')} "
+            f"{path.name}: this plan is for {plan.made.get('model', 'another model')} "
             f"({plan.fingerprint[:12]}), not for the model given ({fingerprint[:12]})"
         )
     if layout is not None:
@@ -480,7 +480,7 @@ def _across(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Across:
     )
     sample = stored["sample"]
     if stored["deflate"] and "tokens" not in sample:
-        raise ValueError("nothing says on how many tokens its bytes were measured")
+        raise ValueError("the number of tokens on which bytes were measured is missing")
     return Across(groups, stored["window"], stored["block"], stored["deflate"], sample)
 
 

@@ -286,7 +286,7 @@ def quantised(
     if not isinstance(how, str):
         make = how
     if plan.quantiser is not None:
-        raise UsageError(f"{plan.method} is quantised already; {name} cannot come on top")
+        raise UsageError(f"{plan.method} is already quantised and cannot be combined with {name}")
     keys, values = _sides(name, bits)
     _require(name)
     levels = plan.levels
@@ -306,7 +306,7 @@ def _sides(name: str, bits: int | str) -> tuple[int, int]:
     pair, known = side_bits(bits), QUANTISERS[name][1]
     if wrong := [one for one in pair or (bits,) if one not in known]:
         raise UsageError(
-            f"{name} has no {wrong[0]} bits; choose from {', '.join(map(str, sorted(known)))}"
+            f"{name} does not support {wrong[0]} bits; use {', '.join(map(str, sorted(known)))}"
         )
     assert pair is not None  # else a text would be among the bits
     return pair

@@ -211,7 +211,7 @@ def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if "bits" in options and "bits" not in types and base not in QUANTISERS:
         raise UsageError(f"{name} has no option bits")
     if "keep" in options and "keep" not in types:
-        raise UsageError(f"{name} has no option keep: it evicts nothing")
+        raise UsageError(f"{name} has no option keep because it does not evict tokens")
     beside = _read_options(name, types, {key: options[key] for key in types if key in options})
     own = {key: value for key, value in options.items() if key not in types}
     return {**typed_options(base, own), **beside}
@@ -370,8 +370,8 @@ def _quantising(
             reached = rate(plan, tokens)
             if unquantised == 0.0 and reached > wanted + 5e-4:
                 raise UsageError(
-                    f"{family.method} quantised reaches rates from {reached:.3f} on at {tokens:,} "
-                    f"tokens, not {wanted:g}"
+                    f"{family.method} quantised reaches rates of {reached:.3f} or more at "
+                    f"{tokens:,} tokens, not {wanted:g}"
                 )
             if reached >= wanted - 1e-9:
                 return plan
@@ -393,7 +393,7 @@ def _quantising(
 def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> PlanFamily:
     """Evict too; both halves keep the same share, √(1 - rate) each."""
     if keep is not None and not 0 < keep <= 1:
-        raise UsageError(f"keep: {keep:g} is no share of the tokens")
+        raise UsageError(f"keep: {keep:g} is not in (0, 1]")
 
     def build(value: float) -> Plan:
         plan = family.build(value)
@@ -404,15 +404,14 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
         rest = 1.0 - (1.0 - total) / share
         if rest < -1e-12:
             raise UsageError(
-                f"{family.method}+{part}: keeping {share:g} of the tokens alone gives more than "
-                f"the rate {total:g}"
+                f"{family.method}+{part}: keep={share:g} alone gives more than --rate {total:g}"
             )
         try:
             half = plan_for_rate(family, max(0.0, rest), tokens)
         except UsageError as problem:
             raise UsageError(
-                f"{family.method}+{part} of the rate {total:g} keeps {share:.3g} of the tokens, "
-                f"and {problem}"
+                f"{family.method}+{part} at rate {total:g} retains {share:.3g} of the tokens, "
+                f"but {problem}"
             ) from None
         return evicted(half, part, share, order)
 
@@ -446,7 +445,7 @@ def _centring(
     needs = calibration_needs(name, **options, centre=False)
     if needs is not None and needs.across is not None:
         raise UsageError(
-            f"{name}: what layers store together has means of its own; leave centre out"
+            f"{name}: latents of several layers have their own means; leave out centre"
         )
     moments = inputs.calibrated(name)
     # Bases of low rank lose what queries see; codes lose by a key's length.
@@ -568,8 +567,8 @@ def _installed() -> dict[str, InstalledMethod]:
     for name, method in found.items():
         if name in METHODS:
             raise FailedError(
-                f"the installed method {name} ({method.origin}) has the name of one of "
-                "kvprof's own; rename it, or uninstall its package"
+                f"the installed method {name} ({method.origin}) has the name of a built-in "
+                "method; rename it or uninstall its package"
             )
     return found
 

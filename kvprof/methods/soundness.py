@@ -80,7 +80,7 @@ def check_kinds(plan: Plan) -> None:
         return  # no limit, or a plan from before there was one
     if (found := len(head_kinds(plan))) > allowed:
         raise UsageError(
-            f"the plan has {found} head shapes, more than its option kinds={allowed}; create it "
+            f"the plan has {found} head shapes, above its option kinds={allowed}; create it "
             "again with kvprof plan"
         )
 
@@ -95,8 +95,8 @@ def refuse_latent_attention(layout: ModelLayout) -> None:
     """
     if any(layer.mla for layer in layout.layers):
         raise UsageError(
-            f"{layout.architecture} has multi-head latent attention: its cache is a low-rank "
-            "latent already, and no plan applies to it (spectrum and stability do)"
+            f"{layout.architecture} has multi-head latent attention, whose cache is already a "
+            "low-rank latent; use spectrum or stability instead of a plan"
         )
 
 
@@ -110,28 +110,26 @@ def _check_layer_fits(name: str, layer: LayerPlan, facts: LayerLayout) -> None:
         if sum(group.heads for group in groups) != heads or any(
             group.head_dim != width for group in groups
         ):
-            raise UsageError(f"{name}: the plan's {what} have another shape than the model's")
+            raise UsageError(f"{name}: {what} of the plan do not have the model's shape")
     if (layer.sliding_window, layer.shared) != (facts.sliding_window, facts.shared):
         raise UsageError(
-            f"{name}: the plan's sliding window, or whether the layer shares another's keys and "
-            "values, is not the model's"
+            f"{name}: the plan's sliding window or shared keys and values do not match the model's"
         )
     if layer.centre is not None and facts.rotary_pairs is None:
-        raise UsageError(f"{name}: how it rotates keys is not known here, so it cannot be centred")
+        raise UsageError(f"{name}: its rotation of keys is unknown, so it cannot be centred")
     keys = layer.keys
     rope = facts.position in ("rope", "partial_rope")
     if keys.placement is Placement.POST_ROPE and rope and (keys.fold_down or keys.fold_up):
-        raise UsageError(
-            f"{name}: a basis after RoPE cannot be folded into W_K or W_Q (RoPE lies between)"
-        )
+        raise UsageError(f"{name}: a basis after RoPE cannot be folded into W_K or W_Q")
     if facts.qk_norm and (keys.fold_down or keys.fold_up):
-        raise UsageError(
-            f"{name}: a basis cannot be folded across QK-norm, which lies between projection and "
-            "scores; project online"
-        )
+        raise UsageError(f"{name}: a basis cannot be folded across QK-norm; project online")
     if keys.placement is Placement.PRE_ROPE and rope and facts.rotary_offset is None:
-        raise UsageError(f"{name}: K before RoPE cannot be had on this model")
+        raise UsageError(f"{name}: this model does not expose K before RoPE")
     if layer.values.fold_up and facts.output_projection is None:
-        raise UsageError(f"{name}: values cannot be folded: there is no plain output projection")
+        raise UsageError(
+            f"{name}: values cannot be folded because the output projection is not linear"
+        )
     if layer.values.fold_down and facts.value_projection is None:
-        raise UsageError(f"{name}: values cannot be folded: there is no plain value projection")
+        raise UsageError(
+            f"{name}: values cannot be folded because the value projection is not linear"
+        )

@@ -281,8 +281,8 @@ def load_library(kind: str) -> Any:
         from kvprof.requirements import extra_command
 
         raise LackingError(
-            f"{kind} needs the package {library.package}, which cannot be imported ({cause}); "
-            f"{extra_command(kind)}"
+            f"{kind} requires the package {library.package}, which cannot be imported "
+            f"({cause}); {extra_command(kind)}"
         ) from cause
 
 
@@ -351,9 +351,11 @@ def check_levels(levels: Levels) -> None:
         Naming what makes no sense.
     """
     if levels.sink < 0 or levels.batch < 1:
-        raise UsageError(f"levels: sink {levels.sink} and batch {levels.batch} make no sense")
+        raise UsageError(
+            f"levels: sink {levels.sink} must be 0 or more and batch {levels.batch} 1 or more"
+        )
     if not levels.shares or min(levels.shares) < 0 or abs(sum(levels.shares) - 1) > 1e-9:
-        raise UsageError(f"levels: the shares {levels.shares} are no parts of 1")
+        raise UsageError(f"levels: shares {levels.shares} must be 0 or more and sum to 1")
 
 
 def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
@@ -368,19 +370,22 @@ def check_quantiser(quantiser: Quantiser, levels: Levels) -> None:
     wrong = [side.kind for side in sides if side.kind not in (None, *ARITHMETICS)]
     if wrong or quantiser.kind not in _KINDS:
         kind = (*wrong, quantiser.kind)[0]
-        raise UsageError(f"quantiser: {kind!r} is none of {', '.join(_KINDS)}")
+        raise UsageError(f"quantiser: {kind!r} is unknown; use {', '.join(_KINDS)}")
     if quantiser.window < 0 or quantiser.block < 1 or not 0 <= quantiser.outliers < 1:
-        raise UsageError("quantiser: window, block or share of outliers makes no sense")
+        raise UsageError(
+            f"quantiser: window {quantiser.window} must be 0 or more, block {quantiser.block} 1 "
+            f"or more, outliers {quantiser.outliers:g} in [0, 1)"
+        )
     if quantiser.outliers and quantiser.kind != "codebook":
-        raise UsageError(f"quantiser: {quantiser.kind} keeps no outliers; codebook does")
+        raise UsageError(f"quantiser: {quantiser.kind} does not support outliers; use codebook")
     known = ("model",) if quantiser.kind in LIBRARIES else tuple(SCALE_BYTES)
     if quantiser.kind not in ROW_RMS:
         # A zero point of three binary digits would move every value.
         known = tuple(name for name in known if name != "float8_e4m3fn")
     if quantiser.scale_dtype not in known:
         raise UsageError(
-            f"quantiser: scales of {quantiser.kind} are {' or '.join(known)}, not "
-            f"{quantiser.scale_dtype!r}"
+            f"quantiser: {quantiser.kind} does not support scales in {quantiser.scale_dtype!r}; "
+            f"use {' or '.join(known)}"
         )
     if not sides:
         raise UsageError("quantiser: neither keys nor values are quantised; leave it out")
@@ -394,7 +399,7 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
     unknown = [bits for bits in side.bits if bits not in allowed]
     if unknown:
         raise UsageError(
-            f"quantiser: {kind} has no {unknown[0]} bits; choose from "
+            f"quantiser: {kind} does not support {unknown[0]} bits; use "
             f"{', '.join(map(str, allowed))}"
         )
     # Without any, groups of heads say their own; where there is one choice there is nothing to say.
@@ -403,30 +408,30 @@ def _check_side(side: SideQuantiser, quantiser: Quantiser, levels: Levels) -> No
             f"quantiser: {len(side.bits)} bit widths for {len(levels.shares)} token levels"
         )
     if side.axis not in ("token", "channel"):
-        raise UsageError(f"quantiser: the axis is token or channel, not {side.axis!r}")
+        raise UsageError(f"quantiser: axis must be token or channel, not {side.axis!r}")
     if side.axis != "token" and kind not in ("affine", "codebook"):
-        raise UsageError(f"quantiser: {kind} quantises per token here, not per channel")
+        raise UsageError(f"quantiser: {kind} does not support axis channel; use token")
     if side.clip is not None and (kind != "affine" or not 0 < side.clip < 1):
         raise UsageError(
-            f"quantiser: affine rows are clipped at a share between 0 and 1, not {kind} at "
+            f"quantiser: clip requires affine and a value between 0 and 1, not {kind} with "
             f"{side.clip:g}"
         )
     own = ARITHMETICS.get(kind)
     if side.group is not None and (kind in ROW_RMS or (own is not None and "norm" in own.kept)):
         kept = "scale" if kind in ROW_RMS else "norm"
-        raise UsageError(f"quantiser: {kind} has one {kept} for a token's whole row")
+        raise UsageError(f"quantiser: {kind} stores one {kept} per token and takes no group")
     if side.group is not None and side.group < 1:
-        raise UsageError(f"quantiser: a group of {side.group} values makes no sense")
+        raise UsageError(f"quantiser: group {side.group} must be 1 or more")
     if side.axis == "channel":
         if side.group is None or quantiser.block % side.group:
             raise UsageError(
-                f"quantiser: keys per channel in groups of {side.group} tokens need blocks of a "
-                f"multiple of it, not of {quantiser.block}"
+                "quantiser: axis channel requires a block that is a multiple of group "
+                f"{side.group}, not {quantiser.block}"
             )
         if len(levels.shares) > 1 and levels.batch % side.group:
             raise UsageError(
-                f"levels: tokens that share scales in groups of {side.group} move down in batches "
-                f"of a multiple of it, not of {levels.batch}"
+                f"levels: batch {levels.batch} must be a multiple of the quantiser's group "
+                f"{side.group}"
             )
 
 
@@ -439,29 +444,35 @@ def check_eviction(eviction: Eviction, quantiser: Quantiser | None) -> None:
         Naming what makes no sense.
     """
     if eviction.kind not in ("recent", "h2o", "keyformer", "snapkv"):
-        raise UsageError(f"eviction: {eviction.kind!r} is none of recent, h2o, keyformer, snapkv")
+        raise UsageError(
+            f"eviction: {eviction.kind!r} is unknown; use recent, h2o, keyformer or snapkv"
+        )
     if eviction.kind == "snapkv":
         if eviction.window < 1 or eviction.pool < 1 or eviction.pool % 2 == 0:
             raise UsageError(
-                f"eviction: snapkv looks at a window of at least 1 query and averages over an odd "
-                f"number of tokens, not {eviction.window} and {eviction.pool}"
+                "eviction: snapkv requires a window of 1 or more and an odd pool, not "
+                f"{eviction.window} and {eviction.pool}"
             )
     elif (eviction.window, eviction.pool) != (0, 1):
-        raise UsageError(f"eviction: {eviction.kind} has no window and no pool; snapkv has")
+        raise UsageError(f"eviction: {eviction.kind} does not support window or pool; use snapkv")
     if eviction.order not in ("evict_first", "compress_first"):
-        raise UsageError(f"eviction: {eviction.order!r} is neither evict_first nor compress_first")
+        raise UsageError(
+            f"eviction: {eviction.order!r} is unknown; use evict_first or compress_first"
+        )
     if not 0 < eviction.keep <= 1 or not 0 <= eviction.recent_share <= 1 or eviction.sink < 0:
         raise UsageError(
-            f"eviction: keep {eviction.keep:g}, recent share {eviction.recent_share:g} or sink "
-            f"{eviction.sink} makes no sense"
+            f"eviction: keep {eviction.keep:g} must be in (0, 1], recent share "
+            f"{eviction.recent_share:g} in [0, 1], sink {eviction.sink} 0 or more"
         )
     if eviction.kind == "recent" and eviction.recent_share != 1:
-        raise UsageError("eviction: recent keeps the newest tokens only; its recent share is 1")
+        raise UsageError(
+            f"eviction: recent requires a recent share of 1, not {eviction.recent_share:g}"
+        )
     if min(eviction.tau) <= 0:
-        raise UsageError(f"eviction: the temperatures {eviction.tau} must be above 0")
+        raise UsageError(f"eviction: temperatures {eviction.tau} must be above 0")
     sides = (quantiser.keys, quantiser.values) if quantiser is not None else ()
     if any(side is not None and side.axis == "channel" for side in sides):
         raise UsageError(
-            "eviction would tear tokens out of blocks that share scales per channel (KIVI); "
-            "quantise per token instead"
+            "eviction cannot be combined with scales per channel (KIVI), which blocks of "
+            "tokens share; quantise per token"
         )

@@ -151,7 +151,7 @@ def _tale(
 ) -> PlanFamily:
     refuse_latent_attention(inputs.layout)
     if not 0 <= recent < 1:
-        raise UsageError(f"{method}: a recent share of {recent:g} is not in 0 … 1")
+        raise UsageError(f"{method}: recent share {recent:g} is not in [0, 1]")
     moments = inputs.calibrated(method)
     layers = [
         LayerBases(
@@ -164,7 +164,9 @@ def _tale(
         for index, facts in enumerate(inputs.layout.layers)
     ]
     if all(layer.values is None for layer in layers):
-        raise UsageError(f"{method}: every layer has a sliding window, so no token ever grows old")
+        raise UsageError(
+            f"{method}: every layer has a sliding window, so tokens never move to an older level"
+        )
     ranks = allocator(allocation, inputs, layers, Grid(grid, minimum), kinds)
     levels = Levels(sink, (1.0 - recent, recent), batch)
     made = {

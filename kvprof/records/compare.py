@@ -37,11 +37,11 @@ def compare(
         listed = ", ".join(
             f"{name} is {result['kind']}" for name, result in zip(names, results, strict=True)
         )
-        raise UsageError(f"only results of one kind can be compared: {listed}")
+        raise UsageError(f"compare requires results of one kind, not {listed}")
     found = [_by_key(figures_of(result)) for result in results]
     noises = [noise_between(found[0], own) for own in found[1:]]
     if not any(found):
-        raise UsageError(f"a result of kind {kinds[0]} holds nothing that could be compared")
+        raise UsageError(f"results of kind {kinds[0]} cannot be compared")
     rows: list[dict[str, Any]] = []
     unmatched: list[dict[str, Any]] = []
     for named in dict.fromkeys(named for own in found for named in own):

@@ -34,11 +34,11 @@ def event_from(line: Mapping[str, Any]) -> Event:
         first = problem.errors(include_url=False, include_context=False)[0]
     name = line.get("event")
     if first["type"].startswith("union_tag"):
-        raise ValueError(f"no event: {name!r:.40}")
+        raise ValueError(f"an unknown event: {name!r:.40}")
     _, where, *_ = *first["loc"], ""
     if first["type"].startswith("missing"):
         raise ValueError(f"a {name} event without {where}")
-    raise ValueError(f"a {name} event whose {where} cannot be {first['input']!r:.40}")
+    raise ValueError(f"a {name} event with an invalid {where}: {first['input']!r:.40}")
 
 
 class DamagedLineError(Exception):
@@ -71,7 +71,7 @@ class EventReader:
         try:
             event = event_from(entry)
         except ValueError as wrong:
-            raise ValueError(f"holds {wrong}") from None
+            raise ValueError(f"has {wrong}") from None
         if self._line == 1 and not isinstance(event, RunStarted):
             raise ValueError(f"is a {event.event} event before the run started")
         if isinstance(event, CaseStarted | LoadRateStarted):
@@ -90,7 +90,7 @@ class EventReader:
 def _parsed(line: bytes) -> dict[str, Any]:
     entry = parse_json(line)
     if not isinstance(entry, dict):
-        raise ValueError(f"holds no event but a JSON {type(entry).__name__}")
+        raise ValueError(f"is not an event but a JSON {type(entry).__name__}")
     return entry
 
 
@@ -111,4 +111,4 @@ def _check_format(name: str, entry: dict[str, Any]) -> None:
             "its result.json can still be read"
         )
     if stated != EVENTS:
-        raise FailedError(f"{name} is no record of a kvprof run: its first line states no {EVENTS}")
+        raise FailedError(f"{name} is not a recorded kvprof run: its first line lacks {EVENTS}")

@@ -100,7 +100,7 @@ def _followed(path: Path, force: bool) -> Path:
             raise
     target = Path(os.path.realpath(path))
     if not force and any(one.is_symlink() and not one.exists() for one in (path, *path.parents)):
-        raise UsageError(f"{path} is a link to what is not there; --force writes {target}")
+        raise UsageError(f"{path} is a link to a missing file; --force writes {target}")
     return target
 
 
@@ -160,7 +160,7 @@ def write_beside(path: Path, content: bytes) -> Path:
             continue
         return own
     raise FailedError(
-        f"{path.parent} holds {_MOST_BESIDE - 1} files named {path.name}; move some away"
+        f"{path.parent} already has {_MOST_BESIDE - 1} files named {path.name}; move some"
     )
 
 
@@ -185,20 +185,20 @@ def read_result(path: Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         if not (path / RESULT_NAME).is_file():
-            raise UsageError(f"{path} holds no {RESULT_NAME}; name a run's folder or a result")
+            raise UsageError(f"{path} has no {RESULT_NAME}; give a run's folder or a result")
         path /= RESULT_NAME
     if not path.exists():
-        raise UsageError(f"{path}: there is no such file")
+        raise UsageError(f"{path}: no such file")
     with _naming(path, "read"):
         content = path.read_bytes()
     result = _parse(path, content)
     if not isinstance(result, dict) or not isinstance(result.get("schema"), str):
-        raise FailedError(f'{path} is JSON, but no result of kvprof (it has no "schema")')
+        raise FailedError(f'{path} is JSON, but not a kvprof result (it has no "schema")')
     _check_schema_name(path, result["schema"])
     if isinstance(result.get("kind"), str) and result["kind"] not in kinds():
         raise FailedError(
-            f"{path}: kind {result['kind'][:40]!r} is unknown to this kvprof, which knows "
-            f"{', '.join(kinds())}; upgrade kvprof to read it"
+            f"{path}: kind {result['kind'][:40]!r} is unknown; upgrade kvprof to read it "
+            f"(known: {', '.join(kinds())})"
         )
     try:
         validate_result(result)
@@ -227,11 +227,11 @@ def what_was_read(name: str | Path) -> Iterator[None]:
             problem.__cause__, StopIteration
         ):
             raise
-        said, cause = "an entry that others refer to is not there", problem
+        said, cause = "an entry that others refer to is missing", problem
     else:
         return
     raise FailedError(
-        f"{name} is damaged, or no program of kvprof wrote it: its parts do not fit together "
+        f"{name} is damaged or was not written by kvprof: its parts are inconsistent "
         f"({said[:_LONGEST_MESSAGE]})"
     ) from cause
 
@@ -246,14 +246,16 @@ def parse_json(content: bytes | str) -> Any:
             content = content.decode("utf-8")
         except UnicodeDecodeError as problem:
             if problem.reason != "unexpected end of data":  # else cut off within a character
-                raise ValueError(f"is no text (byte {problem.start} is not UTF-8)") from None
+                raise ValueError(f"is not text (byte {problem.start} is not UTF-8)") from None
             content = problem.object.decode("utf-8", "replace")
     if content.startswith("\ufeff"):
-        raise ValueError("begins with a byte order mark, which JSON has not; save it without one")
+        raise ValueError(
+            "begins with a byte order mark, which JSON does not allow; save it without one"
+        )
     if not content.strip():
         raise ValueError("is empty")
     if _too_deep(content):
-        raise ValueError("is nested too deeply to be a file of kvprof's")
+        raise ValueError("is nested too deeply for a kvprof file")
     try:
         value = _DECODER.decode(content)
     except json.JSONDecodeError as problem:
@@ -263,7 +265,9 @@ def parse_json(content: bytes | str) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError("holds half a character, which is no strict JSON") from None
+            raise ValueError(
+                "has half a surrogate pair, which strict JSON does not allow"
+            ) from None
     return value
 
 
@@ -305,24 +309,26 @@ def _check_schema_name(path: Path, name: str) -> None:
             f"{path} was written by a newer kvprof (schema {name}, this one reads {SCHEMA}); "
             "upgrade kvprof to read it"
         )
-    raise FailedError(f"{path}: schema {name[:40]!r} is not {SCHEMA}: no result of kvprof")
+    raise FailedError(
+        f"{path}: schema {name[:40]!r} is not {SCHEMA}, so this is not a kvprof result"
+    )
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"holds {name}, which is no strict JSON")
+    raise ValueError(f"has {name}, which strict JSON does not allow")
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"holds {digits[:40]}, which is no strict JSON: no float is that large")
+        raise ValueError(f"has {digits[:40]}, which is too large for a float")
     return value
 
 
 def _integer(digits: str) -> int:
     if len(digits) > 40 or abs(value := int(digits)) > _LARGEST_INTEGER:
         shown = digits if len(digits) <= 40 else f"a number of {len(digits):,} digits"
-        raise ValueError(f"holds {shown}, which is too large for any count")
+        raise ValueError(f"has {shown}, which is too large for any count")
     return value
 
 

@@ -128,13 +128,13 @@ class Fold(Generic[_Case]):
         """Return the whole result; see `result_of`."""
         started, ended = self.run, self.end
         if started is None:
-            raise FailedError("the record holds no event yet; look again when the run has started")
+            raise FailedError("the record has no event yet; try again when the run has started")
         try:
             created = datetime.fromisoformat(started.created)
             created.astimezone(UTC)
         except (ValueError, OverflowError):  # no date, or one at the very ends of the calendar
             raise FailedError(
-                f"the record's first event states no time: {started.created!r}"
+                f"the record's first event has an invalid time: {started.created!r}"
             ) from None
         complete = ended is not None and ended.complete and damage is None
         reason = None

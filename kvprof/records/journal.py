@@ -43,7 +43,7 @@ __all__ = [
     "remove_other_events",
 ]
 
-_NO_RECORD = "is no record of a kvprof run"
+_NO_RECORD = "is not a recorded kvprof run"
 # Until one of another kind, nothing was measured.
 _UNMEASURED = (
     RunStarted,
@@ -153,7 +153,7 @@ class Journal:
             except OSError as problem:
                 self.failure = failed = self._failing(problem)
         if failed is not None:
-            self._warn(f"{failed}; it is measured on")
+            self._warn(f"{failed}; the measurement continues")
 
     @contextmanager
     def carrying_over(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ class Journal:
             except OSError as problem:
                 self.failure = failed = self._failing(problem)
         if failed is not None:
-            self._warn(f"{failed}; it is measured on")
+            self._warn(f"{failed}; the measurement continues")
 
     def recording(self) -> "Recording":
         """Return every event, whether or not it could be written."""
@@ -212,10 +212,10 @@ class Journal:
         if self._lies_at != self.path:
             holds = "an earlier run"
         elif self._holds_nothing():
-            holds = "nothing that was measured"
+            holds = "no measurement"
         else:
-            holds = "what was measured until then"
-        return f"cannot write {self.path}: {_reason(problem)}; it holds {holds}"
+            holds = "the measurements until then"
+        return f"cannot write {self.path}: {_reason(problem)}; it contains {holds}"
 
     def _finish(self, path: Path) -> None:
         """Write what is left, and find out whether the file is there and holds it."""
@@ -296,7 +296,7 @@ def remove_other_events(folder: Path, result: Mapping[str, Any]) -> None:
             found.unlink()
         except OSError as problem:
             raise FailedError(
-                f"cannot remove {found}, which is an earlier run's: {_reason(problem)}"
+                f"cannot remove {found} of an earlier run: {_reason(problem)}"
             ) from problem
 
 
@@ -306,7 +306,7 @@ def read_events(path: Path) -> Recording:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name its {EVENTS_NAME}")
     if not path.exists():
-        raise UsageError(f"{path}: there is no such file")
+        raise UsageError(f"{path}: no such file")
     try:
         return _recording(str(path), _lines(path))
     except OSError as problem:
@@ -407,7 +407,7 @@ class Follower:
         assert self._file is not None
         # Where the run's folder was deleted, what was read stays.
         if self._path.exists() and not _is_at(self._file, self._path):
-            raise FailedError(f"{self._path} was replaced by another run's; open it again")
+            raise FailedError(f"{self._path} was replaced by another run; open it again")
 
 
 def _to_disk(file: IO[bytes]) -> None:

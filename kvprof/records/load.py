@@ -115,8 +115,8 @@ class LoadFold:
                     own[0] += one.tokens
                     own[1] += one.output
         return [
-            f"{method}: answers have {100 * came / wanted:.0f} % of the tokens that were asked "
-            "for: they ended early, or a piece that counts as one holds several"
+            f"{method}: answers have {100 * came / wanted:.0f} % of the requested tokens: they "
+            "ended early, or a streamed chunk has several"
             for method, (came, wanted) in tokens.items()
             if came < _SHORT * wanted
         ]

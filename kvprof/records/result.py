@@ -31,7 +31,7 @@ def build_result(
 ) -> dict[str, Any]:
     """Return a result, ready to be written."""
     if complete and incomplete_reason is not None:
-        raise ValueError("a complete result has no reason for being incomplete")
+        raise ValueError("a complete result cannot have a reason for being incomplete")
     moment = created if created is not None else datetime.now(UTC)
     result = {
         "schema": SCHEMA,
@@ -59,12 +59,12 @@ def to_plain(value: Any, where: str = "") -> Any:
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{where} is {value}; JSON holds finite numbers, or null")
+            raise ValueError(f"{where} is {value}; JSON allows finite numbers or null")
         return float(value)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{where}: key {key!r} is no string")
+                raise TypeError(f"{where}: key {key!r} is not a string")
         return {key: to_plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
@@ -72,4 +72,4 @@ def to_plain(value: Any, where: str = "") -> Any:
         return to_plain(fspath(value), where)
     if hasattr(value, "tolist"):
         return to_plain(value.tolist(), where)
-    raise TypeError(f"{where}: a {type(value).__name__} has no form in JSON")
+    raise TypeError(f"{where}: JSON cannot represent a {type(value).__name__}")

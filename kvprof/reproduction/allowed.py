@@ -92,23 +92,21 @@ def forbidden(
 ) -> str | None:
     """Return what a cell's words ask for that no recipe may, or None."""
     if words[0] not in CELL_COMMANDS:
-        return f"no command {words[0]!r} to measure with: there are {', '.join(CELL_COMMANDS)}"
+        return f"command {words[0]!r} cannot run in a recipe; use {', '.join(CELL_COMMANDS)}"
     free, read = _options(words[0])
     for word in words[1:]:
         option = word.partition("=")[0]
         if option in _KEPT:
-            return f"leave out {option}: results are kept by the recipe's run"
+            return f"leave out {option}: recipe run saves the results"
         if option == REMOTE_CODE and not trusted:
             return (
-                f"wants to run code that a model's repository brings ({REMOTE_CODE}); whoever "
-                f"trusts it allows it with kvprof recipe run {REMOTE_CODE}"
+                "runs code from a model's repository; if you trust it, use kvprof recipe run "
+                f"{REMOTE_CODE}"
             )
         if word.startswith("-") and option not in {*free, *read, _NAMES, REMOTE_CODE}:
-            return f"No such option in a recipe: {option} (a cell measures, and leaves files alone)"
+            return f"No such option in a recipe: {option} (recipes cannot write files)"
     if tasks := [value for value in _given_to(_NAMES, words) if _FILE_OF_TASKS.search(value)]:
-        return (
-            f"{_NAMES} {tasks[0]}: name tasks that the harness has; a file of tasks can hold code"
-        )
+        return f"{_NAMES} {tasks[0]}: use the harness's task names; a task file can contain code"
     known = {piece for value in given for piece in (value, *value.split(","))}
     for value, may_be_file in _values(words, read):
         for piece in value.split(","):
@@ -116,8 +114,8 @@ def forbidden(
                 continue
             if _is_outside(piece, folder, may_be_file):
                 return (
-                    f"{piece} is no file of the recipe's own ({folder}); let whoever runs it name "
-                    "it: write {data} there, for --set data=FILE"
+                    f"{piece} is not in the recipe's folder ({folder}); write {{data}} there "
+                    "and run with --set data=FILE"
                 )
     return None
 

@@ -194,7 +194,7 @@ def _read(code: int, out: bytes, err: str) -> Outcome:
             result = json.loads(out)
             validate_result(result)
         except ValueError as problem:
-            return Outcome(None, int(ExitCode.FAILED), f"its result is none: {problem}")
+            return Outcome(None, int(ExitCode.FAILED), f"its result is invalid: {problem}")
         return Outcome(result, code)
     said = [line for line in err.splitlines() if line.startswith("kvprof: ")]
     if said:

@@ -76,7 +76,7 @@ def _schema_problems(data: Any) -> Iterator[str]:
         known = list(error.schema.get("properties", {}))
         for key in [key for key in error.instance if key not in known]:
             near = get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
             yield f"{at}: unknown key {key!r}: {hint}"
 
 
@@ -91,7 +91,7 @@ def _file_problems(data: Mapping[str, Any], path: Path) -> Iterator[str]:
     if data["name"] != path.stem:
         yield f"name is {data['name']!r}, but the file is {path.name}"
     ids = [one["id"] for one in data.get("published", [])]
-    yield from (f"published: the id {one!r} is given twice" for one in _twice(ids))
+    yield from (f"published: the id {one!r} appears twice" for one in _twice(ids))
     for one in data.get("published", []):
         ends = [key for key in ("low", "high") if key in one]
         if ("value" in one) == bool(ends) or len(ends) == 1:
@@ -106,7 +106,7 @@ def _file_problems(data: Mapping[str, Any], path: Path) -> Iterator[str]:
                 yield f"cell {cell['id']}: {cell['run']!r}: {str(problem).lower()}"
                 continue
             if not words or words[0] == "kvprof":
-                yield f"cell {cell['id']}: run begins with a command, without the word kvprof"
+                yield f"cell {cell['id']}: run must begin with a command, without the word kvprof"
         for line in part.get("verdict", ()):
             if sum(key in line for key in CHECKS) != 1:
                 yield f"verdict {line['measure']}: give one of {', '.join(CHECKS)}"
@@ -134,21 +134,21 @@ def _profile_problems(
     at: str, profile: Profile, recipe: Recipe, check_command: CommandCheck | None
 ) -> Iterator[str]:
     if profile.name != "paper" and profile.stand_in is None:
-        yield f"{at}: say in stand_in what differs from the claim"
+        yield f"{at}: state in stand_in what differs from the claim"
     if recipe.judged is None and not (profile.cells and profile.verdict):
-        yield f"{at}: without a cell and a verdict nothing could be judged"
+        yield f"{at}: requires a cell and a verdict"
     for name in profile.needs.extras:
         if name not in extra_names():
             yield f"{at}: kvprof has no extra {name!r}{_there_are(extra_names())}"
     if both := {*profile.set} & {*profile.matrix}:
-        yield f"{at}: {min(both)!r} stands under set and under matrix"
+        yield f"{at}: {min(both)!r} is in both set and matrix; use one"
     known = {*profile.set, *profile.matrix, "model", "data"}
     for written in profile.cells:
         for used in placeholders(" ".join((written.id, *written.words))):
             if used not in known:
                 yield (
-                    f"{at}, cell {written.id}: {{{used}}} is no placeholder: give it a default "
-                    "under set, or a matrix"
+                    f"{at}, cell {written.id}: placeholder {{{used}}} requires a default in "
+                    "set, or a matrix"
                 )
     cells = expand(profile, {})
     ids = [one.id for one in cells]
@@ -166,7 +166,7 @@ def _profile_problems(
     for measure in filled_measures(profile, {}):
         yield from (f"{at}, {measure.id}: {one}" for one in _of_measure(measure, measures, ids))
         measures.append(measure.id)
-    yield from (f"{at}: the id {one!r} is given twice" for one in _twice(measures))
+    yield from (f"{at}: the id {one!r} appears twice" for one in _twice(measures))
     for line in profile.verdict:
         found = _of_line(line, measures, recipe)
         yield from (f"{at}, verdict {line.measure}: {one}" for one in found)
@@ -180,19 +180,19 @@ def _of_measure(one: Measure, above: Sequence[str], cells: Sequence[str]) -> Ite
     elif pair is not None:
         named = [other for other in pair if isinstance(other, str)]
         if not named or (one.divide and pair[1] == 0):
-            yield "two numbers are no measure, and nothing can be divided by 0"
+            yield "requires at least one measure, and a divisor other than 0"
         if unknown := [other for other in named if other not in above]:
-            yield f"no measure {unknown[0]!r} stands above it"
+            yield f"no measure {unknown[0]!r} above it"
         if one.cell or one.where or one.over:
             yield f"{kinds[0]} takes no cell, where or over"
     elif one.cell is None:
-        yield "name the cell whose result has it"
+        yield "requires a cell"
     else:
         if not matching(one.cell, cells):
-            yield f"there is no cell {one.cell!r}{_there_are(cells)}"
+            yield f"no such cell: {one.cell!r}{_there_are(cells)}"
         if one.data is not None:
             if one.where:
-                yield "where belongs to figure; write [key=value]"
+                yield "where requires figure; write [key=value]"
             try:
                 parse_path(one.data)
             except ValueError as problem:
@@ -208,19 +208,19 @@ def _of_line(line: Line, measures: Sequence[str], recipe: Recipe) -> Iterator[st
     # A limit that nobody published decides nothing; a direction's is where there is no effect.
     if line.direction:
         if recipe.direction is None:
-            yield "write what direction the paper states under direction"
+            yield "requires the paper's direction under direction"
         if given or line.check in ("about", "between") or line.limit[0] not in (0, 1):
-            yield "a direction is above or below 0 or 1, without a tolerance"
+            yield "a direction must be above or below 0 or 1, without a tolerance"
     elif line.published is None:
-        yield "name the published number that it is about, or mark it as a direction"
+        yield "requires a published number, or direction: true"
     if len(given) == 2:
         yield "give tolerance or tolerance_share, not both"
     if line.check == "about" and given in ([], [0]):
-        yield "about needs a tolerance: no two runs are equal"
+        yield "about requires a tolerance, since runs vary"
     if line.check == "between" and line.limit[0] > line.limit[1]:
-        yield "nothing lies between: the first number is the larger one"
+        yield "between requires the smaller number first"
 
 
 def _there_are(known: Sequence[str]) -> str:
     """Return the end of a complaint about a name: which ones there are."""
-    return f": there are {', '.join(known)}" if known else ": there is none"
+    return f": use {', '.join(known)}" if known else ": none exists"

@@ -24,7 +24,7 @@ def recipe_files() -> list[Path]:
     folder = beside if checkout else package / "recipes"
     found = sorted(folder.glob("*.yaml"), key=lambda path: _natural(path.stem))
     if not found:
-        raise FailedError(f"there are no recipes in {folder}; reinstall kvprof")
+        raise FailedError(f"no recipes in {folder}; reinstall kvprof")
     return found
 
 
@@ -39,7 +39,7 @@ def find_recipes(names: list[str]) -> list[Path]:
     for name in names:
         if name.endswith((".yaml", ".yml")) or "/" in name:
             if not Path(name).is_file():
-                raise UsageError(f"{name}: there is no such file")
+                raise UsageError(f"{name}: no such file")
             found[Path(name)] = None
             continue
         shipped = recipe_files()
@@ -49,8 +49,8 @@ def find_recipes(names: list[str]) -> list[Path]:
             meant = [path for path in shipped if fnmatchcase(path.stem, name)]
         if not meant:
             raise UsageError(
-                f"{name}: no recipe has this name; kvprof recipe list shows them, and a file of "
-                "your own is named with its .yaml"
+                f"{name}: no such recipe (see kvprof recipe list); give your own file with its "
+                ".yaml"
             )
         found |= dict.fromkeys(meant)
     return list(found)
@@ -65,7 +65,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 def template(name: str) -> str:
     """Return the example's text with a name of the user's own."""
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no recipe's name: lower-case letters, digits, - and .")
+        raise UsageError(f"{name!r} is not a recipe name; use lower-case letters, digits, - and .")
     (example,) = [path for path in recipe_files() if path.stem == EXAMPLE]
     text = example.read_text("utf-8")
     return re.sub(rf"^name: {EXAMPLE}\b", f"name: {name}", text, count=1, flags=re.MULTILINE)

@@ -81,7 +81,7 @@ def open_because(judged: JudgedLine) -> str | None:
         f"{x:.4g}" for x in dict.fromkeys(_limits(judged.line)) if low <= x <= high
     )
     name = judged.line.measure
-    return f"{name}: {limits} lies inside its interval, {low:.4g} to {high:.4g}"
+    return f"{name}: {limits} is inside its interval, {low:.4g} to {high:.4g}"
 
 
 def _slack(line: Line, limit: float) -> float:

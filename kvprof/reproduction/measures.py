@@ -54,7 +54,7 @@ def parse_path(text: str) -> list[Step]:
         match = _PIECE.match(text, place)
         if match is None:
             raise ValueError(
-                f"{text!r} is no path: write names and brackets, as in rows[method=kq].rate"
+                f"{text!r} is not a path; write names and brackets, such as rows[method=kq].rate"
             )
         place = match.end()
         if match[1] is not None:
@@ -62,7 +62,9 @@ def parse_path(text: str) -> list[Step]:
         else:
             steps.append(_bracket(match[2].strip(), text))
     if not steps:
-        raise ValueError("the path is empty: write names and brackets, as in rows[method=kq].rate")
+        raise ValueError(
+            "the path is empty; write names and brackets, such as rows[method=kq].rate"
+        )
     return steps
 
 
@@ -295,12 +297,12 @@ def _from_cells(
         why = f"{wanted} was not measured" if doubt is None else f"no {wanted}: {doubt}"
         return _missing(f"{', '.join(cells)}: {why}")
     if wrong := [entry.value for entry in found if not isinstance(entry.value, int | float)]:
-        kind = "a list; add [*] and over" if isinstance(wrong[0], list) else "no number"
+        kind = "a list; add [*] and over" if isinstance(wrong[0], list) else "not a number"
         return _missing(f"{', '.join(cells)}: {wanted} is {kind}")
     if one.over is None:
         if len(found) > 1:
             return _missing(
-                f"{', '.join(cells)}: {len(found)} numbers match {wanted}; say over: min, max, "
+                f"{', '.join(cells)}: {len(found)} numbers match {wanted}; add over: min, max, "
                 "mean, median or sum"
             )
         return Measured(float(found[0].value), found[0].interval, doubt=doubt)

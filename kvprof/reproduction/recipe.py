@@ -45,7 +45,9 @@ class _Loader(yaml.SafeLoader):
         alias = event.anchor if isinstance(event, yaml.AliasEvent) else None
         self.count += 1 if alias is None else getattr(self.anchors.get(alias), "count", _VALUES)
         if self.count > _VALUES or self.level > _LEVELS:
-            raise yaml.YAMLError(f"over {_VALUES:,} values, {_LEVELS} levels, or a wrong alias")
+            raise yaml.YAMLError(
+                f"more than {_VALUES:,} values or {_LEVELS} levels, or an unknown alias"
+            )
         node: Any = super().compose_node(parent, index)
         node.count, self.level = self.count - before, self.level - 1
         return node
@@ -56,7 +58,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.load(read_text(path), _Loader)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, ValueError) as problem:
-        raise UsageError(f"{path}: no YAML: {' '.join(str(problem).split())}") from None
+        raise UsageError(f"{path}: invalid YAML: {' '.join(str(problem).split())}") from None
 
 
 def read_text(path: Path) -> str:
@@ -68,7 +70,7 @@ def read_text(path: Path) -> str:
         reason = problem.strerror if isinstance(problem, OSError) else "not UTF-8"
         raise UsageError(f"cannot read {path}: {reason}") from None
     if len(text) > _LETTERS:
-        raise UsageError(f"cannot read {path}: no recipe has over {_LETTERS:,} letters")
+        raise UsageError(f"cannot read {path}: larger than {_LETTERS:,} characters")
     return text
 
 

@@ -119,8 +119,8 @@ def resolve_cells(
     if len(models) != 1:
         said = f"name several ({', '.join(models)})" if models else "name none"
         raise UsageError(
-            f"--model {model}: the cells of {recipe.name}, profile {profile.name}, {said}; write "
-            "{model} into a copy of the recipe where it belongs"
+            f"--model {model}: the cells of {recipe.name}, profile {profile.name}, {said}; use "
+            "{model} in a copy of the recipe"
         )
     return [
         cell
@@ -148,4 +148,4 @@ def check_settings(recipes: Sequence[tuple[Recipe, Profile]], settings: Mapping[
     for key in settings:
         if key not in known:
             there = ", ".join(known) if known else "none"
-            raise UsageError(f"--set {key}: none of the recipes has this placeholder ({there})")
+            raise UsageError(f"--set {key}: unknown placeholder; known are {there}")

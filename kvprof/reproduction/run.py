@@ -44,7 +44,7 @@ def prepare(
 ) -> list[Planned]:
     """Return what a run will do, without doing it."""
     if profile not in PROFILES:
-        raise UsageError(f"--profile {profile}: there are {', '.join(PROFILES)}")
+        raise UsageError(f"--profile {profile}: use {', '.join(PROFILES)}")
     there = [
         (one, own)
         for one in recipes
@@ -53,7 +53,7 @@ def prepare(
     check_settings(there, settings)
     data = settings.get("data")
     if data is not None and not Path(data).is_file():
-        raise UsageError(f"--set data={data}: there is no such file")
+        raise UsageError(f"--set data={data}: no such file")
     planned = [_planned(one, profile, settings, model, machine, version) for one in recipes]
     given = [*settings.values(), *([model] if model is not None else [])]
     for one in planned:
@@ -127,7 +127,7 @@ def run_planned(
             store.put(key, done.outcome.result)
         except FailedError as problem:
             # It still counts; only the next run will not find it.
-            finished.unkept.append(f"{problem}; the result was used and is not kept")
+            finished.unkept.append(f"{problem}; the result was used but not saved")
     finished.interrupted = should_stop() and any(
         one.outcome.code == ExitCode.INTERRUPTED for one in runs.values()
     )

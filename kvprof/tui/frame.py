@@ -52,7 +52,7 @@ def text_lines(content: RenderableType, console: Console, width: int) -> list[Te
         return [line for one in content.renderables for line in text_lines(one, console, width)]
     draw = getattr(content, "__rich_console__", None)
     if draw is None:
-        raise TypeError(f"a {type(content).__name__} is no text")
+        raise TypeError(f"a {type(content).__name__} is not text")
     options = console.options.update(width=width)
     return [line for one in draw(console, options) for line in text_lines(one, console, width)]
 
@@ -452,7 +452,7 @@ class QuitScreen(ModalScreen[str]):
         stop = (
             "stop now; recorded events stay on disk"
             if self._stopping
-            else "stop after the current step and quit; keep what is measured"
+            else "stop after the current step and quit; save the measurements"
         )
         lines = [Text("The measurement is still running.", style="bold"), Text()]
         for key, text in (

@@ -23,7 +23,7 @@ def recorded_result(record: Path | None, result: dict[str, Any] | None) -> str:
         assert result is not None
         return render_result(result)
     if not record.exists():
-        raise FailedError("nothing to export yet")
+        raise FailedError("no results to export yet")
     recording = read_events(record)
     return render_result(result_of(recording.events, damage=recording.damage))
 

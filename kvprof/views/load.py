@@ -94,7 +94,7 @@ def _rows(data: Mapping[str, Any], method: str) -> list[Row]:
 def _verdict(method: Row, data: Mapping[str, Any]) -> str:
     name = method["method"]
     if not _rows(data, name):
-        return f"{name}: n/a (nothing was measured)"
+        return f"{name}: n/a (not measured)"
     if method["largest_rate"] is None and (why := method["limited_by"]) in UNJUDGED:
         return f"{name}: no rate can be judged; {_WHY[why]}"
     said = f"{name} sustained {_served(method)}"

@@ -118,7 +118,7 @@ class Bullet:
 def _incomplete(reason: str | None) -> str:
     named = (one for one in (RECORD_DAMAGED, RECORD_ENDS) if (reason or "").startswith(one))
     told = next(named, "the run stopped before its end")
-    return f"INCOMPLETE: {told}; these figures cover what was measured."
+    return f"INCOMPLETE: {told}; figures cover the completed measurements."
 
 
 def weights_row(described: Mapping[str, Any]) -> dict[str, str]:

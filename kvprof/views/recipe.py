@@ -334,7 +334,7 @@ def _row(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
 VERDICT_ORDER = ("reproduced", "trend only", "not reproduced", "not testable here")
 _READ = (
     "Claimed: the paper's figure; then what must hold here, tolerance included.",
-    "Inconclusive: the limit lies inside the 95 % interval.",
+    "Inconclusive: the limit is inside the 95 % interval.",
     "Trend only: the paper's direction holds; its figure fails or is inconclusive.",
 )
 
@@ -378,7 +378,7 @@ def paper_notes(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what differs from each paper's own setting that these entries ran, each once."""
     commands = [cell["command"] for e in entries if e["lines"] for cell in e["cells"]]
     for name, differs in papers_named(commands).items():
-        yield f"{name}: {' '.join(differs) or 'nothing is known to differ.'}"
+        yield f"{name}: {' '.join(differs) or 'no known difference.'}"
 
 
 def answer(data: Mapping[str, Any]) -> str:
@@ -389,7 +389,7 @@ def answer(data: Mapping[str, Any]) -> str:
     of = f"{len(names)} {'recipe' if len(names) == 1 else 'recipes'}"
     if len(names) < len(entries):  # under several profiles, or on several machines
         of += f", {len(entries)} verdicts"
-    return f"{of}: {', '.join(said) or 'nothing was run'}."
+    return f"{of}: {', '.join(said) or 'no runs'}."
 
 
 def _table(entries: Sequence[Mapping[str, Any]]) -> DataTable:

@@ -67,8 +67,8 @@ def test_nothing_is_calibrated_where_bytes_follow_from_the_rate(
     assert [one["label"] for one in found["missing"]] == ["tale"]
     assert "reaches rates" in found["missing"][0]["reason"]
     for arguments, says in (
-        (("--methods", "kq", "--rate", 0.3, "--calibrate", "random:128"), "calibrates nothing"),
-        (("--methods", "full", "--rate", 0.3), "nothing has a rate to turn"),
+        (("--methods", "kq", "--rate", 0.3, "--calibrate", "random:128"), "leave out --calibrate"),
+        (("--methods", "full", "--rate", 0.3), "--rate"),
     ):
         done = kvprof("plan", tiny_folder, "--transfer", *arguments)
         assert (done.code, says in done.error) == (2, True)

@@ -32,10 +32,10 @@ NO_RUNS = [
     ("gone", "no such file"),
     ("empty", "neither result.json nor events.jsonl"),
     ("notes.txt", "damaged", 1),
-    ("other.json", "no result of kvprof", 1),
+    ("other.json", "not a kvprof result", 1),
     ("new.json", "newer kvprof", 1),
     ("newer/events.jsonl", "newer", 1),
-    ("hello/events.jsonl", "no record of a kvprof run", 1),
+    ("hello/events.jsonl", "not a recorded kvprof run", 1),
     ("blank/events.jsonl", "no event yet", 1),
 ]
 
@@ -387,7 +387,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
     "compare": [
         *((f"{run} {run}", *rest) for run, *rest in NO_RUNS),
         ("jct.json", "two runs or more"),
-        ("jct.json spectrum.json", "only results of one kind"),
+        ("jct.json spectrum.json", "one kind"),
     ],
     "export": [
         *((f"{run} --to csv", *rest) for run, *rest in NO_RUNS),
@@ -408,7 +408,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("run fdc-* --out a --out b", "--out is given 2 times"),
         ("report empty", "--out"),
         ("new x.txt", ".yaml"),
-        ("new 'My Sweep.yaml'", "is no recipe's name"),
+        ("new 'My Sweep.yaml'", "My Sweep"),
         ("new a/b/mine.yaml", "does not exist"),
         ("show bytes.yaml", "bytes.yaml: not UTF-8"),
     ],

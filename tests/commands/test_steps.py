@@ -81,7 +81,7 @@ def test_an_interrupted_calibration_ends_with_130(
     with pytest.raises(typer.Exit) as ended:
         planned(loaded, method="kq", rate=0.3, calibrate_tokens="16k", options=FINE, stop=stop)
     assert ended.value.exit_code == 130
-    assert "there is no plan yet" in capsys.readouterr().err
+    assert "no plan exists" in capsys.readouterr().err
 
 
 def test_options_are_given_to_the_method_as_they_are_written() -> None:

@@ -185,7 +185,7 @@ def test_a_method_that_fails_on_the_way_keeps_its_points() -> None:
 def test_a_method_that_never_meets_the_target_says_how_near_it_came() -> None:
     run = Run(rows("kq"), None, FakeEvaluator(lambda rate: 0.9 - rate / 10))
     assert run.by_label["kq"]["max_rate"] is None
-    assert "the lowest, 0.000, keeps 0.9000" in run.by_label["kq"]["reason"]
+    assert "the lowest, 0.000: 0.9000" in run.by_label["kq"]["reason"]
 
 
 def test_other_metrics_decide() -> None:

@@ -56,7 +56,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sliding_window",
     ),
     "a hybrid without its state": ({"model_type": "jamba", "num_hidden_layers": 8}, "mamba_"),
-    "a width that is text": ({**_LLAMA, "hidden_size": "wide"}, "another type"),
+    "a width that is text": ({**_LLAMA, "hidden_size": "wide"}, "config.json"),
     "no layers": ({**_LLAMA, "num_hidden_layers": 0}, "num_hidden_layers"),
     "an indexed cache": ({"model_type": "deepseek_v32", "num_hidden_layers": 2}, "deepseek_v32"),
 }

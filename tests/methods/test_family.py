@@ -91,5 +91,5 @@ def test_the_knob_itself_is_checked_and_recorded():
     assert plan_at(family, 0.05).made["removal_rate"] == 0.05
     with pytest.raises(UsageError, match=r"fdc: removal_rate 1.5 is not between 0 and 1"):
         plan_at(family, 1.5)
-    with pytest.raises(UsageError, match="kivi: bits 5 is none of 8, 4, 3, 2"):
+    with pytest.raises(UsageError, match=r"kivi: bits 5 .* 8, 4, 3, 2"):
         plan_at(plan_family("kivi", inputs("Llama")), 5)

@@ -129,10 +129,10 @@ def test_a_saved_plan_keeps_its_scales(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("scale", "change", "complaint"),
     [
-        (3.0, {}, "layer 0 keys: a scale of 3 is no power of two"),
-        (float("inf"), {}, "a scale of inf is no power of two"),
-        (2.0, {"lazy": True}, "scales go with heads that are stored as they are"),
-        (2.0, {"quantiser": None}, "scales are for a quantiser"),
+        (3.0, {}, "layer 0 keys: scale 3 "),
+        (float("inf"), {}, "scale inf "),
+        (2.0, {"lazy": True}, "lazy"),
+        (2.0, {"quantiser": None}, "scales"),
     ],
 )
 def test_scales_that_are_none_are_refused(scale: float, change: dict, complaint: str) -> None:
@@ -150,7 +150,7 @@ def test_a_scale_beside_a_basis_is_refused() -> None:
     layer = plan.layers[0]
     assert layer.keys.placement is Placement.POST_ROPE
     groups = tuple(replace(group, scale=2.0) for group in layer.keys.groups)
-    with pytest.raises(UsageError, match="a scale belongs into the basis"):
+    with pytest.raises(UsageError, match="basis"):
         replace(plan, layers=(replace(layer, keys=replace(layer.keys, groups=groups)),))
 
 
@@ -165,5 +165,5 @@ def test_scales_need_calibration_and_the_plain_cast_can_do_without() -> None:
         plan_family("fp8", given, scale="row")
     for layer in (moments := copy.deepcopy(given.moments)).layers:
         layer.magnitudes = {}
-    with pytest.raises(UsageError, match="the moments do not count how large"):
+    with pytest.raises(UsageError, match="magnitudes"):
         plan_family("fp8", replace(given, moments=moments))

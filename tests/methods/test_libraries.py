@@ -100,7 +100,7 @@ def test_what_lacks_is_said_before_anything_is_run(kind, monkeypatch):
     # None in sys.modules is what an import of a missing package comes to.
     monkeypatch.setitem(sys.modules, LIBRARIES[kind].module, None)
     package = LIBRARIES[kind].package
-    message = rf"{kind} needs the package {package}.*-m pip install .*{package}"
+    message = rf"{kind} requires the package {package}.*-m pip install .*{package}"
     side = SideQuantiser((4,), "token", 64)
     for act in (
         lambda: load_library(kind),
@@ -118,22 +118,22 @@ def test_what_lacks_is_said_before_anything_is_run(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("quantiser", "message"),
     [
-        (lambda: from_library("quanto", (3,)), "quanto has no 3 bits; choose from 2, 4, 8"),
+        (lambda: from_library("quanto", (3,)), "quanto .* 3 bits; .* 2, 4, 8"),
         (
             lambda: Quantiser("hqq", SideQuantiser((4,), "channel", 8), None, 0, 8, 0.0, "model"),
-            "hqq quantises per token here",
+            "hqq .* channel",
         ),
         (
             lambda: Quantiser("hqq", SideQuantiser((4,)), None),
-            "scales of hqq are model, not 'float16'",
+            "hqq .*'float16'; use model",
         ),
         (
             lambda: Quantiser("affine", SideQuantiser((4,)), None, scale_dtype="model"),
-            "scales of affine are float16 or bfloat16 or float32, not 'model'",
+            "affine .*'model'; use float16 or bfloat16 or float32",
         ),
         (
             lambda: Quantiser("hqq", SideQuantiser((4,)), None, outliers=0.1, scale_dtype="model"),
-            "hqq keeps no outliers",
+            "hqq .* outliers",
         ),
     ],
 )

@@ -242,7 +242,7 @@ def test_a_hadamard_rotation_spreads_latents_and_changes_nothing_else():
 
 def test_fisher_and_budget_need_their_measurements_and_use_them():
     for name in ("fisher", "budget"):
-        with pytest.raises(UsageError, match=f"--allocation {name} needs"):
+        with pytest.raises(UsageError, match=f"--allocation {name} "):
             plan_family("kq", inputs("Llama"), allocation=name)
     loud = {"keys": [[1.0, 1.0], [9.0, 1.0], [1.0, 1.0]], "values": [[1.0, 1.0]] * 3}
     fisher = plan_at(
@@ -270,9 +270,9 @@ def test_fisher_and_budget_need_their_measurements_and_use_them():
 
 def test_measurements_of_another_shape_are_refused():
     short = {"keys": [[1.0] * 3] * 3, "values": [[1.0] * 2] * 3}
-    with pytest.raises(UsageError, match="3 figures for layer 0's keys"):
+    with pytest.raises(UsageError, match="3 values for keys of layer 0"):
         plan_family("kq", with_weights("Llama", fisher=short), allocation="fisher")
-    with pytest.raises(UsageError, match="lack layer 2's keys"):
+    with pytest.raises(UsageError, match="keys of layer 2"):
         plan_family(
             "kq",
             with_weights("Llama", fisher={"keys": [[1, 1]] * 2, "values": []}),
@@ -293,7 +293,7 @@ def test_what_is_missing_is_said():
     with pytest.raises(UsageError, match="fdc needs calibration data"):
         plan_family("fdc", bare)
     other = MethodInputs(model("Llama").layout, "0" * 32, inputs("Llama").moments)
-    with pytest.raises(UsageError, match="moments are of another model"):
+    with pytest.raises(UsageError, match="another model"):
         plan_family("fdc", other)
     with pytest.raises(UsageError, match=r"option values is one of svd-vo.*not 'nope'"):
         plan_family("fdc", inputs("Llama"), values="nope")
@@ -355,7 +355,7 @@ def test_budget_pays_what_widths_cost():
     ranks = [g.rank for x in plan.layers for side in (x.keys, x.values) for g in side.groups]
     assert set(ranks) == {8, 16}
     assert ranks.count(16) == 6
-    with pytest.raises(UsageError, match="no cost is known for values of width 1"):
+    with pytest.raises(UsageError, match="values of width 1"):
         plan_family(
             "kq",
             with_weights("Llama", sensitivities=even, width_costs={"keys": classes}),
@@ -400,5 +400,5 @@ def test_one_side_can_stay_at_full_width(name):
         assert other.keys.placement is Placement.NONE
         assert all(group.identity for group in other.keys.groups)
     assert 0 < dim_rate(keys_only) < 0.5
-    with pytest.raises(UsageError, match="nothing is compressed"):
+    with pytest.raises(UsageError, match="keys=none"):
         plan_family(name, inputs("Llama"), keys="none", values="none")

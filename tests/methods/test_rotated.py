@@ -183,19 +183,19 @@ def test_oscar_needs_what_heads_put_out():
     assert calibration_needs("hadamard-int4", centre=False) is None
     collected = CollectOptions(256, 64)
     *_, moments = collect_moments(model("Llama"), parse_source("random:256"), collected)
-    with pytest.raises(UsageError, match="hold nothing of what heads put out; calibrate anew"):
+    with pytest.raises(UsageError, match="calibrate again"):
         plan_family("oscar", replace(inputs("Llama"), moments=moments))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("oscar", {"clip": "0.9,1.5"}, r"oscar: clip 1.5 is no share of a row"),
-        ("oscar", {"clip": "0.9"}, "2 values with a comma between"),
+        ("oscar", {"clip": "0.9,1.5"}, r"oscar: clip 1.5 "),
+        ("oscar", {"clip": "0.9"}, "2 values"),
         ("oscar", {"bits": "5"}, "option bits is"),
-        ("turboquant", {"bits": "k8v5"}, "option bits is one of 8, 4, 3, 2, or k8v4 for unlike"),
+        ("turboquant", {"bits": "k8v5"}, "option bits is one of 8, 4, 3, 2, or k8v4"),
         ("turboquant", {"rotation": "none"}, "one of random, hadamard"),
-        ("hadamard-int4", {"bits": "3"}, "hadamard-int4 has 4 bits, not 3; hadamard-int4, -int3"),
+        ("hadamard-int4", {"bits": "3"}, "hadamard-int4 .* not 3"),
         ("hadamard-int4", {"block": "-1"}, "from 0 on"),
     ],
 )
@@ -207,10 +207,10 @@ def test_options_are_refused_in_one_line(name, options, message):
 @pytest.mark.parametrize(
     ("quantiser", "message"),
     [
-        (Quantiser("codebook", SideQuantiser((4,), clip=0.9), None), "affine rows are clipped"),
-        (Quantiser("affine", SideQuantiser((4,), clip=1.0), None), "between 0 and 1, not affine"),
-        (Quantiser("lloyd-max", SideQuantiser((4,), group=8), None), "one norm for a token's"),
-        (Quantiser("lloyd-max", SideQuantiser((5,)), None), "lloyd-max has no 5 bits"),
+        (Quantiser("codebook", SideQuantiser((4,), clip=0.9), None), "codebook with 0.9"),
+        (Quantiser("affine", SideQuantiser((4,), clip=1.0), None), "not affine with 1"),
+        (Quantiser("lloyd-max", SideQuantiser((4,), group=8), None), "lloyd-max .* norm"),
+        (Quantiser("lloyd-max", SideQuantiser((5,)), None), "lloyd-max .* 5 bits"),
     ],
 )
 def test_quantisers_that_make_no_sense_are_refused(quantiser, message):

@@ -20,15 +20,15 @@ CHANNEL = SideQuantiser((4,), "channel", 8)
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: plan(layer(), levels=Levels(shares=(0.5, 0.4))), "are no parts of 1"),
-        (lambda: plan(layer(), levels=Levels(sink=-1)), "make no sense"),
+        (lambda: plan(layer(), levels=Levels(shares=(0.5, 0.4))), "0.5, 0.4"),
+        (lambda: plan(layer(), levels=Levels(sink=-1)), "sink -1"),
         (lambda: plan(layer(), levels=Levels(shares=(0.5, 0.5))), "1 ranks for 2 token levels"),
-        (lambda: plan(layer(), quantiser=Quantiser("odd", FOUR, FOUR)), "none of affine"),
+        (lambda: plan(layer(), quantiser=Quantiser("odd", FOUR, FOUR)), "'odd'"),
         (lambda: plan(layer(), quantiser=Quantiser("affine", None, None)), "leave it out"),
-        (lambda: plan(layer(), quantiser=Quantiser("fp8", FOUR, FOUR)), "fp8 has no 4 bits"),
+        (lambda: plan(layer(), quantiser=Quantiser("fp8", FOUR, FOUR)), "fp8 .* 4 bits"),
         (
             lambda: plan(layer(), quantiser=Quantiser("affine", SideQuantiser((5,)), None)),
-            "affine has no 5 bits; choose from 2, 3, 4, 8",
+            "affine .* 5 bits; .* 2, 3, 4, 8",
         ),
         (
             lambda: plan(layer(), quantiser=Quantiser("affine", SideQuantiser((4, 4)), None)),
@@ -36,11 +36,11 @@ CHANNEL = SideQuantiser((4,), "channel", 8)
         ),
         (
             lambda: plan(layer(), quantiser=Quantiser("affine", FOUR, None, outliers=0.1)),
-            "affine keeps no outliers",
+            "affine .* outliers",
         ),
         (
             lambda: plan(layer(), quantiser=Quantiser("affine", CHANNEL, None, block=4)),
-            "blocks of a multiple of it, not of 4",
+            "group 8, not 4",
         ),
         (
             lambda: plan(
@@ -48,7 +48,7 @@ CHANNEL = SideQuantiser((4,), "channel", 8)
                 levels=Levels(shares=(0.5, 0.5), batch=4),
                 quantiser=Quantiser("affine", SideQuantiser((4, 4), "channel", 8), None, block=8),
             ),
-            "batches of a multiple of it, not of 4",
+            "batch 4 .* group 8",
         ),
         (
             lambda: plan(
@@ -56,35 +56,35 @@ CHANNEL = SideQuantiser((4,), "channel", 8)
                 quantiser=Quantiser("affine", CHANNEL, None, block=8),
                 eviction=Eviction("h2o", 0.5),
             ),
-            "quantise per token instead",
+            "per token",
         ),
-        (lambda: plan(layer(), eviction=Eviction("odd", 0.5)), "none of recent, h2o, keyformer"),
+        (lambda: plan(layer(), eviction=Eviction("odd", 0.5)), "'odd'"),
         (lambda: plan(layer(), eviction=Eviction("h2o", 0.0)), "keep 0"),
-        (lambda: plan(layer(), eviction=Eviction("h2o", 0.5, window=8)), "has no window"),
-        (lambda: plan(layer(), eviction=Eviction("snapkv", 0.5, pool=3)), "at least 1 query"),
+        (lambda: plan(layer(), eviction=Eviction("h2o", 0.5, window=8)), "h2o .* window"),
+        (lambda: plan(layer(), eviction=Eviction("snapkv", 0.5, pool=3)), "not 0 and 3"),
         (lambda: plan(layer(), eviction=Eviction("snapkv", 0.5, window=8, pool=4)), "not 8 and 4"),
         (
             lambda: plan(layer(), eviction=Eviction("recent", 0.5, recent_share=0.5)),
-            "its recent share is 1",
+            "not 0.5",
         ),
-        (lambda: plan(layer(), eviction=Eviction("h2o", 0.5, order="both")), "'both' is neither"),
+        (lambda: plan(layer(), eviction=Eviction("h2o", 0.5, order="both")), "'both'"),
         (
             lambda: plan(layer(keys=(group(1, 1, 16, (4,)), group(0, 1, 16, (4,))))),
-            "in order, each once",
+            "in order",
         ),
         (lambda: plan(layer(keys=whole(1))), "different numbers of KV heads"),
-        (lambda: plan(layer(keys=(HeadGroup(0, 2, 16, (8,)),))), "rank 8 of 32 has no basis"),
+        (lambda: plan(layer(keys=(HeadGroup(0, 2, 16, (8,)),))), "rank 8 of 32"),
         (
             lambda: plan(layer(keys=(HeadGroup(0, 2, 16, (8,), torch.zeros(32, 8)),))),
-            "both or neither",
+            "both down and up",
         ),
         (
             lambda: plan(
                 layer(keys=(HeadGroup(0, 2, 16, (8,), torch.zeros(8, 32), torch.zeros(32, 8)),))
             ),
-            r"a basis of \(8, 32\), not \(32, 8\)",
+            r"\(8, 32\).* \(32, 8\)",
         ),
-        (lambda: plan(layer(keys=(group(0, 2, 16, (40,)),))), "rank 40 is over the width 32"),
+        (lambda: plan(layer(keys=(group(0, 2, 16, (40,)),))), "rank 40 .* 32"),
         (
             lambda: plan(
                 layer(values=(group(0, 2, 16, (16, 8)),), levels=2),
@@ -96,7 +96,7 @@ CHANNEL = SideQuantiser((4,), "channel", 8)
             lambda: plan(layer(keys=(group(0, 2, 16, (8,)),), placement=Placement.NONE)),
             "no placement",
         ),
-        (lambda: plan(layer(fold_keys=(True, False))), "nothing to fold"),
+        (lambda: plan(layer(fold_keys=(True, False))), "folded"),
         (
             lambda: plan(
                 layer(
@@ -111,9 +111,9 @@ CHANNEL = SideQuantiser((4,), "channel", 8)
             lambda: plan(
                 layer(values=(group(0, 2, 16, (8,)),), fold_values=(True, True)), lazy=True
             ),
-            "needs exact K and V in prefill",
+            "lazy",
         ),
-        (lambda: plan(layer(window=1)), "stores no token"),
+        (lambda: plan(layer(window=1)), "sliding window 1 "),
     ],
 )
 def test_a_plan_says_one_thing(build, message):
@@ -129,10 +129,10 @@ LOW = (group(0, 2, 16, (8,)),)
     ("made", "facts", "message"),
     [
         (layer(), {"mla": True}, "multi-head latent attention"),
-        (layer(keys=whole(3), values=whole(3)), {}, "keys have another shape"),
-        (layer(values=whole(2, 8)), {}, "values have another shape"),
-        (layer(), {"sliding_window": 9}, "sliding window, or whether"),
-        (layer(LOW, fold_keys=(True, True)), {}, "RoPE lies between"),
+        (layer(keys=whole(3), values=whole(3)), {}, "keys"),
+        (layer(values=whole(2, 8)), {}, "values"),
+        (layer(), {"sliding_window": 9}, "sliding window"),
+        (layer(LOW, fold_keys=(True, True)), {}, "after RoPE"),
         (
             layer(LOW, fold_keys=(True, True)),
             {"position": "none", "qk_norm": True},
@@ -143,12 +143,16 @@ LOW = (group(0, 2, 16, (8,)),)
             {"qk_norm": True},
             "cannot be folded across QK-norm",
         ),
-        (layer(LOW, placement=Placement.PRE_ROPE), {"rotary_offset": None}, "cannot be had"),
-        (layer(values=LOW, fold_values=(True, True)), {"value_projection": None}, "no plain value"),
+        (layer(LOW, placement=Placement.PRE_ROPE), {"rotary_offset": None}, "K before RoPE"),
+        (
+            layer(values=LOW, fold_values=(True, True)),
+            {"value_projection": None},
+            "value projection",
+        ),
         (
             layer(values=LOW, fold_values=(False, True)),
             {"output_projection": None},
-            "no plain output",
+            "output projection",
         ),
     ],
 )

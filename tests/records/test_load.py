@@ -209,7 +209,7 @@ def test_answers_that_are_well_short_are_told():
         )["warnings"]
 
     (said,) = (one for one in with_share(0.5) if "answers have" in one)
-    assert said.startswith("full: answers have 50 % of the tokens that were asked for")
+    assert said.startswith("full: answers have 50 % of the requested tokens")
     assert not [one for one in (*with_share(1.0), *with_share(0.95)) if "answers have" in one]
 
 

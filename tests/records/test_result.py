@@ -68,7 +68,7 @@ def test_what_is_not_finite_is_refused_with_its_place(bad: float) -> None:
 
 
 def test_what_json_cannot_hold_is_refused_with_its_place() -> None:
-    with pytest.raises(TypeError, match=r"inputs\.seeds: a set"):
+    with pytest.raises(TypeError, match=r"inputs\.seeds: .* set"):
         spectrum_result(inputs={"seeds": {1, 2}})
     with pytest.raises(TypeError, match="key 3"):
         spectrum_result(inputs={3: "three"})

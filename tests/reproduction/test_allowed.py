@@ -113,7 +113,7 @@ def test_what_is_its_own_or_the_users_word_may_be_read(
     ],
 )
 def test_a_placeholder_or_matrix_brings_nothing_in(text: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRecipeError, match=r"No such option|no command '.*' to"):
+    with pytest.raises(InvalidRecipeError, match=r"No such option|command '.*' cannot"):
         load_recipe(write(tmp_path, text))
 
 
@@ -132,7 +132,7 @@ def test_what_is_set_is_checked_before_anything_runs(tmp_path: Path) -> None:
         return len(prepare([recipe], "smoke", {"data": str(data)}, None, CPU, "v")[0].cells)
 
     assert planned("--calibrate {data}") == 2
-    with pytest.raises(UsageError, match="is no file of the recipe's own"):
+    with pytest.raises(UsageError, match="--set data=FILE"):
         planned("--calibrate {data}/../../x")
 
 
@@ -141,9 +141,9 @@ def test_code_of_a_model_needs_whoever_runs_it(tmp_path: Path) -> None:
     assert kvprof("recipe", "validate", path).code == 0
     done = kvprof("recipe", "run", path, "--out", tmp_path / "out")
     assert done.code == 2
-    assert "small-claim.yaml: plan-fdc: wants to run code that a model's repository" in done.error
+    assert "kvprof recipe run --trust-remote-code" in done.error
     assert not (tmp_path / "out").exists()
     trusted = prepare([load_recipe(path)], "smoke", {}, None, CPU, "v", trusted=True)
     assert len(trusted[0].cells) == 2
     done = kvprof("recipe", "run", write(tmp_path), "--trust-remote-code")
-    assert (done.code, "none of these recipes" in done.error) == (2, True)
+    assert (done.code, "--trust-remote-code" in done.error) == (2, True)

@@ -88,7 +88,7 @@ def test_figures_keep_their_interval_and_its_ends_make_those_of_a_quotient() -> 
 
 def test_several_matches_need_to_be_told_how() -> None:
     alone = Measure("all", cell="a", figure="relative_accuracy")
-    assert "say over" in str(measured(alone).missing)
+    assert "add over" in str(measured(alone).missing)
     worst = measured(Measure("all", cell="a", figure="relative_accuracy", over="min"))
     assert worst == Measured(0.9, (0.8, 1.0))
     assert measured(Measure("s", cell="b", data="seconds[*]", over="median")).value == 2
@@ -103,7 +103,7 @@ def test_several_matches_need_to_be_told_how() -> None:
         ),
         (Measure("m", cell="a", figure="speed"), "no figure speed; it has relative_accuracy"),
         (Measure("m", cell="b", data="rows[method=kq].accuracy"), "was not measured"),
-        (Measure("m", cell="b", data="rows[0].method"), "is no number"),
+        (Measure("m", cell="b", data="rows[0].method"), "not a number"),
         (Measure("m", cell="b", data="seconds"), r"add \[\*\] and over"),
         (Measure("m", cell="b", data="lows[0]"), "its data has rows, max_rates"),
         (Measure("m", cell="c", figure="rate"), "c: out of memory"),

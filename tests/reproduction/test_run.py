@@ -89,7 +89,7 @@ verdict:
     for spread, fdc in ((0.01, 0.905), (0.01, 0.895), (0.0, 0.9)):
         tied = measure(spread, fdc)
         assert tied["verdict"] == "not testable here"
-        assert tied["reasons"][0].startswith("ahead: 0 lies inside its interval, ")
+        assert tied["reasons"][0].startswith("ahead: 0 is inside its interval, ")
         assert not tied["lacking"]
 
 
@@ -230,7 +230,7 @@ def test_set_fills_placeholders_as_one_word_and_narrows_the_matrix(tmp_path: Pat
     assert [cell.words for cell, _ in one.cells] == [
         ("plan", "reference", "--method", "kq", "--rate", "0.4 --device cuda")
     ]
-    with pytest.raises(UsageError, match="--set colour: none of the recipes has this placeholder"):
+    with pytest.raises(UsageError, match="--set colour"):
         planned(tmp_path, settings={"colour": "red"})
 
 

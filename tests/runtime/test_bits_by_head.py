@@ -248,12 +248,12 @@ def test_a_forged_plan_is_read_or_refused_in_one_line(
     ("change", "said"),
     [
         ({"quantised": "no"}, "is not of type 'boolean'"),
-        ({"quantised": False}, "gives them no bits"),
-        ({"column_bits": [[16, 5]]}, "columns of 5 bits; choose from 2, 3, 4, 8"),
-        ({"column_bits": [[16, 0]]}, "columns of 0 bits"),
-        ({"column_bits": [[8, 2], [8, 4]]}, "all columns of a head have the same with affine"),
-        ({"column_bits": [[15, 2]]}, "do not make up a latent"),
-        ({"column_bits": []}, "neither the quantiser nor the columns"),
+        ({"quantised": False}, "unquantised heads"),
+        ({"column_bits": [[16, 5]]}, "5; use 2, 3, 4, 8"),
+        ({"column_bits": [[16, 0]]}, "by column: 0"),
+        ({"column_bits": [[8, 2], [8, 4]]}, "affine"),
+        ({"column_bits": [[15, 2]]}, "15 columns"),
+        ({"column_bits": []}, "bits are missing"),
     ],
 )
 def test_a_file_that_says_nonsense_is_damaged(
@@ -278,13 +278,11 @@ def test_what_contradicts_itself_is_refused() -> None:
     assert plan.quantiser is not None
     values = plan.quantiser.values
     refused = {
-        "neither the quantiser nor the columns say": lambda: with_keys(
-            replace(bits, column_bits=()), exact
-        ),
-        "for a quantiser that says none itself": lambda: with_keys(
+        "bits are missing": lambda: with_keys(replace(bits, column_bits=()), exact),
+        "without bits": lambda: with_keys(
             bits, exact, quantiser=replace(plan.quantiser, keys=SideQuantiser((4,), group=32))
         ),
-        "reaches their side": lambda: with_keys(
+        "unquantised heads": lambda: with_keys(
             replace(bits, column_bits=(), quantised=False),
             exact,
             quantiser=Quantiser("affine", None, values),
@@ -292,10 +290,8 @@ def test_what_contradicts_itself_is_refused() -> None:
         "0 bit widths for 1 token levels": lambda: with_keys(
             bits, exact, quantiser=Quantiser("fp8", SideQuantiser(()), None)
         ),
-        "a scale is for a quantiser": lambda: with_keys(bits, replace(exact, scale=2.0)),
-        "is left out, and compressed": lambda: replace(
-            plan, layers=(replace(plan.layers[0], left_out=True),)
-        ),
+        "a scale requires": lambda: with_keys(bits, replace(exact, scale=2.0)),
+        "skipped": lambda: replace(plan, layers=(replace(plan.layers[0], left_out=True),)),
     }
     for said, make in refused.items():
         with pytest.raises(UsageError, match=said):

@@ -224,7 +224,7 @@ def test_another_batch_than_the_caches_is_refused() -> None:
     with compressed(model, make_plan(model), "on") as session, torch.inference_mode():
         cache = session.new_cache()
         model.model(token_ids(3, 6), past_key_values=cache)
-        with pytest.raises(UsageError, match="holds 3 sequences, and the batch has 2"):
+        with pytest.raises(UsageError, match=r"3 sequences, .* 2"):
             model.model(token_ids(2, 1), past_key_values=cache)
 
 

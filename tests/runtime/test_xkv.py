@@ -125,21 +125,17 @@ def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:
     assert across is not None
     moments = replace(inputs("Llama").moments, across=None)
     refused = {
-        "nothing goes on top of that: no bases, quantiser": lambda: plan_family(
-            "xkv+kivi", inputs("Llama")
-        ),
+        "a quantiser": lambda: plan_family("xkv+kivi", inputs("Llama")),
         "engine": lambda: check_servable(plan),
         "kernel": lambda: compressed(model("Llama"), plan, "on").__enter__(),
         "every layer has a sliding window": lambda: plan_family("xkv", inputs("Mistral")),
-        "nothing of these layers": lambda: plan_family(
+        "calibrate again": lambda: plan_family(
             "xkv", replace(inputs("Llama"), moments=moments), bases="calibration"
         ),
         "not between 0.1 and 10": lambda: plan_family("xkv", inputs("Llama"), ratio=99),
         "no static cache": _static,
-        "in the same groups": lambda: replace(
-            plan, across=replace(across, groups=across.groups[:1])
-        ),
-        "have no bits": lambda: replace(plan, across=replace(across, deflate=True)),
+        "same groups": lambda: replace(plan, across=replace(across, groups=across.groups[:1])),
+        "DEFLATE": lambda: replace(plan, across=replace(across, deflate=True)),
     }
     for words, attempt in refused.items():
         with pytest.raises(UsageError, match=words) as said:

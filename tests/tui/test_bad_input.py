@@ -270,7 +270,7 @@ def test_a_record_that_another_run_replaces_is_not_mixed_with_it(tmp_path):
         write(tmp_path / "events.jsonl", stream())
         await until(app, pilot, lambda: session.problem is not None)
         await settle(app, pilot)
-        assert "was replaced by another run's" in " ".join(text(app).split())
+        assert "was replaced by another run" in " ".join(text(app).split())
 
     show(session, tmp_path, steps)
     assert session.state.end is None

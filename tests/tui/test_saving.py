@@ -40,5 +40,5 @@ def test_an_export_is_as_complete_as_the_run(tmp_path, share):
 
 
 def test_before_the_first_event_there_is_nothing_to_export(tmp_path):
-    with pytest.raises(FailedError, match="nothing to export"):
+    with pytest.raises(FailedError, match="no results"):
         recorded_result(tmp_path / "events.jsonl", None)

@@ -1,9 +1,6 @@
-"""Decoding without a GPU: blocks of tokens on all threads, joined by their log sums.
+"""Decode on a CPU: each thread takes blocks of tokens, and log sums combine their results.
 
-A block's planes of K go through one product, its planes of V through another, both in float32; 16
-bits are widened block by block, which costs less than products of 16 bits whose results are rounded
-to 16 bits. Each block is one thread's own work, from the product to the weighted values, because
-torch's own threads would meet after every operation and cannot share a product with few outputs.
+Products are float32: widening a block costs less than products with 16-bit results.
 """
 
 import os
@@ -141,11 +138,7 @@ def _widened(plane: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _scores(query: Tensor, keys: list[Tensor]) -> Tensor:
-    """Return ``[tokens, G]``, a token's scores side by side in float32, else a query head's.
-
-    Either way round is the faster one there: a plane that comes from memory is best read once,
-    row by row, and one that was just widened lies in the cache.
-    """
+    """Return scores ``[tokens, G]``: token-major in float32, else head-major, which is faster."""
     tokens, group = len(keys[0]), len(query)
     own = torch.split(query, [plane.shape[-1] for plane in keys], dim=-1)
     if query.dtype == keys[0].dtype:

@@ -1,10 +1,4 @@
-"""How a decoding step's work is cut, stated on the host (methods: load balance).
-
-The device does the same (`kvprof.kernels.decode.launch`). A head's work is its context times its
-widths, plus a constant per token for what does not shrink with the width (softmax). Cutting each
-head into as many pieces as its share of the whole asks for leaves no multiprocessor waiting for the
-widest head.
-"""
+"""Partition a decoding step's work by its cost, stated on the host (methods: load balance)."""
 
 import heapq
 from collections.abc import Sequence
@@ -75,11 +69,7 @@ class Tuning:
 
 
 def rows_of(layout: RaggedLayout) -> int:
-    """Return how many of a group's query heads one program takes, padded: 16, 32 or 64.
-
-    Where that is not all of them, as many programs as it takes read the same tokens, side by side,
-    so that all but the first find them in L2.
-    """
+    """Return how many query heads of a group one program takes: 16, 32 or 64, padded."""
     width = max(layout.key_widths + layout.value_widths)
     rows = STEP
     while rows < layout.group and 2 * rows * width <= _MOST_VALUES:
@@ -104,22 +94,14 @@ def tuning_for(layout: RaggedLayout) -> Tuning:
 
 
 def built_for(tuning: Tuning, element_size: int, page: int) -> Tuning:
-    """Return how a kernel is built for a dtype of `element_size` bytes and pages of `page` tokens.
-
-    A tile of 32-bit values is half as high, and its products, which no tensor core computes, take
-    the registers of four times the warps. With pages a load waits for the number of its own, which
-    takes the compiler's pipeline two stages.
-    """
+    """Return the build of a kernel for values of `element_size` bytes, pages of `page` tokens."""
     if element_size > 2:
         tuning = replace(tuning, tile=tuning.tile // 2, warps=min(8, 4 * tuning.warps))
     return replace(tuning, stages=2 * tuning.stages - 1) if page else tuning
 
 
 def at_once(tuning: Tuning) -> int:
-    """Return how many pieces lie on a multiprocessor at once, by its shared memory and registers.
-
-    Values are taken to have 16 bits.
-    """
+    """Return how many splits fit on a multiprocessor, by its shared memory and registers."""
     shared = _SHARED // (2 * (tuning.stages - 1) * tuning.tile + _BESIDE)
     return max(1, min(shared, _WARPS // tuning.warps))
 
@@ -175,11 +157,7 @@ class Cut:
 
 
 def page_tile(page: int) -> int:
-    """Return the most tokens of a tile over pages of `page` tokens; 0 is no pages.
-
-    A tile of a single page is loaded as it is without pages. A small page would make it so small
-    that too little is on its way: there a tile spans several, and each token looks for its own.
-    """
+    """Return the most tokens of a tile over pages of `page` tokens; 0 is no pages."""
     whole = page & -page
     return whole if whole >= _LEAST_PAGE else LARGEST_TILE
 
@@ -193,10 +171,7 @@ def tile_height(key_width: int, value_width: int, tile: int, most: int = LARGEST
 
 
 def kinds(layout: RaggedLayout) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of widths that a layer has, each once and sorted.
-
-    Layers with the same pairs, in whatever order, so share one compiled kernel.
-    """
+    """Return the distinct pairs of widths of a layer, sorted, so that layers share a kernel."""
     return tuple(sorted(set(zip(layout.key_widths, layout.value_widths, strict=True))))
 
 
@@ -272,11 +247,7 @@ def equal_shares(
 
 
 def most_pieces(tiles: int, tuning: Tuning, multiprocessors: int) -> int:
-    """Return how many pieces there may be: no fewer where there are more tiles.
-
-    All that `tuning` allows where pieces are long. Shorter ones come in a single round: as many on
-    every multiprocessor as lie there at once, or fewer, so that each has `LEAST_TILES`.
-    """
+    """Return the largest number of splits, so that each has `LEAST_TILES` in a single wave."""
     pieces = tuning.pieces * multiprocessors
     if tiles < DEEP_TILES * pieces:
         pieces = min(pieces, at_once(tuning) * multiprocessors, max(1, tiles // LEAST_TILES))
@@ -292,13 +263,7 @@ def pieces_for(
     multiprocessors: int,
     starts: Sequence[int] | None = None,
 ) -> int:
-    """Return how many pieces of equal cost to aim at.
-
-    Every task rounds its share of them, up or down. Where that could make more than `most_pieces`,
-    and these fill whole rounds, a last round of a few pieces would take as long as any: fewer are
-    aimed at. Not so where several rounds are shared by more tasks than there are multiprocessors:
-    a task then has a handful of pieces, and one less of them makes each of them much longer.
-    """
+    """Return how many splits of equal cost to aim at: full waves, as a partial one costs one."""
     heights = [
         tile_height(*widths, tuning.tile)
         for widths in zip(layout.key_widths, layout.value_widths, strict=True)
@@ -323,10 +288,7 @@ def predicted_makespan_over_mean(
     tuning: Tuning | None = None,
     starts: Sequence[int] | None = None,
 ) -> float:
-    """Return the busiest multiprocessor's work over the mean work of all, 1 at best.
-
-    Pieces go in order to whichever multiprocessor is free first, as the hardware hands them out.
-    """
+    """Return the busiest multiprocessor's work over the mean of all, 1 at best."""
     tuning = tuning or tuning_for(layout)
     pieces = pieces_for(layout, lengths, tuning, multiprocessors, starts)
     cut = equal_shares(layout, lengths, pieces, tuning.tile, starts)

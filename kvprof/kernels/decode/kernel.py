@@ -1,9 +1,6 @@
-"""Split-context decode over heads of unlike width: one program per piece, or a list per worker.
+"""Split-KV decode over heads of different widths: one program per split, or a list per worker.
 
-Reading the cache is all that a decoding step has to wait for, so everything here is about loads:
-widths are compile-time constants with a branch per kind of head, chunks are planes of their own
-(`kvprof.kernels.planes`), a program is one warp with several tiles on their way where heads are
-narrow, and pieces cost the same (`kvprof.kernels.decode.launch`).
+Loads bound it, so widths are compile-time constants and narrow heads have one warp.
 """
 
 import triton
@@ -43,11 +40,7 @@ _HEIGHT = tl.constexpr(column(Kind, "height"))
 
 @triton.jit
 def _planes(first, plane, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
-    """Return where the planes of a head's side begin, `plane` tokens each.
-
-    Every offset is a multiple of 16 values: said, so that loads are as wide as they can be. At the
-    sums themselves: the compiler loses what is said of a function's argument.
-    """
+    """Return the offsets of a head's planes; each is a multiple of 16 values, for wide loads."""
     second = tl.multiple_of(first + plane * W0, 16)
     third = tl.multiple_of(first + plane * (W0 + W1), 16)
     fourth = tl.multiple_of(first + plane * (W0 + W1 + W2), 16)
@@ -82,10 +75,7 @@ def _tile(
     HEIGHT: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, CHECK: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """Go on with one tile of tokens: scores, online softmax in base 2, weighted values.
-
-    With SPREAD each token looks for its own page; else the planes are of the tile's.
-    """
+    """Process one tile of tokens: scores, online softmax in base 2, weighted values."""
     places = tl.arange(0, HEIGHT)
     tokens = start + places
     there = tokens < stop

@@ -171,11 +171,7 @@ def share_equal(
     STARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Share items of equal cost out to all tasks of a layer; a program per layer.
-
-    A step of a few hundred sequences has thousands of tasks: what each program of `cut_equal` would
-    add up by itself would grow as their square.
-    """
+    """Distribute items of equal cost over all tasks of a layer; a program per layer."""
     wait_for_earlier(DEPENDENT)
     layer = tl.program_id(0)
     heads += layer * HEADS * _COLUMNS

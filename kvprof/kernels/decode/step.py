@@ -64,10 +64,7 @@ def _checked(
     sinks: Tensor | None,
     table: Tensor | None,
 ) -> Tensor | None:
-    """Refuse what does not fit together; return the sinks as the kernel takes them.
-
-    Parameters are those of `DecodeStep.run`.
-    """
+    """Check the arguments of `DecodeStep.run`; return the sinks as the kernel takes them."""
     check_queries(query, (rows, layout.query_offsets[-1]), query.dtype)
     check_cache(buffer, layout.batch, layout.row, query.dtype)
     check_interpreter(query.dtype)

@@ -1,7 +1,4 @@
-"""RMS norm, rotary embedding and gated SiLU of single tokens: a program per row or head.
-
-A decoding step of batch 1 spends more time on launching these than on reading their inputs.
-"""
+"""RMS norm, rotary embedding and gated SiLU of single tokens: a program per row or head."""
 
 import triton
 import triton.language as tl

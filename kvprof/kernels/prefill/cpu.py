@@ -1,11 +1,6 @@
-"""A prompt's attention without a GPU: torch on all threads, in float32.
+"""Prefill attention on a CPU: torch on all threads, in float32.
 
-Of the ways tried (two cores of an EPYC without AMX, 2K and 6K tokens), torch's fused kernel is
-fastest where keys and values are as wide (0.86 against 1.20 s at width 64). It takes no unlike
-widths; padding to the wider one still pays up to about a third more columns (80 and 48: 1.05
-against 1.06 s), beyond that blocks of rows against blocks of keys with an online softmax are faster
-at the heads' own widths (32 and 112: 0.87 against 1.82 s). They also run what the fused kernel does
-not know. Half precision is widened: its products are slower here, and scores would be rounded.
+The fused kernel serves equal or padded widths; online softmax in blocks serves the others.
 """
 
 import math
@@ -36,10 +31,7 @@ def prefill_cpu(
     sinks: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """Return ``[batch, tokens, Σ_g G·dv_g]`` in the dtype of `query`.
-
-    Parameters are those of `kvprof.kernels.prefill.step.prefill`, on the CPU.
-    """
+    """Return what `kvprof.kernels.prefill.step.prefill` does, on the CPU."""
     listed = [int(length) for length in lengths]
     batch, tokens, _ = query.shape
     output = query.new_zeros(batch, tokens, layout.output_offsets[-1])
@@ -76,10 +68,7 @@ def prefill_rows_cpu(
     window: int = 0,
     logs: Tensor | None = None,
 ) -> Tensor:
-    """Return ``[tokens, Σ_g G·dv_g]`` in the dtype of `query`.
-
-    Parameters are those of `kvprof.kernels.prefill.rows.RowsStep`, on the CPU.
-    """
+    """Return what `kvprof.kernels.prefill.rows.RowsStep` does, on the CPU."""
     begins, listed = [int(start) for start in starts], [int(length) for length in lengths]
     room = layout.capacity * (1 if table is None else table.shape[1])
     output = query.new_zeros(len(query), layout.output_offsets[-1])

@@ -57,11 +57,7 @@ _KEYS = tl.constexpr(column(Kind, "keys"))
 def _plane(
     plane, far, first, places, there, WIDTH: tl.constexpr, SPREAD: tl.constexpr, CHECK: tl.constexpr
 ):
-    """Load rows of a plane, ``[places, WIDTH]``, from row `first` on; zeros where it is not there.
-
-    What they have in common, the page that is `far` too, belongs to the base. With SPREAD tokens
-    lie in several pages and have a `far` each.
-    """
+    """Load rows of a plane, ``[places, WIDTH]``, from row `first` on; zeros where absent."""
     offsets = places[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if SPREAD:
         at = plane + far[:, None] + offsets

@@ -47,10 +47,9 @@ def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
 
 
 def side_by_side(jobs: Sequence[Callable[[], None]], device: torch.device) -> None:
-    """Start all jobs after what the current stream holds, and let it go on when all are done.
+    """Run jobs on parallel streams after the current one, and make it wait for all.
 
-    The first runs on the current stream, the others on streams of their own; elsewhere than on a
-    GPU one after the other. A job may keep nothing that another stream allocated beyond its end.
+    A job must not retain what another stream allocated.
     """
     if device.type != "cuda" or len(jobs) < 2:
         for job in jobs:

@@ -301,10 +301,7 @@ def measured_path(
     schedule: str = "equal",
     tuning: Tuning | None = None,
 ) -> Choice:
-    """Time both ways on random data and remember the faster for about as many tokens.
-
-    Layers with the same widths, group and batch share what was found, up to twice the tokens.
-    """
+    """Time both ways on random data and remember the faster, up to twice the tokens."""
     if device.type != "cuda":
         raise LackingError("prefill paths are measured on a GPU only")
     tuning = tuning or Tuning()
@@ -341,13 +338,9 @@ def quick_path(
     schedule: str = "equal",
     tuning: Tuning | None = None,
 ) -> str:
-    """Return the faster path for a runtime, which meets a layout for a prompt or two.
+    """Return the faster path for a runtime, which sees a layout for a prompt or two.
 
-    Torch's kernels are tried for heads that they take as they are: all of one pair of widths,
-    neither of them padded. That is measured once for about as many tokens, on one sequence of at
-    most 16,384 of them, and holds for all layers of these widths; they are taken where they are
-    clearly faster. All else goes to Triton: every layer of a ragged plan has a layout of its own,
-    and trying takes as long as eight prompts.
+    Torch is measured once, for equal unpadded widths; ragged layouts use Triton untested.
     """
     pairs = set(zip(layout.key_widths, layout.value_widths, strict=True))
     if len(pairs) > 1 or tokens < _WORTH or not set(*pairs) <= set(REWARDED):

@@ -1,11 +1,6 @@
-"""Attention of unlike numbers of new tokens per sequence, also over pages: chunked prefill.
+"""Attention of different numbers of new tokens per sequence, also over pages: chunked prefill.
 
-An engine gives each step what fits: some tokens of a long prompt, a short prompt whole, one new
-token of a sequence that decodes. All sequences' new tokens lie one after another, and what there is
-to do is known on the device alone, so it is cut there: a block is one tile of rows of a sequence,
-whose causal length is its cost, and the costly ones come first. A cut holds for all layers that
-compute with tiles as high, whatever their heads (`kvprof.kernels.prefill.schedules` cuts what the
-host knows, sequences that are all as long, more finely).
+The device cuts the work into tiles of rows, the costly ones first.
 """
 
 import math
@@ -89,11 +84,7 @@ def cut_rows(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Make a block of every tile of rows, those that see most first; a program per tile.
-
-    Every program counts the tiles of all sequences that come before its own: with a few hundred
-    sequences that is cheaper than to sort.
-    """
+    """Make a block of every tile of rows, those that see most first; a program per tile."""
     tile = tl.program_id(0)
     lane = tl.arange(0, LANES)
     total = tl.zeros([], tl.int32)

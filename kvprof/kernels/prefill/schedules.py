@@ -1,9 +1,7 @@
-"""How a prompt's work is cut into blocks of rows and in which order they run (FDC §5.3).
+"""Cut a prompt's work into blocks of rows and order them (FDC §5.3).
 
-A block is neighbouring rows of one KV head of one sequence, a row being one query head at one new
-token: row ``r`` is query head ``r % G`` at token ``r // G``. What it costs is what the kernel does:
-its tiles of rows, each with the keys that causality leaves, in whole tiles, times the head's widths
-and a constant for softmax, which does not shrink with the width.
+Row ``r`` of a block is query head ``r % G`` at token ``r
+G``.
 """
 
 import heapq
@@ -200,11 +198,7 @@ def plain_blocks(work: Work, heads: Sequence[int]) -> list[Block]:
 
 
 def equal_blocks(work: Work, heads: Sequence[int], pieces: int) -> list[Block]:
-    """Return about `pieces` blocks of equal cost, causality counted.
-
-    Each head of each sequence gets its share of the blocks, cut at whole tiles: tall where the
-    causal length is short, a single tile where even that is more than a share.
-    """
+    """Return about `pieces` blocks of equal cost, causality counted."""
     tasks = [
         (sequence, head, work.sums(sequence, head))
         for sequence in range(len(work.past))

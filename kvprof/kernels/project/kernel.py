@@ -1,11 +1,6 @@
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
-"""Rotate, multiply by a head's basis, store: a program per block of rows and unit of columns.
-
-A row is one token of one sequence. Queries go to dense rows, keys and values to the planes of
-`kvprof.kernels.planes`; `kvprof.kernels.project.launch` says which columns a program makes. Units
-of one block of rows are neighbours in the grid, so the states they share are read from memory once.
-"""
+"""Rotate, multiply by a head's basis, store: a program per block of rows and unit of columns."""
 
 import triton
 import triton.language as tl

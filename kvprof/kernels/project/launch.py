@@ -117,11 +117,7 @@ def units(
 
 
 def _known_sizes(sizes: set[int]) -> list[int]:
-    """Return the sizes of blocks that a kernel is built for, largest first.
-
-    Where heads differ, all down to the smallest there is, so that layers whose heads differ
-    otherwise share the kernel.
-    """
+    """Return the block sizes a kernel is built for, largest first, so that layers share it."""
     if len(sizes) < 2:
         return sorted(sizes)
     return [size for size in (128, 64, 32, STEP) if size <= max(sizes)]
@@ -167,11 +163,7 @@ def tuning_for(rows: int, dtype: torch.dtype) -> Tuning:
 
 
 def block_of(size: int, tuning: Tuning) -> int:
-    """Return how many of `size` dimensions a step of a product takes.
-
-    At decode all of them up to 64, since a step is a wait; for a prompt 32 or 16, whichever pads
-    less.
-    """
+    """Return how many of `size` dimensions a step of a product takes; 16 or 32 for a prompt."""
     if tuning.rows == 16:
         return next(block for block in (16, 32, 64) if block >= min(size, 64))
     return 32 if -(-size // 32) * 32 == -(-size // 16) * 16 else 16

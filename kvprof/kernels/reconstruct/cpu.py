@@ -26,10 +26,7 @@ def reconstruct_cpu(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Return ``[rows, Σ_groups n·G·r_v]`` in the dtype of `query`.
-
-    The arithmetic is float32; torch's own threads share each block.
-    """
+    """Return ``[rows, Σ_groups n·G·r_v]`` in the dtype of `query`, computed in float32."""
     layout = form.layout
     output = query.new_zeros(form.rows, layout.output_offsets[-1])
     groups = torch.split(query.float() * scaling, _query_widths(form), dim=1)

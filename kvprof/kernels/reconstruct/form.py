@@ -64,11 +64,7 @@ class Target:
 
 
 def tuning_for(target: Target, matrix: int, row: int, queries: int, element: int) -> Tuning:
-    """Return what a GPU and a layer ask for.
-
-    Small matrices stay with programs of four warps, several to a multiprocessor, whose tiles are
-    pipelined. Large ones come in blocks, as wide as shared memory has room for beside a tile.
-    """
+    """Return the tuning for a GPU and a layer: few warps for small matrices, else blocks."""
     # Classes of GPUs: H100 and B200; A100; GPUs of graphics cards.
     size = 0 if target.shared >= 220000 else 1 if target.shared >= 160000 else 2
     if matrix <= (32768, 32768, 16384)[size]:
@@ -115,12 +111,7 @@ class Group(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A piece of work: tokens ``start … stop - 1`` of one group of one row; none where it is empty.
-
-    Attributes
-    ----------
-    row, group, start, stop : int
-    """
+    """Tokens ``start … stop - 1`` of one group of one row; none where it is empty."""
 
     row: int
     group: int
@@ -266,10 +257,7 @@ class Form:
         return max(16, min(self.tuning.height, 1 << max(most, 1).bit_length() - 1))
 
     def cost(self, key_width: int, value_width: int) -> int:
-        """Return what a token of a group costs, in columns read.
-
-        The 32 stands for what does not shrink with the width (softmax), as in decode.
-        """
+        """Return a token's cost in columns read; 32 stands for softmax, as in decode."""
         products = self.heads * self.padded * key_width
         return key_width + value_width + 32 + products // _PRODUCTS
 

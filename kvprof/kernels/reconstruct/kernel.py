@@ -218,10 +218,7 @@ def stored_scores(
 def _places(
     keys, values, pages, at, tokens, mask, stride, PAGE: tl.constexpr, SPREAD: tl.constexpr
 ):
-    """Return where the planes of a tile's page begin, how far those of its tokens are, and places.
-
-    With SPREAD each token's page is looked up; else the tile that begins `at` lies in one.
-    """
+    """Return plane offsets of a tile's page, those of its tokens, and rows in the page."""
     far = tokens
     if SPREAD:
         page = tl.load(pages + tokens // PAGE, mask=mask, other=0)

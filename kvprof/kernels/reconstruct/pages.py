@@ -1,8 +1,4 @@
-"""Whole pages out of latents from before RoPE, in one launch: for chunks of prompts.
-
-A kernel that rebuilt keys for every block of a chunk's queries would do so hundreds of times
-(`kvprof.serving.rebuilt`).
-"""
+"""Rebuild whole pages from latents before RoPE in one launch, for chunks of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -64,10 +64,7 @@ def append(
     values: Sequence[Tensor],
     start: Tensor,
 ) -> None:
-    """Store new tokens of a segment one after another; other tokens keep their values.
-
-    Nothing waits for the device. A token behind the segment's capacity is left out.
-    """
+    """Store new tokens of a segment one after another; those behind its capacity are left out."""
     for head in range(layout.heads):
         for side, given in zip(layout.sides(segment, head), (keys, values), strict=True):
             if given[head].shape[-1] != side.width:
@@ -88,19 +85,13 @@ def write(buffer: Tensor, places: Addresses, keys: Tensor, values: Tensor) -> No
 
 
 def read(buffer: Tensor, places: Addresses) -> tuple[Tensor, Tensor]:
-    """Return stored tokens, ``[batch, n, Σ width]`` float32 each, dequantised.
-
-    Of a token that is left out anything comes.
-    """
+    """Return stored tokens, ``[batch, n, Σ width]`` float32 each, dequantised."""
     keys, values = (side.columns.read(_flat(buffer), side) for side in (places.keys, places.values))
     return keys, values
 
 
 def read_scales(buffer: Tensor, places: Addresses) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales of stored tokens, ``[batch, n, heads]`` float32 each.
-
-    None for a side whose rows have no scale of their own.
-    """
+    """Return scales, ``[batch, n, heads]`` float32 each; None for a side without scales per row."""
     keys, values = (
         side.columns.scales(_flat(buffer), side) for side in (places.keys, places.values)
     )

@@ -102,11 +102,7 @@ def _rise(before, bits, slot):
 
 @triton.constexpr_function
 def _turn(bits, number):
-    """Return which slot's products with weights are added next.
-
-    The weights of the second slot and the fourth are a fourth of what they are, so that codes of 2
-    bits, four times as large there, need no shift before them; of 4 and 8 bits they come first.
-    """
+    """Return which slot's products with weights come next, so that 2-bit codes need no shift."""
     return number if bits < 4 else (1, 0, 3, 2)[number] if bits == 4 else (1, 3, 0, 2)[number]
 
 
@@ -427,12 +423,7 @@ def _column_tile(
     CAPPED: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Go on with one tile: scores, online softmax in base 2, weighted values.
-
-    Behind a row's end lies room for a whole tile, whose bytes are numbers whatever they are, and
-    are left out here: a loop of its own for the last tile would be the code once more, and code is
-    what several kinds of head wait for.
-    """
+    """Process one tile; bytes behind a row's end are masked, since a second loop costs more."""
     places = by_row(PLACES)
     left = stop - at - places * _SLOTS
     if PAGE > 0:

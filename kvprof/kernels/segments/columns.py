@@ -324,10 +324,7 @@ class ColumnSide(Side):
         return (*found, *tops)
 
     def _views(self, blocks: Tensor) -> list[tuple[Tensor, slice, int, int, int, int]]:
-        """Return every plane of bits as a view ``[batch, blocks, part, place, column]``.
-
-        With it the columns that it has, and of them what `Piece` has from its bits on.
-        """
+        """Return planes of bits as ``[batch, blocks, part, place, column]``, and their columns."""
         found = []
         for plane in self.planes:
             at = self.plane_at(plane)

@@ -29,10 +29,7 @@ def segments_cpu(
     table: Tensor | None = None,  # `[rows, most pages]` int32, where the layout is of a pool
     beside: Attended | None = None,  # A further part of every row
 ) -> Tensor:
-    """Return one decoding step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`.
-
-    All sequences of a block are multiplied together, in float32 on all threads.
-    """
+    """Return one decoding step's attention, ``[rows, Σ_g G·dv_g]`` in the dtype of `query`."""
     wide = layout.widest
     output = query.new_empty(len(query), wide.output_offsets[-1])
     for head in range(layout.heads):

@@ -1,9 +1,4 @@
-"""What a unit of a step over segments costs, and how a step is cut into pieces.
-
-A unit is one segment of one KV head of one row; its cost is its tokens times their bytes, weighed
-by what they are, plus a constant per token; where sides tell their products of tensor cores, also
-these and the pieces that keys are asked for in.
-"""
+"""Cost of a unit (a segment of a KV head of a row), and how a step is cut by it."""
 
 from dataclasses import dataclass
 
@@ -94,11 +89,7 @@ def _token(side: Side, nbytes: int) -> float:
 
 
 def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> int:
-    """Return the places of a tile, so that it holds about `tile` bytes; a power of two.
-
-    At least 32, a block; 64 where a token has a place of its own and a scale, which would be too
-    small to be loaded asynchronously one by one; but no more than a page has.
-    """
+    """Return the rows of a tile: about `tile` bytes, a power of two from 32, within a page."""
     slots = layout.segments[segment].slots
     scales = any(side.groups for side in layout.sides(segment, head))
     places = 2 * PLACES if scales and slots == 1 else PLACES
@@ -250,11 +241,7 @@ def share_units(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Share about `pieces` items out to all units of a layer; a program per layer.
-
-    A step of a few hundred sequences has thousands of units: what each program of `cut_units` would
-    add up by itself would grow as their square.
-    """
+    """Distribute about `pieces` items over all units of a layer; a program per layer."""
     wait_for_earlier(DEPENDENT)
     layer = tl.program_id(0)
     units += layer * SEGMENTS * HEADS * _UNIT

@@ -1,10 +1,6 @@
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
-"""Numbers as two digits of a byte, in adjacent columns of a product of whole numbers.
-
-A number up to `MOST` is ``256 · upper + lower`` with both within an int8. A product with both
-digits' columns gives two sums that lie side by side in a lane, where they are joined.
-"""
+"""Split integers up to `MOST` into ``256 · upper + lower``, int8 digits in adjacent columns."""
 
 import math
 
@@ -75,10 +71,7 @@ def biased(numbers):
 
 @triton.jit
 def headroom(largest):
-    """Return log2 of a factor by which numbers up to `largest` are at most `MOST`.
-
-    A factor of two less than could be, at most: by the power of two behind the number's own.
-    """
+    """Return log2 of a power of two by which numbers up to `largest` stay within `MOST`."""
     behind = (largest.to(tl.int32, bitcast=True) >> 23) - 126
     return _LOG_MOST - behind.to(tl.float32)
 
@@ -120,10 +113,7 @@ def _one_digit(whole, upper, FAST: tl.constexpr):
 
 @triton.constexpr_function
 def bits_of(kinds, at, planes, start):
-    """Return the bits of the codes of a column of K: those of its planes, of 3 bits two, together.
-
-    Of a column of rows of codes 0.
-    """
+    """Return the bits of a K column's codes (3 bits: two planes together), 0 for rows of codes."""
     found = 0
     for number in range(planes):
         own = at + number * _PLANE.value
@@ -161,10 +151,7 @@ def _columns(kinds, at, planes):
 
 @triton.jit
 def _top_factor(place, WIDTH: tl.constexpr, PART: tl.constexpr):
-    """Return by what a block's queries are larger where they meet the highest of 3 bits.
-
-    By four; those of a plane's second half, whose bits lie one farther, by two.
-    """
+    """Return the factor of queries for the highest of 3 bits: 4, or 2 in a plane's second half."""
     if WIDTH == 16:
         found = tl.where(place < 8, 4.0, 2.0)
     else:
@@ -290,10 +277,7 @@ def _beside(left, right):
 
 @triton.jit
 def summed(query, sums, worth):
-    """Add a plane's digits, times `worth`, to their sums ``[16, 2 · heads]``, row by row.
-
-    By a product, so that no thread asks another.
-    """
+    """Add a plane's digits, times `worth`, to ``[16, 2 · heads]``; a product avoids shuffles."""
     return tl.dot(worth, query, sums, out_dtype=tl.int32)
 
 
@@ -325,11 +309,7 @@ def in_lanes(numbers):
 
 @triton.jit
 def by_row(places: tl.constexpr):
-    """Return the place that each row of the products with keys is.
-
-    A lane has rows r, r + 8, r + 16 and r + 24 of every block: as places they are neighbours, whose
-    weights are the bytes of a word in the product with values.
-    """
+    """Return each row's place in the products with keys, so that a lane's weights fill a word."""
     row = tl.arange(0, places)
     return row // _BLOCK * _BLOCK + row % 8 * 4 + row % _BLOCK // 8
 

@@ -249,11 +249,7 @@ def _int8_tile(
     CAPPED: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Go on with one tile: scores, online softmax in base 2, weighted values.
-
-    What lies behind a row's end is left out here, as in columns with bits of their own
-    (`kvprof.kernels.segments.column_kernel`).
-    """
+    """Process one tile of tokens; what lies behind a row's end is left out."""
     places = by_row(PLACES)
     left = stop - at - places * SLOTS
     if PAGE > 0:

@@ -1,11 +1,6 @@
 # mypy: ignore-errors
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
-"""The kernels over segments that are launched; in each a branch for every geometry.
-
-- `segment_pieces` decodes: a program per piece of work, code of its own for every kind of head.
-- `move_tokens` stores a step's tokens.
-- `restore_tokens` dequantises tokens into planes.
-"""
+"""Kernels over segments: `segment_pieces` decodes, `move_tokens` stores, `restore_tokens` reads."""
 
 import triton
 import triton.language as tl
@@ -102,10 +97,7 @@ _BLOCK_SIZE = tl.constexpr(column(MovedColumn, "block"))
 
 @triton.constexpr_function
 def _ends(kinds, number, count, stride):
-    """Tell whether a kind is of exact tokens at a row's ends, of which there are few.
-
-    They are taken to be such beside what is multiplied as whole numbers, and nothing else.
-    """
+    """Tell whether a kind is of the few exact tokens at a row's ends."""
     exact = [
         all(kinds[own * stride + side] == FULL for side in (_K_FORMAT.value, _V_FORMAT.value))
         for own in range(count)
@@ -123,13 +115,7 @@ def _ends(kinds, number, count, stride):
 
 @triton.jit
 def _dealt(total, shares):
-    """Return which piece a program runs so that a multiprocessor has few kinds of them.
-
-    As if programs that all have room at once went to multiprocessors in turn. They do so about, on
-    an H200: with four kinds of head a multiprocessor has two or three, and all four in order.
-    Nothing is counted, so that it costs short pieces nothing, and nothing is right but the time if
-    it is otherwise.
-    """
+    """Return a program's split such that a multiprocessor has few kinds; affects time only."""
     number = tl.program_id(0)
     own = number % shares
     found = own * (total // shares) + tl.minimum(own, total % shares) + number // shares
@@ -415,11 +401,7 @@ def move_tokens(
     POOLED: tl.constexpr,
     DEPENDENT: tl.constexpr,  # as `segment_pieces`
 ):
-    """Move a token of each row, or several (POOLED); a program per stretch of columns and token.
-
-    Tokens of one place share bytes. They stand beside one another, with no target that there is not
-    between them, and the program of the first of them moves them all, one after another.
-    """
+    """Move tokens into pages; the program of the first token of a shared byte moves them all."""
     wait_for_earlier(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     first_target = tl.load(targets + row).to(tl.int64)

@@ -77,10 +77,7 @@ def _numbers(layout: SegmentsLayout, heads: int, warps: int) -> int:
 
 
 def _query_block(layout: SegmentsLayout, warps: int) -> int:
-    """Return the query heads that a program serves: 8, 16 or 32, as registers allow.
-
-    Further ones of a group read the cache again, from L2.
-    """
+    """Return the query heads that a program serves: 8, 16 or 32, as registers allow."""
     block = 8
     while block < layout.group and block < 32 and _numbers(layout, 2 * block, warps) <= _REGISTERS:
         block *= 2

@@ -223,10 +223,7 @@ class SegmentsLayout:
         )
 
     def unit_kind(self, segment: int, head: int) -> UnitKind:
-        """Return what a kernel tells a unit, a head of a segment, from others by.
-
-        Segments in the same formats have the same: exact sinks and an exact window, say.
-        """
+        """Return a unit's kernel kind; segments in the same formats have the same."""
         own = self.segments[segment]
         exact = own.key_bits is None and own.value_bits is None
         return own.key_bits, own.value_bits, None if exact else own.columns, *own.kind(head)

@@ -77,10 +77,7 @@ def _rounded(numbers):
 
 @triton.jit
 def _e4m3(numbers):
-    """Return the bytes of a saturating cast of float32 to e4m3, without the instruction for it.
-
-    Older GPUs lack it.
-    """
+    """Return the bytes of a saturating cast to e4m3, for GPUs without the instruction."""
     bits = numbers.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.abs(numbers)

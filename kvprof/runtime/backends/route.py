@@ -178,8 +178,7 @@ class KernelRoute:
             return
         if state.first and len(state.first) != len(mask.starts):
             raise UsageError(
-                f"the cache holds {len(state.first)} sequences, and the batch has "
-                f"{len(mask.starts)}"
+                f"the cache has {len(state.first)} sequences, but the batch has {len(mask.starts)}"
             )
         plain = mask.plain and state.continues(mask.starts, past)
         if not plain:
