@@ -329,7 +329,7 @@ def test_an_event_that_cannot_be_read_back_is_a_failure_and_not_the_end_of_a_run
             journal.emit(event)
         journal.emit(replace(events[-2], time=-(2.0**70)))
         journal.emit(events[-1])
-    with pytest.raises(FailedError, match=f"line {len(events)} holds"):
+    with pytest.raises(FailedError, match=f"line {len(events)} "):
         outputs.end_recorded(journal, interrupted=False)
     assert read_result(tmp_path / "run")["complete"] is False
 
