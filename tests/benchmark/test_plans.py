@@ -98,7 +98,7 @@ def test_tales_levels_are_those_of_its_plan():
         ("kivi:bits=k4v2", "32"),
         ("kvquant", "latents are quantised by codebook"),
         ("strawman", "online"),
-        ("fp8-4bit", "is quantised already"),
+        ("fp8-4bit", "quantised"),
         ("kvtc", "not for decoding from it"),
         ("xkv", "several layers share a latent"),
         ("xkv:bases=calibration", "--plan FILE"),
