@@ -22,7 +22,7 @@ __all__ = ["report"]
 
 _NOTES = (
     "Bits: of a value, scales counted. KiB: of a token at the context, as the engine allocates.",
-    "Keeps: share of accuracy [95 % interval] on the model named; at least: lowest measured.",
+    "Keeps: share of accuracy [95 % interval] on the model named; worst model: lowest end of all.",
     "Needles: found of asked, RULER's niah_single_1; --csv names the records.",
     "Attention, step: limits by bytes over the GPU's bandwidth, not measured times.",
     "Users: sequences that fit at the context at a time; vLLM's own count of its blocks.",
@@ -86,7 +86,8 @@ def _verdict(result: AdviseResult, best: AdvisedPlan | None) -> str:
             f"Stay uncompressed: no served plan that is known to keep {inputs.keep:g} fits more; "
             f"{fits}."
         )
-    keeps = f"at least {best.keeps_at_least:.3f} on every model measured, this one not among them"
+    models = " and ".join(sorted({x.measured_on for x in result.data.plans if x.measured_on}))
+    keeps = f"at least {best.keeps_at_least:.3f} on {models}; this model was not measured"
     if best.measured_here:
         needles = f" and finds {_needles(best)} needles" if best.needles else ""
         keeps = f"{_keeps(best)} on this model{needles}"
@@ -120,11 +121,11 @@ def _table(plans: list[AdvisedPlan], inputs: AdviseInputs) -> Table:
         Column("bits", "bits", _known("{:.2f}".format), goes=2),
         Column("bytes_per_token", "KiB a token", kib, goes=3),
         Column(_keeps, "keeps"),
-        Column("keeps_at_least", "at least", _known("{:.3f}".format), goes=1),
-        Column(_source, "measured on"),
+        Column("keeps_at_least", "worst model", _known("{:.3f}".format)),
+        Column(_source, "measured on", goes=1),
         Column(_needles, "needles", goes=5),
         Column("attention_speedup", "attention", _known("≤ {:.1f}×".format), goes=6),
-        Column("step_seconds", f"step, {many}", _known(lambda s: f"≥ {duration(s)}"), goes=4),
+        Column("step_seconds", f"step ({many})", _known(lambda s: f"≥ {duration(s)}"), goes=4),
         Column("users", "users", _whole),
     ]
     if inputs.minutes is not None:
