@@ -22,7 +22,7 @@ __all__ = ["report"]
 
 _NOTES = (
     "Bits: of a value, scales counted. KiB: of a token at the context, as the engine allocates.",
-    "Keeps: share of accuracy [95 % interval] on the model named; worst model: lowest end of all.",
+    "Keeps: accuracy kept [95 % interval]; worst model: lowest end of all, or of this if measured.",
     "Needles: found of asked, RULER's niah_single_1; --csv names the records.",
     "Attention, step: limits by bytes over the GPU's bandwidth, not measured times.",
     "Users: sequences that fit at the context at a time; vLLM's own count of its blocks.",
