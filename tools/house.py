@@ -22,7 +22,7 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 94_310,
+    "package_lines": 94_316,
     "package_files": 415,
     "docstring_share": 0.11,
     "raises": 1087,
@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 57_513,
     "test_functions": 2635,
     "tests_of_wording": 598,
-    "document_words": 21_012,
+    "document_words": 21_020,
     "readme_lines": 115,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.

@@ -86,8 +86,7 @@ def _verdict(result: AdviseResult, best: AdvisedPlan | None) -> str:
             f"Stay uncompressed: no served plan that is known to keep {inputs.keep:g} fits more; "
             f"{fits}."
         )
-    models = " and ".join(sorted({x.measured_on for x in result.data.plans if x.measured_on}))
-    keeps = f"at least {best.keeps_at_least:.3f} on {models}; this model was not measured"
+    keeps = f"at least {best.keeps_at_least:.3f} on every model measured; this model was not"
     if best.measured_here:
         needles = f" and finds {_needles(best)} needles" if best.needles else ""
         keeps = f"{_keeps(best)} on this model{needles}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BITS_PER_COLUMN",
     "COLUMNS",
     "COLUMN_BITS",
     "COLUMN_FORMATS",
@@ -48,6 +49,8 @@ Bits = int | str | None
 FULL = 0
 FP8 = -8
 
+#: What refusals call a format with bits of each column's own.
+BITS_PER_COLUMN = "bits per column"
 #: What stands for bits by column where a kernel takes the number of a format.
 COLUMNS = -1
 #: What a column can have, in the order of runs.

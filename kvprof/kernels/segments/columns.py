@@ -38,7 +38,7 @@ from torch import Tensor
 from kvprof.analysis.uniform import uniform_step
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
-from kvprof.kernels.segments.codes import COLUMN_BITS, COLUMN_FORMATS, Bits
+from kvprof.kernels.segments.codes import BITS_PER_COLUMN, COLUMN_BITS, COLUMN_FORMATS, Bits
 from kvprof.kernels.segments.side import (
     PLACES,
     WIDEST_PLANE,
@@ -170,7 +170,7 @@ class ColumnSide(Side):
     runs: Runs = ()  # with the bits of each
 
     forms = COLUMN_FORMATS
-    words = "bits per column"
+    words = BITS_PER_COLUMN
     by_width = False
     # Several, so that multiprocessors have shares of the work, and neighbours.
     compiled = (

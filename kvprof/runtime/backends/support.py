@@ -15,7 +15,12 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import DTYPES
 from kvprof.kernels.planes import LARGEST_GROUP, STEP, chunks
-from kvprof.kernels.segments.codes import COLUMN_BITS, COLUMN_FORMATS, FORMATS
+from kvprof.kernels.segments.codes import (
+    BITS_PER_COLUMN,
+    COLUMN_BITS,
+    COLUMN_FORMATS,
+    FORMATS,
+)
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.soundness import CENTRED
 from kvprof.methods.storage import Quantiser
@@ -34,7 +39,6 @@ __all__ = [
 
 _WIDEST = 256
 _OLDEST = (8, 0)
-_BY_COLUMN = "bits per column"
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,7 +301,7 @@ def refused_quantiser(quantiser: Quantiser) -> str | None:
         if kept is not None and quantiser.scale_dtype != kept:
             return f"scales are stored in {quantiser.scale_dtype}"
         if quantiser.kind in COLUMN_FORMATS and None in (quantiser.keys, quantiser.values):
-            return f"only keys or only values have {_BY_COLUMN}"
+            return f"only keys or only values have {BITS_PER_COLUMN}"
         return None
     sides = [side for side in (quantiser.keys, quantiser.values) if side is not None]
     if any(side.axis != "token" for side in sides):
@@ -339,7 +343,7 @@ def _refused_bits(quantiser: Quantiser | None, layer: LayerPlan) -> str | None:
         side, groups = getattr(quantiser, name), getattr(layer, name).groups
         quantised = {group.quantised for group in groups}
         if side is not None and not by_width and quantised != {True}:
-            return f"some {name} stay uncompressed, others have {_BY_COLUMN}"
+            return f"some {name} stay uncompressed, others have {BITS_PER_COLUMN}"
         bits = {group.column_bits[0][1] for group in groups if by_width and group.column_bits}
         if len(quantised) > 1 or len(bits) > 1:
             return f"the {name} of one layer have different bits"
