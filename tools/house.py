@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 57_513,
     "test_functions": 2635,
     "tests_of_wording": 598,
-    "document_words": 21_020,
+    "document_words": 21_026,
     "readme_lines": 115,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
