@@ -1,7 +1,6 @@
 """How a process ends early: Ctrl-C, SIGTERM and SIGHUP keep what was measured, and are 130.
 
-The first asks; a step that takes long is broken off; the second ends the process at once. How far
-long work is, it tells a `Progress`.
+The first asks; a step that takes long is broken off; the second ends the process at once.
 """
 
 import contextlib
@@ -10,20 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from kvprof.errors import ExitCode, Interrupted
 
-__all__ = [
-    "Counter",
-    "Progress",
-    "Stop",
-    "graceful_interrupt",
-    "raising",
-    "silent",
-]
+__all__ = ["Stop", "graceful_interrupt", "raising"]
 
 _SIGNALS = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 _Handler = Callable[[int, FrameType | None], None]
@@ -171,36 +163,3 @@ def _handled(handlers: dict[int, _Handler]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-# --- How long work tells how far it is, whoever does it and wherever that is shown.
-
-
-class Counter(Protocol):
-    """What a progress bar lets one do."""
-
-    def advance(self, amount: int = 1) -> None:
-        """Count `amount` more units as done."""
-
-    def describe(self, text: str) -> None:
-        """Change the words in front of the count."""
-
-
-class Progress(Protocol):
-    """Shows one stage of the work; `kvprof.console.track` is one."""
-
-    def __call__(self, description: str, total: int, /) -> AbstractContextManager[Counter]:
-        """Return the context in which `total` units are counted."""
-
-
-class _Silent:
-    def advance(self, amount: int = 1) -> None:
-        pass
-
-    def describe(self, text: str) -> None:
-        pass
-
-
-def silent(description: str, total: int, /) -> AbstractContextManager[Counter]:
-    """Show nothing: the `Progress` of who gave none."""
-    return nullcontext(_Silent())

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from kvprof.commands.request import loading
+from kvprof.loading import loading
 
 
 class Circle:

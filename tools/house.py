@@ -22,8 +22,8 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 94_316,
-    "package_files": 415,
+    "package_lines": 94_325,
+    "package_files": 417,
     "docstring_share": 0.11,
     "raises": 1087,
     "functions_with_12_parameters": 67,
@@ -35,9 +35,9 @@ CEILINGS: Measures = {
     "readme_lines": 115,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
-    "files_executed_spectrum": 47,
-    "files_executed_eval": 90,
-    "files_executed_bench": 165,
+    "files_executed_spectrum": 48,
+    "files_executed_eval": 92,
+    "files_executed_bench": 167,
 }
 
 #: What --trace runs.

@@ -18,7 +18,6 @@ from kvprof.benchmark.plans import (
 from kvprof.benchmark.shape_plans import Asked, ShapePlan, parse_method, shape_plan
 from kvprof.benchmark.shapes import Shape, has_weights, layout_of
 from kvprof.errors import UsageError
-from kvprof.interrupt import Progress, silent
 from kvprof.methods.accounting import SERVED_BYTES, full_layer_bytes, layer_bytes
 from kvprof.methods.family import plan_for_rate
 from kvprof.methods.kvtc import AT_REST
@@ -28,6 +27,7 @@ from kvprof.methods.plan_files import load_plan
 from kvprof.models.load import load_model
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
 from kvprof.moments.uncalibrated import uncalibrated_family
+from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.route import storage_of
 from kvprof.runtime.backends.support import LayerSpec, why_not
 

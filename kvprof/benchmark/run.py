@@ -24,9 +24,9 @@ from kvprof.benchmark.rows import TOLERANCE, Found, SampleWarnings, Timed, add_r
 from kvprof.benchmark.shapes import Shape, load_shape
 from kvprof.benchmark.timing import DeviceLost, Sampler, interleaved, sampler
 from kvprof.errors import Interrupted, KvprofError, LackingError, UsageError, no_memory
-from kvprof.interrupt import Progress, silent
 from kvprof.kernels.dispatch import compiling_ahead
 from kvprof.models.placement import main_device, parse_dtype
+from kvprof.progress import Progress, silent
 
 __all__ = ["BenchRequest", "Budget", "Point", "measure", "run_bench"]
 

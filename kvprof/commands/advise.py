@@ -12,10 +12,11 @@ import typer
 
 from kvprof.commands.options import LoadOptions
 from kvprof.commands.output import FigureOptions, Outcome, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, loading, needs, written
+from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
 from kvprof.environment import read_gpus
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.advice import GPUS, AdvisedGpu, Question, advised
 from kvprof.methods.engine_cache import cache_layers, text_config
 from kvprof.models.config_files import (

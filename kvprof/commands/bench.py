@@ -62,9 +62,9 @@ from kvprof.commands.output import (
     SvgOption,
     refuse_sources,
 )
-from kvprof.commands.request import loading
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.named import BENCHED, check_names, method_entries
 from kvprof.serving.load.server import served_by_engine
 from kvprof.sizes import read_dtype

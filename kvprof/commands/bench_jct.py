@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvprof import console
 from kvprof.commands.options import grouped_option, read_counts, resolve_device
 from kvprof.commands.output import Outputs
-from kvprof.commands.request import loading
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.records.journal import Journal
 from kvprof.sizes import parse_count, read_dtype
 

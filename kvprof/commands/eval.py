@@ -12,9 +12,10 @@ from kvprof import console
 from kvprof.analysis.stats import RESAMPLES, SEED
 from kvprof.commands.options import DATA, MethodOptions, ModelOptions, SampleOptions
 from kvprof.commands.output import Outcome, TableOptions, end_without_result, measuring
-from kvprof.commands.request import Mark, Parsed, Rule, loading, needs
+from kvprof.commands.request import Mark, Parsed, Rule, needs
 from kvprof.errors import Interrupted, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.named import ALWAYS, ENGINE_FORMATS, check_names, listed
 
 if TYPE_CHECKING:

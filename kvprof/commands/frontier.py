@@ -17,10 +17,11 @@ from kvprof.commands.options import (
     method_option,
 )
 from kvprof.commands.output import FigureOptions, Outcome, end_without_result, measuring
-from kvprof.commands.request import Mark, Rule, excludes, loading
+from kvprof.commands.request import Mark, Rule, excludes
 from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.targets import check_metric, parse_targets
 from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.named import ALWAYS, COMPARED, check_names, method_entries
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from kvprof.commands.options import (
     share_option,
 )
 from kvprof.commands.output import Outcome, OutputOptions, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, loading, needs, written
+from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
 from kvprof.errors import FailedError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.loading import loading
 from kvprof.report.generate import cache_line, compared, decoding_line
 from kvprof.report.terminal import renderable
 from kvprof.results.generate import GenerateResult

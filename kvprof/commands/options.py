@@ -12,8 +12,9 @@ import typer
 from typer.core import TyperCommand
 
 from kvprof import console
-from kvprof.commands.request import Mark, Request, Rule, excludes, loading, one_of
+from kvprof.commands.request import Mark, Request, Rule, excludes, one_of
 from kvprof.errors import LackingError, UsageError
+from kvprof.loading import loading
 from kvprof.methods.named import check_names, listed, options_in
 from kvprof.sizes import parse_counts, parse_share, second_reading
 

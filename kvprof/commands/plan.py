@@ -22,9 +22,10 @@ from kvprof.commands.options import (
     read_counts,
 )
 from kvprof.commands.output import Outcome, OutputOptions, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, excludes, loading, needs
+from kvprof.commands.request import Input, Mark, Parsed, Rule, excludes, needs
 from kvprof.errors import KvprofError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, method_entries
 from kvprof.sizes import DTYPE_BYTES, long_name

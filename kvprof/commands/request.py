@@ -4,12 +4,8 @@ A field is an ``Annotated`` type: the value's type, Typer's option (name, help, 
 marks. A mixin is a `Request` of fields that commands share.
 """
 
-import gc
 import inspect
-import resource
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -18,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from typer.models import OptionInfo, ParameterInfo
 
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import UsageError
 
 __all__ = [
     "Input",
@@ -28,7 +24,6 @@ __all__ = [
     "Rule",
     "command",
     "excludes",
-    "loading",
     "needs",
     "one_of",
     "written",
@@ -225,34 +220,3 @@ def command(request: type[R], run: Callable[[R], None]) -> Callable[..., None]:
     made.__annotations__ = {one.name: one.annotation for one in parameters}
     made.request = request  # type: ignore[attr-defined]
     return made
-
-
-_BYTES = 5 << 28  # of addresses, for torch and transformers
-
-
-def _check_addresses() -> None:
-    """Refuse a limit (``ulimit -v``) within which a library would wait for memory without end."""
-    room = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if 0 <= room < _BYTES:
-        raise LackingError(f"out of memory: ulimit -v {room >> 10} is less than {_BYTES >> 10}")
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """Let a command load what loads torch, without a look for circles of unreachable objects.
-
-    Python looks again and again while modules make objects, which stay: a fifth of the time that
-    loading takes. What is there when the body ends is left out of every later look; what comes
-    after it is found as it always is. Where transformers is loaded nothing is different: what is
-    there may be what a run leaves.
-    """
-    _check_addresses()
-    if "transformers" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()

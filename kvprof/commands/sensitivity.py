@@ -16,9 +16,10 @@ from kvprof.commands.options import (
     share_option,
 )
 from kvprof.commands.output import Outcome, TableOptions, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, loading, needs, written
+from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
 from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
+from kvprof.loading import loading
 from kvprof.methods.named import MEASURED_QUANTISERS
 from kvprof.sizes import parse_count
 

@@ -28,8 +28,8 @@ from kvprof.commands.options import (
     method_option,
     one_method,
 )
-from kvprof.commands.request import loading
 from kvprof.errors import LackingError, UsageError
+from kvprof.loading import loading
 from kvprof.requirements import extra_command
 from kvprof.serving.settings import LOOPBACK
 

@@ -8,9 +8,10 @@ import typer
 from kvprof import console
 from kvprof.commands.options import ModelOptions, SeedOption, parse_removals
 from kvprof.commands.output import FigureOptions, Outcome, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, excludes, loading, one_of, written
+from kvprof.commands.request import Input, Mark, Parsed, Rule, excludes, one_of, written
 from kvprof.errors import KvprofError
 from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.loading import loading
 from kvprof.sizes import parse_count
 from kvprof.sources.grammar import (
     DEFAULT_SEQ_LEN,

@@ -7,9 +7,10 @@ import typer
 from kvprof import console
 from kvprof.commands.options import ModelOptions, parse_removals, read_counts
 from kvprof.commands.output import FigureOptions, Outcome, end_without_result, measuring
-from kvprof.commands.request import Input, Mark, Parsed, Rule, loading, written
+from kvprof.commands.request import Input, Mark, Parsed, Rule, written
 from kvprof.errors import ClaimNotMetError, UsageError
 from kvprof.interrupt import Stop, graceful_interrupt
+from kvprof.loading import loading
 from kvprof.sizes import format_count, parse_count
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, Source, SourceKind, parse_source
 

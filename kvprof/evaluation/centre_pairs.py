@@ -8,10 +8,10 @@ import torch
 from kvprof.errors import Interrupted
 from kvprof.evaluation.data import TextSample
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
-from kvprof.interrupt import Progress
 from kvprof.methods.plan import Plan
 from kvprof.models.load import LoadedModel
 from kvprof.moments.tokens import CalibrationTokens
+from kvprof.progress import Progress
 
 __all__ = ["ON_CPU", "ON_GPU", "fewest_pairs"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvprof.analysis.moments import LossMoments, Moments, group_size
 from kvprof.errors import Interrupted, UsageError
-from kvprof.interrupt import Progress, silent
 from kvprof.methods.family import CalibrationNeeds, HeadWeights, MethodInputs, PlanFamily
 from kvprof.methods.registry import (
     allocation_of,
@@ -28,6 +27,7 @@ from kvprof.moments.collect import (
 from kvprof.moments.files import load_moments
 from kvprof.moments.fisher import FISHER_FORMS, GRADIENT_LENGTH, fisher_information
 from kvprof.moments.tokens import CalibrationTokens, read_tokens
+from kvprof.progress import Progress, silent
 from kvprof.sources.grammar import DEFAULT_SEQ_LEN, DEFAULT_TOKENS, Source, SourceKind, parse_source
 
 __all__ = [

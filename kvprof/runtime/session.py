@@ -13,10 +13,10 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.utils import ModelOutput
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.interrupt import Progress, silent
 from kvprof.methods.plan import Plan, unfolded
 from kvprof.models.interface import Interception, Rotation, before_rotation
 from kvprof.models.load import LoadedModel
+from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.route import KernelRoute
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part

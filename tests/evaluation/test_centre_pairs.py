@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprof.evaluation import centre_pairs
-from kvprof.interrupt import silent
 from kvprof.methods.registry import plan_family
 from kvprof.moments.tokens import CalibrationTokens
+from kvprof.progress import silent
 from kvprof.sources.grammar import parse_source
 from tests.methods.models import inputs, model
 

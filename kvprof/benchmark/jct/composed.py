@@ -25,9 +25,9 @@ from kvprof.benchmark.limits import flop_rate
 from kvprof.benchmark.machine import free_bytes, open_machine
 from kvprof.benchmark.methods import Method, named_plans
 from kvprof.errors import Interrupted
-from kvprof.interrupt import Counter
 from kvprof.methods.accounting import bytes_at, full_bytes, rate
 from kvprof.models.placement import parse_dtype
+from kvprof.progress import Counter
 from kvprof.records import events
 from kvprof.records.events import (
     CaseFinished,

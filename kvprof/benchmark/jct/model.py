@@ -16,7 +16,6 @@ from kvprof.benchmark.methods import FOLDED, named_plans
 from kvprof.benchmark.shape_plans import parse_method, shape_plan
 from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import UsageError
-from kvprof.interrupt import Progress
 from kvprof.methods.family import plan_for_rate
 from kvprof.methods.named import ALWAYS, method_entries, options_in
 from kvprof.methods.plan import Plan
@@ -26,6 +25,7 @@ from kvprof.models.load import LoadedModel, load_model, wrap_model
 from kvprof.models.noise import quiet
 from kvprof.models.placement import main_device, parse_dtype
 from kvprof.moments.calibrator import CalibrationOptions, Calibrator
+from kvprof.progress import Progress
 from kvprof.runtime.compressed import check_runs
 
 __all__ = [

@@ -16,7 +16,7 @@ from kvprof.benchmark.methods import named_plans
 from kvprof.benchmark.timing import DeviceLost
 from kvprof.environment import collect_environment
 from kvprof.errors import FailedError, Interrupted, KvprofError, LackingError, UsageError
-from kvprof.interrupt import Progress
+from kvprof.progress import Progress
 from kvprof.records.events import Event, RunStarted, Warned
 from kvprof.records.journal import Journal
 from kvprof.version import __version__

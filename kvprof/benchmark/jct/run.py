@@ -17,9 +17,9 @@ from kvprof.benchmark.jct.telemetry import Telemetry
 from kvprof.benchmark.machine import all_threads, gpu_warnings
 from kvprof.benchmark.timing import DeviceLost
 from kvprof.errors import FailedError, Interrupted, KvprofError
-from kvprof.interrupt import Progress, silent
 from kvprof.models.load import LoadedModel
 from kvprof.models.placement import main_device
+from kvprof.progress import Progress, silent
 from kvprof.records.events import RunFinished
 from kvprof.records.journal import Journal
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.interrupt import Progress, silent
 from kvprof.kernels.segments.codes import FORMATS
 from kvprof.methods.plan import Plan
 from kvprof.models.interface import Rotation
 from kvprof.models.load import LoadedModel
+from kvprof.progress import Progress, silent
 from kvprof.runtime.backends.support import LayerSpec, kernel_reasons, storage, why_not
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part
