@@ -33,13 +33,13 @@ from kvprof.benchmark.run import run_bench
 from kvprof.benchmark.shape_plans import plan_of_widths
 from kvprof.benchmark.shapes import load_shape
 from kvprof.benchmark.timing import interleaved, sampler
-from kvprof.kernels.segments.codes import COLUMN_BITS
-from kvprof.kernels.segments.launch import tuning_for
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
-from kvprof.kernels.segments.moving import token_move
-from kvprof.kernels.segments.reference import reference_segments
-from kvprof.kernels.segments.side import Runs, Tuning
-from kvprof.kernels.segments.step import segments_step
+from kvprof.kernels.quantized.codes import COLUMN_BITS
+from kvprof.kernels.quantized.launch import tuning_for
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, segment_of
+from kvprof.kernels.quantized.moving import token_move
+from kvprof.kernels.quantized.reference import reference_segments
+from kvprof.kernels.quantized.side import Runs, Tuning
+from kvprof.kernels.quantized.step import segments_step
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.storage import Levels, Quantiser, SideQuantiser

@@ -37,11 +37,11 @@ from kvprof.kernels.prefill.step import prefill
 from kvprof.kernels.project.bases import basis_set
 from kvprof.kernels.project.reference import reference_project, reference_rotate
 from kvprof.kernels.project.step import project_step
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout
+from kvprof.kernels.quantized.reference import reference_segments
+from kvprof.kernels.quantized.step import segments_step
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout
-from kvprof.kernels.segments.reference import reference_segments
-from kvprof.kernels.segments.step import segments_step
 
 #: Mean kept width 64 of 128, from 32 to 112, as `benchmarks/kernel_speed.py` has it.
 RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))

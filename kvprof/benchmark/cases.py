@@ -16,10 +16,10 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.launch import prefill_step
 from kvprof.kernels.prefill.paths import measured_path
 from kvprof.kernels.prefill.step import prefill
+from kvprof.kernels.quantized.layout import SegmentsLayout, segment_of
+from kvprof.kernels.quantized.step import segments_step
 from kvprof.kernels.reconstruct.reference import turned
 from kvprof.kernels.reconstruct.step import reconstruct_step
-from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
-from kvprof.kernels.segments.step import segments_step
 from kvprof.methods.plan import Plan
 
 __all__ = [

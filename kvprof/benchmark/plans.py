@@ -5,8 +5,8 @@ from typing import Any
 
 from kvprof.benchmark.shapes import Shape, layout_of
 from kvprof.errors import UsageError
-from kvprof.kernels.segments.codes import Bits
-from kvprof.kernels.segments.side import SideKind, width_of
+from kvprof.kernels.quantized.codes import Bits
+from kvprof.kernels.quantized.side import SideKind, width_of
 from kvprof.methods.accounting import layer_bytes
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.soundness import CENTRED

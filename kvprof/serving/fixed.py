@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.prefill.rows import RowsCut, RowsStep
-from kvprof.kernels.segments.step import SegmentsStep
+from kvprof.kernels.quantized.step import SegmentsStep
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep
 
 __all__ = [

@@ -3,7 +3,7 @@
 A page is a row of `kvprof.kernels.planes.RaggedLayout` with the page's tokens as its capacity: one
 stretch of memory with everything of its tokens. Ranks that are no multiple of 16 are widened with
 columns of zeros (`kvprof.kernels.planes.widened`), as the kernels ask for. Quantised latents lie in
-blocks instead, of which a page holds whole ones (`kvprof.kernels.segments.layout`).
+blocks instead, of which a page holds whole ones (`kvprof.kernels.quantized.layout`).
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout, widened
-from kvprof.kernels.segments.codes import Bits
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout
+from kvprof.kernels.quantized.codes import Bits
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout
 from kvprof.methods.plan import Plan
 from kvprof.runtime.backends.segment_store import shared_columns, stored_as
 

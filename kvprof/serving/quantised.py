@@ -26,10 +26,10 @@ from kvprof.kernels.parts import Attended
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.prefill.rows import RowsStep, rows_step
 from kvprof.kernels.project.step import project_step
-from kvprof.kernels.segments.append import addresses_of, read, write
-from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.moving import token_move, token_restore
-from kvprof.kernels.segments.step import SegmentsStep, segments_step
+from kvprof.kernels.quantized.append import addresses_of, read, write
+from kvprof.kernels.quantized.layout import SegmentsLayout
+from kvprof.kernels.quantized.moving import token_move, token_restore
+from kvprof.kernels.quantized.step import SegmentsStep, segments_step
 from kvprof.serving.fixed import FixedStep, most_own_pages, own_columns
 from kvprof.serving.pages import quantised_layout
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up

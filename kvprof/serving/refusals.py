@@ -7,8 +7,8 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
-from kvprof.kernels.segments.codes import FORMATS
-from kvprof.kernels.segments.geometries import geometry_of
+from kvprof.kernels.quantized.codes import FORMATS
+from kvprof.kernels.quantized.geometries import geometry_of
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.registry import calibration_needs, centred_by_default
 from kvprof.methods.soundness import CENTRED

@@ -20,7 +20,7 @@ from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.rows import RowsCut, RowsStep
 from kvprof.kernels.project.bases import BasisSet
-from kvprof.kernels.segments.step import SegmentsStep
+from kvprof.kernels.quantized.step import SegmentsStep
 from kvprof.runtime.backends.rotary import RotaryForm
 from kvprof.runtime.tensors import concatenated, unflatten
 from kvprof.serving.pages import Codes

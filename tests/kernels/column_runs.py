@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from kvprof.kernels.segments.codes import COLUMN_BITS
-from kvprof.kernels.segments.layout import Segment, segment_of
-from kvprof.kernels.segments.side import Runs
+from kvprof.kernels.quantized.codes import COLUMN_BITS
+from kvprof.kernels.quantized.layout import Segment, segment_of
+from kvprof.kernels.quantized.side import Runs
 
 FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvprof.kernels.segments.codes import Quantised
+from kvprof.kernels.quantized.codes import Quantised
 
 
 def dequantised(found: Quantised, bits: int, columns: int | None) -> torch.Tensor:

@@ -10,10 +10,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
+from kvprof.kernels.quantized.layout import SegmentsLayout, segment_of
+from kvprof.kernels.quantized.side import Runs
+from kvprof.kernels.quantized.variants import segments_form
 from kvprof.kernels.reconstruct import variants
-from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
-from kvprof.kernels.segments.side import Runs
-from kvprof.kernels.segments.variants import segments_form
 
 
 @pytest.mark.parametrize(("word", "code"), [("--help", 0), ("--architecture", 2)])

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import kvprof
 from kvprof.errors import UsageError
-from kvprof.kernels.segments import geometries
-from kvprof.kernels.segments.append import append
-from kvprof.kernels.segments.codes import NumberFormat
-from kvprof.kernels.segments.cpu import segments_cpu
-from kvprof.kernels.segments.layout import SegmentsLayout, segment_of
-from kvprof.kernels.segments.reference import reference_segments
-from kvprof.kernels.segments.side import Plane, Side, SideAddresses, StoredColumns, replace_bits
+from kvprof.kernels.quantized import geometries
+from kvprof.kernels.quantized.append import append
+from kvprof.kernels.quantized.codes import NumberFormat
+from kvprof.kernels.quantized.cpu import segments_cpu
+from kvprof.kernels.quantized.layout import SegmentsLayout, segment_of
+from kvprof.kernels.quantized.reference import reference_segments
+from kvprof.kernels.quantized.side import Plane, Side, SideAddresses, StoredColumns, replace_bits
 
 PACKAGE = Path(kvprof.__file__).parent
 #: Where a class of sides is given its place: the list, and the kernels that are launched.

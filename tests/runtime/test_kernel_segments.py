@@ -11,9 +11,9 @@ import torch
 
 from kvprof.errors import UsageError
 from kvprof.kernels.decode.step import DecodeStep
-from kvprof.kernels.segments import append
-from kvprof.kernels.segments.codes import Quantised, quantise
-from kvprof.kernels.segments.step import SegmentsStep
+from kvprof.kernels.quantized import append
+from kvprof.kernels.quantized.codes import Quantised, quantise
+from kvprof.kernels.quantized.step import SegmentsStep
 from kvprof.methods.low_rank import identity_layer
 from kvprof.methods.plan import HeadGroup, Placement, Plan
 from kvprof.methods.quantisers import per_token

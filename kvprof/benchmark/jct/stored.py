@@ -19,10 +19,10 @@ from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
 from kvprof.benchmark.methods import Method
 from kvprof.benchmark.plans import Widths
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.quantized.append import append
+from kvprof.kernels.quantized.layout import SegmentsLayout
+from kvprof.kernels.quantized.step import segments_step
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
-from kvprof.kernels.segments.append import append
-from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.step import segments_step
 from kvprof.methods.plan import Plan
 
 __all__ = ["latent_attention", "segments_attention", "strawman_attention"]

@@ -503,7 +503,7 @@ def project_step(
         Pairs are (2i, 2i + 1) and not (i, i + rotary_dim/2).
     blocks : int
         Of a head, where these lie one after another in a row, each with planes for the layout's
-        capacity (`kvprof.kernels.segments.layout`); tokens go into the first.
+        capacity (`kvprof.kernels.quantized.layout`); tokens go into the first.
     widest : int
         Columns of a plane at most.
 

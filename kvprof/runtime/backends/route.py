@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.kernels.segments.codes import FORMATS
+from kvprof.kernels.quantized.codes import FORMATS
 from kvprof.methods.plan import Plan
 from kvprof.models.interface import Rotation
 from kvprof.models.load import LoadedModel

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout, chunks, in_rows
-from kvprof.kernels.segments.append import Addresses, addresses_of, read, read_scales, write
-from kvprof.kernels.segments.codes import FORMATS, Bits
-from kvprof.kernels.segments.geometries import geometry_of
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout, segment_of
-from kvprof.kernels.segments.side import PLACES, SideKind, width_of
+from kvprof.kernels.quantized.append import Addresses, addresses_of, read, read_scales, write
+from kvprof.kernels.quantized.codes import FORMATS, Bits
+from kvprof.kernels.quantized.geometries import geometry_of
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, segment_of
+from kvprof.kernels.quantized.side import PLACES, SideKind, width_of
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
@@ -367,7 +367,7 @@ class SegmentStore(KernelStore):
         self, planes: RaggedLayout, buffer: Tensor, old: list[int], new: list[int], once: Once
     ) -> None:
         """Store tokens that lie in planes by their number, in a few launches; as `take`."""
-        from kvprof.kernels.segments.moving import token_move  # Triton is for Linux only
+        from kvprof.kernels.quantized.moving import token_move  # Triton is for Linux only
 
         self.move_on(old, new)
         assert self.layout is not None
@@ -380,7 +380,7 @@ class SegmentStore(KernelStore):
     ) -> None:
         """Write what is stored into planes, by token number."""
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
-        from kvprof.kernels.segments.moving import token_restore
+        from kvprof.kernels.quantized.moving import token_restore
 
         if not uses_triton(buffer.device):
             fill_rows(planes, buffer, *self.rows_until(max(new), new))

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout, in_rows
 from kvprof.kernels.project.step import project_step
-from kvprof.kernels.segments.append import Addresses, addresses_of, write
-from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout
-from kvprof.kernels.segments.side import PLACES, WIDEST_PLANE
+from kvprof.kernels.quantized.append import Addresses, addresses_of, write
+from kvprof.kernels.quantized.layout import HeadKind, SegmentsLayout
+from kvprof.kernels.quantized.side import PLACES, WIDEST_PLANE
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
@@ -206,7 +206,7 @@ class SegmentKernelLayer(KernelLayer):
 
     def _doing(self, store: SegmentStore, layout: SegmentsLayout, passing: KernelPass) -> _Doing:
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
-        from kvprof.kernels.segments.moving import full_precision, token_move
+        from kvprof.kernels.quantized.moving import full_precision, token_move
 
         with part("schedule"):
             device = passing.start.device

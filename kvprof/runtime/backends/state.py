@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout
+from kvprof.kernels.quantized.layout import HeadKind, SegmentsLayout
 from kvprof.models.interface import Rotation
 from kvprof.runtime.backends.slots import KernelPass, SlotTables
 from kvprof.runtime.clock import part
@@ -265,7 +265,7 @@ class KernelState:
 
     def segments_step(self, layout: SegmentsLayout, device: torch.device) -> Any:
         """Return the decoding step of segments, one for all layers of the same widths."""
-        from kvprof.kernels.segments.step import segments_step  # Triton is for Linux only
+        from kvprof.kernels.quantized.step import segments_step  # Triton is for Linux only
 
         widths = tuple(
             segment.layout.key_widths + segment.layout.value_widths for segment in layout.segments

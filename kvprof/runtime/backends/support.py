@@ -15,7 +15,7 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import DTYPES
 from kvprof.kernels.planes import LARGEST_GROUP, STEP, chunks
-from kvprof.kernels.segments.codes import (
+from kvprof.kernels.quantized.codes import (
     BITS_PER_COLUMN,
     COLUMN_BITS,
     COLUMN_FORMATS,

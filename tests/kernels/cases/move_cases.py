@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.segments import moving
-from kvprof.kernels.segments.append import addresses_of, read, write
-from kvprof.kernels.segments.codes import e4m3
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout
-from kvprof.kernels.segments.moving import token_move, token_restore
+from kvprof.kernels.quantized import moving
+from kvprof.kernels.quantized.append import addresses_of, read, write
+from kvprof.kernels.quantized.codes import e4m3
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout
+from kvprof.kernels.quantized.moving import token_move, token_restore
 from tests.kernels.column_runs import format_pairs, runs, segment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,15 +16,15 @@ from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import Tuning, decode_step
 from kvprof.kernels.dispatch import interpreted, uses_triton
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.quantized.append import addresses_of, read, write
+from kvprof.kernels.quantized.launch import tuning_for
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout
+from kvprof.kernels.quantized.moving import token_move
+from kvprof.kernels.quantized.reference import reference_segments
+from kvprof.kernels.quantized.step import segments_step
 from kvprof.kernels.reconstruct.form import Tuning as RebuildTuning
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step
-from kvprof.kernels.segments.append import addresses_of, read, write
-from kvprof.kernels.segments.launch import tuning_for
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout
-from kvprof.kernels.segments.moving import token_move
-from kvprof.kernels.segments.reference import reference_segments
-from kvprof.kernels.segments.step import segments_step
 from tests.kernels.column_runs import format_pairs, segment
 from tests.kernels.numbers import error, whole
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.kernels.segments import moving
-from kvprof.kernels.segments.moving import TokenMove, token_move
+from kvprof.kernels.quantized import moving
+from kvprof.kernels.quantized.moving import TokenMove, token_move
 from kvprof.models.load import LoadedModel, wrap_model
 from kvprof.runtime.backends import segments
 from kvprof.runtime.compressed import compressed

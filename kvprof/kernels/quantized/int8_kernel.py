@@ -3,9 +3,8 @@
 """Decode over rows of codes of the same bits, in whole numbers.
 
 Codes are whole numbers, so they are multiplied as such: queries and weights enter the products of
-tensor cores as two digits of a byte in adjacent columns (`kvprof.kernels.segments.digits`), codes
-as the highest bits of an int8. Scales stay outside of the elements. With ``x = middle + scale ·
-code``:
+tensor cores as two int8 in adjacent columns (`kvprof.kernels.quantized.int8_hi_lo`), codes as the
+highest bits of an int8. Scales stay outside of the elements. With ``x = middle + scale · code``:
 
 - scores, per token and group of columns: ``scale · (code · q) + middle · Σq``;
 - values, per group: ``Σ w · code + Σ p · middle`` with ``w = p · scale``, in fifteen bits of the
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.parts import empty, store_columns
-from kvprof.kernels.segments.digits import (
+from kvprof.kernels.quantized.int8_hi_lo import (
     MOST,
     by_place,
     by_row,
@@ -29,9 +28,9 @@ from kvprof.kernels.segments.digits import (
     summed,
     without_end,
 )
-from kvprof.kernels.segments.side import PLACES
-from kvprof.kernels.segments.tables import PlaneColumns
-from kvprof.kernels.segments.unpack import top_codes
+from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.tables import PlaneColumns
+from kvprof.kernels.quantized.unpack import top_codes
 from kvprof.kernels.tables import column
 
 __all__ = ["int8_piece"]

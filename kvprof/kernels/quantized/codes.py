@@ -8,7 +8,7 @@ either sign; counted from the minimum they would be large numbers that cancel, a
 round away would be larger than what is left. Middle and scale are rounded to float16 before codes
 are made.
 
-Other geometries have formats and an arithmetic of their own (`kvprof.kernels.segments.geometries`).
+Other geometries have their own formats and arithmetic (`kvprof.kernels.quantized.geometries`).
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class NumberFormat:
         return self.container if self.counted else self.number
 
 
-#: Those of rows; `encode` and `numbers` are their arithmetic, and `kvprof.kernels.segments.move`
+#: Those of rows; `encode` and `numbers` are their arithmetic, and `kvprof.kernels.quantized.move`
 #: and `unpack` the same in Triton.
 ROW_FORMATS: dict[Bits, NumberFormat] = {
     None: NumberFormat(FULL, 0),
@@ -95,7 +95,7 @@ ROW_FORMATS: dict[Bits, NumberFormat] = {
     },
 }
 
-#: Those of columns with bits of their own (`kvprof.kernels.segments.columns`): four tokens to a
+#: Those of columns with bits of their own (`kvprof.kernels.quantized.columns`): four tokens to a
 #: place whatever bits there are, as many as in a byte of the fewest.
 COLUMN_FORMATS: dict[Bits, NumberFormat] = {
     "uniform-rms": NumberFormat(COLUMNS, 2, ("scale",), "float8_e4m3fn")

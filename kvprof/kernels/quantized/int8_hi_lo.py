@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from kvprof.analysis.uniform import uniform_step
-from kvprof.kernels.segments.side import PLACES
-from kvprof.kernels.segments.tables import PlaneColumns
+from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.tables import PlaneColumns
 from kvprof.kernels.tables import column
 
 __all__ = [

@@ -12,20 +12,20 @@ from torch import Tensor
 from kvprof.kernels.dispatch import early_launch, interpreted, launching
 from kvprof.kernels.parts import Attended, cutting, empty_parts, launch_merge, sharing
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
-from kvprof.kernels.segments.codes import FP8, FULL
-from kvprof.kernels.segments.cuts import (
+from kvprof.kernels.quantized.codes import FP8, FULL
+from kvprof.kernels.quantized.cuts import (
     cut_units,
     share_units,
     tile_places,
     token_bytes,
     token_cost,
 )
-from kvprof.kernels.segments.geometries import GEOMETRIES
-from kvprof.kernels.segments.kernel import segment_pieces
-from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.side import Tuning
-from kvprof.kernels.segments.tables import Counter, Item, Kind, PlaneColumns, Unit
-from kvprof.kernels.segments.unpack import missing_factor
+from kvprof.kernels.quantized.geometries import GEOMETRIES
+from kvprof.kernels.quantized.kernel import segment_pieces
+from kvprof.kernels.quantized.layout import SegmentsLayout
+from kvprof.kernels.quantized.side import Tuning
+from kvprof.kernels.quantized.tables import Counter, Item, Kind, PlaneColumns, Unit
+from kvprof.kernels.quantized.unpack import missing_factor
 from kvprof.kernels.tables import Part, joined_rows
 
 __all__ = [

@@ -6,15 +6,15 @@ import torch
 
 from kvprof.kernels.parts import CUT_ALONE, cutting
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.segments.codes import ROW_FORMATS, Bits
-from kvprof.kernels.segments.cuts import cut_units, share_units
-from kvprof.kernels.segments.geometries import GEOMETRIES
-from kvprof.kernels.segments.kernel import move_tokens, restore_tokens, segment_pieces
-from kvprof.kernels.segments.launch import constants, tuning_for
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout, of_kinds, segment_of
-from kvprof.kernels.segments.moving import RESTORE_WARPS, restore_constants
-from kvprof.kernels.segments.moving import constants as move_constants
-from kvprof.kernels.segments.side import Side, SideKind
+from kvprof.kernels.quantized.codes import ROW_FORMATS, Bits
+from kvprof.kernels.quantized.cuts import cut_units, share_units
+from kvprof.kernels.quantized.geometries import GEOMETRIES
+from kvprof.kernels.quantized.kernel import move_tokens, restore_tokens, segment_pieces
+from kvprof.kernels.quantized.launch import constants, tuning_for
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, of_kinds, segment_of
+from kvprof.kernels.quantized.moving import RESTORE_WARPS, restore_constants
+from kvprof.kernels.quantized.moving import constants as move_constants
+from kvprof.kernels.quantized.side import Side, SideKind
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS", "segments_form"]

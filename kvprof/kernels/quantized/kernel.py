@@ -7,10 +7,10 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from kvprof.kernels.dispatch import wait_for_earlier
-from kvprof.kernels.segments.codes import COLUMNS, FULL
-from kvprof.kernels.segments.column_kernel import column_piece
-from kvprof.kernels.segments.int8_kernel import int8_piece
-from kvprof.kernels.segments.move import (
+from kvprof.kernels.quantized.codes import COLUMNS, FULL
+from kvprof.kernels.quantized.column_kernel import column_piece
+from kvprof.kernels.quantized.int8_kernel import int8_piece
+from kvprof.kernels.quantized.move import (
     base_of,
     column_values,
     put_columns,
@@ -21,9 +21,9 @@ from kvprof.kernels.segments.move import (
     states_of,
     target_of,
 )
-from kvprof.kernels.segments.row_kernel import row_piece
-from kvprof.kernels.segments.side import PLACES
-from kvprof.kernels.segments.tables import (
+from kvprof.kernels.quantized.row_kernel import row_piece
+from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.tables import (
     MOST_SHARES,
     Counter,
     Item,
@@ -172,22 +172,22 @@ def segment_pieces(
     octets, full, halfs
         The buffer as uint8, as the run's dtype and as float16.
     eye
-        uint8: `kvprof.kernels.segments.tables.eye`.
+        uint8: `kvprof.kernels.quantized.tables.eye`.
     partial, logs
         ``[items, GROUP, WIDEST]`` and ``[items, GROUP]`` float32: results and log2 of the sums.
     items
-        Rows of `kvprof.kernels.segments.tables.Item`, int32.
+        Rows of `kvprof.kernels.quantized.tables.Item`, int32.
     parts, tasks
         ``[tasks]`` rows of `kvprof.kernels.tables.Part`, int32: a row's head each.
     counters
-        A `kvprof.kernels.segments.tables.Counter`, then what was taken from each multiprocessor's
+        A `kvprof.kernels.quantized.tables.Counter`, then what was taken from each multiprocessor's
         share, int32: 0 but for `shared`.
     shares
         Of the work, one for each multiprocessor, `MOST_SHARES` at most.
     blocks
         Of query heads.
     units
-        ``[segments * heads]`` rows of `kvprof.kernels.segments.tables.Unit`, int64.
+        ``[segments * heads]`` rows of `kvprof.kernels.quantized.tables.Unit`, int64.
     table
         ``[rows, table_row]`` int32 pages, read when PAGE (tokens of a page) is not 0.
     stride
@@ -197,8 +197,8 @@ def segment_pieces(
     cap
         Times log2(e).
     KINDS
-        STRIDE numbers per kind of head: a row of `kvprof.kernels.segments.tables.Kind`, then PLANES
-        rows of `PlaneColumns` of K, then of V.
+        STRIDE numbers per kind of head: a row of `kvprof.kernels.quantized.tables.Kind`, then
+        PLANES rows of `PlaneColumns` of K, then of V.
     HEADS
         Query heads of a program, a power of two from 8 on.
     CODE, MIDDLE
@@ -365,7 +365,7 @@ def move_tokens(
     octets,  # the buffer as uint8, as the run's dtype and as float16; written
     full,
     halfs,
-    #: Rows of `kvprof.kernels.segments.tables.Stretch`, and `MovedColumn` field by field, as many
+    #: Rows of `kvprof.kernels.quantized.tables.Stretch`, and `MovedColumn` field by field, as many
     #: of each, int64.
     stretches,
     columns,

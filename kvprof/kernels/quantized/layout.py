@@ -17,7 +17,7 @@ reads one stretch of memory::
     0                      3072         3456         3840          5888       6144       6400
 
 Of rows of codes, which this is, a plane is 64, 32 or 16 columns, none in two groups of scales;
-columns with bits of their own lie otherwise (`kvprof.kernels.segments.columns`). ``S`` (slots) is
+columns with bits of their own lie otherwise (`kvprof.kernels.quantized.columns`). ``S`` (slots) is
 how many tokens share a byte on the side with the fewest bits: 1 at 8 bits, 2 at 4, 4 at 2. Token
 ``t`` of a row is slot ``t % S`` of place ``t % 32S // S`` of block ``t // 32S``; a sequence's
 capacity is padded to pairs of blocks. A byte holds the same column of neighbouring tokens and never
@@ -46,7 +46,7 @@ tokens of one slot, lie ``[group, slot, place]``. A group is `columns` adjacent 
 a row may be narrower. Everything begins on a multiple of 16 bytes.
 
 That is how rows of one number of bits lie; another geometry says by itself how its sides do
-(`kvprof.kernels.segments.geometries`).
+(`kvprof.kernels.quantized.geometries`).
 """
 
 from collections.abc import Sequence
@@ -61,9 +61,9 @@ from torch.nn.functional import pad
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_dtype
 from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
-from kvprof.kernels.segments.codes import Bits
-from kvprof.kernels.segments.geometries import format_of, geometry_of
-from kvprof.kernels.segments.side import (
+from kvprof.kernels.quantized.codes import Bits
+from kvprof.kernels.quantized.geometries import format_of, geometry_of
+from kvprof.kernels.quantized.side import (
     MOST_PLACES,
     PLACES,
     Placed,

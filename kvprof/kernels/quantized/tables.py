@@ -74,7 +74,7 @@ class Counter(NamedTuple):
 class Kind(NamedTuple):
     """A kind of head, before its planes: both sides, then what they share."""
 
-    key_format: int  # `kvprof.kernels.segments.codes.NumberFormat.read_as`
+    key_format: int  # `kvprof.kernels.quantized.codes.NumberFormat.read_as`
     key_factor: float  # what codes lack of the numbers that they stand for
     key_boost: float  # by which queries are multiplied before they meet the codes of K
     key_parts: int  # bytes of a place that lie apart
@@ -151,7 +151,7 @@ class MovedColumn(NamedTuple):
     part: int
     place: int
     behind: int  # 1 where the lowest level has lost it
-    #: Of a piece of a column's code, where codes lie in pieces (`kvprof.kernels.segments.columns`).
+    #: Of a piece of a column's code, if codes lie in pieces (`kvprof.kernels.quantized.columns`).
     bits: int = 0
     below: int = 0
     shift: int = 0

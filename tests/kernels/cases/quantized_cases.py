@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.parts import Attended
-from kvprof.kernels.segments.columns import ColumnSide
-from kvprof.kernels.segments.cuts import tile_places, token_cost
-from kvprof.kernels.segments.launch import constants
-from kvprof.kernels.segments.layout import SegmentsLayout, of_kinds, segment_of
-from kvprof.kernels.segments.reference import reference_segments
-from kvprof.kernels.segments.side import Runs
-from kvprof.kernels.segments.step import SegmentsStep, Tuning, segments_step
-from kvprof.kernels.segments.tables import Item, Unit
+from kvprof.kernels.quantized.columns import ColumnSide
+from kvprof.kernels.quantized.cuts import tile_places, token_cost
+from kvprof.kernels.quantized.launch import constants
+from kvprof.kernels.quantized.layout import SegmentsLayout, of_kinds, segment_of
+from kvprof.kernels.quantized.reference import reference_segments
+from kvprof.kernels.quantized.side import Runs
+from kvprof.kernels.quantized.step import SegmentsStep, Tuning, segments_step
+from kvprof.kernels.quantized.tables import Item, Unit
 from kvprof.kernels.tables import Part, column
 from tests.kernels.column_runs import FORMATS, format_pairs, runs
 from tests.kernels.column_runs import segment as segment_in

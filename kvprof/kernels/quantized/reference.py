@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvprof.kernels.planes import of_sequence
-from kvprof.kernels.segments.layout import SegmentsLayout
+from kvprof.kernels.quantized.layout import SegmentsLayout
 
 __all__ = ["reference_segments"]
 

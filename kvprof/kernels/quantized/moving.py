@@ -15,11 +15,11 @@ from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import check_interpreter, early_launch, launching
 from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
-from kvprof.kernels.segments.geometries import format_of
-from kvprof.kernels.segments.kernel import move_tokens, restore_tokens
-from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.side import PLACES
-from kvprof.kernels.segments.tables import MovedColumn, Stretch
+from kvprof.kernels.quantized.geometries import format_of
+from kvprof.kernels.quantized.kernel import move_tokens, restore_tokens
+from kvprof.kernels.quantized.layout import SegmentsLayout
+from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.tables import MovedColumn, Stretch
 
 __all__ = [
     "RESTORE_WARPS",

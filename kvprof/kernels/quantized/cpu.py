@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.parts import Attended
-from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.side import PLACES, Side
+from kvprof.kernels.quantized.layout import SegmentsLayout
+from kvprof.kernels.quantized.side import PLACES, Side
 
 __all__ = ["segments_cpu"]
 

@@ -18,7 +18,7 @@ Triton's interpreter knows no inline assembly: there the same bits are made the 
 import triton
 import triton.language as tl
 
-from kvprof.kernels.segments.codes import E4M3_LACK, FP8, FULL
+from kvprof.kernels.quantized.codes import E4M3_LACK, FP8, FULL
 
 __all__ = ["codes", "half", "halves", "missing_factor", "rounded", "top_codes"]
 

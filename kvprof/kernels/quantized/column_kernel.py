@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.parts import empty, store_columns
-from kvprof.kernels.segments.columns import COLUMN_SLOTS
-from kvprof.kernels.segments.digits import (
+from kvprof.kernels.quantized.columns import COLUMN_SLOTS
+from kvprof.kernels.quantized.int8_hi_lo import (
     MOST,
     ZERO,
     biased,
@@ -40,8 +40,8 @@ from kvprof.kernels.segments.digits import (
     summed,
     without_end,
 )
-from kvprof.kernels.segments.side import PLACES
-from kvprof.kernels.segments.tables import EYE_HALVES, EYE_THREE, PlaneColumns
+from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.tables import EYE_HALVES, EYE_THREE, PlaneColumns
 from kvprof.kernels.tables import column
 
 __all__ = ["column_piece", "sums_are_whole"]

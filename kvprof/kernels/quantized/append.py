@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import row_stride
-from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.side import PLACES, SideAddresses, StoredColumns, Tokens
+from kvprof.kernels.quantized.layout import SegmentsLayout
+from kvprof.kernels.quantized.side import PLACES, SideAddresses, StoredColumns, Tokens
 
 __all__ = ["Addresses", "addresses_of", "append", "read", "read_scales", "write"]
 

@@ -1,6 +1,6 @@
 """A side whose columns have the same bits: rows of codes in planes, or rows at full precision.
 
-`kvprof.kernels.segments.layout` has the drawing, `kvprof.kernels.segments.codes` the arithmetic.
+`kvprof.kernels.quantized.layout` has the drawing, `kvprof.kernels.quantized.codes` the arithmetic.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvprof.kernels.segments.codes import (
+from kvprof.kernels.quantized.codes import (
     ROW_FORMATS,
     Bits,
     encode,
@@ -21,7 +21,7 @@ from kvprof.kernels.segments.codes import (
     numbers,
     restored,
 )
-from kvprof.kernels.segments.side import (
+from kvprof.kernels.quantized.side import (
     PLACES,
     WIDEST_PLANE,
     Placed,
@@ -35,7 +35,7 @@ from kvprof.kernels.segments.side import (
     taken,
     width_of,
 )
-from kvprof.kernels.segments.tables import MovedColumn, PlaneColumns, Stretch
+from kvprof.kernels.quantized.tables import MovedColumn, PlaneColumns, Stretch
 
 __all__ = ["RowSide"]
 

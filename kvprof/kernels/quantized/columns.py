@@ -21,7 +21,7 @@ have planes of their own, side by side, which a kernel takes at once.
 A byte's highest bit is turned. So a code, or bits of it, is a factor of a product of whole numbers
 where it lies, when nothing is done to the byte but to leave out its other bits: behind n bits it is
 2^n times itself, and in the highest ones 2^n times what it is less half of what it can be
-(`kvprof.kernels.segments.column_kernel`).
+(`kvprof.kernels.quantized.column_kernel`).
 
 A value is ``scale · step · (code - (2^bits - 1) / 2)`` with the step of least squared error for a
 normal variable (`kvprof.analysis.uniform.uniform_step`).
@@ -38,8 +38,8 @@ from torch import Tensor
 from kvprof.analysis.uniform import uniform_step
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
-from kvprof.kernels.segments.codes import BITS_PER_COLUMN, COLUMN_BITS, COLUMN_FORMATS, Bits
-from kvprof.kernels.segments.side import (
+from kvprof.kernels.quantized.codes import BITS_PER_COLUMN, COLUMN_BITS, COLUMN_FORMATS, Bits
+from kvprof.kernels.quantized.side import (
     PLACES,
     WIDEST_PLANE,
     Placed,
@@ -55,7 +55,7 @@ from kvprof.kernels.segments.side import (
     taken,
     width_of,
 )
-from kvprof.kernels.segments.tables import MovedColumn, PlaneColumns, Stretch
+from kvprof.kernels.quantized.tables import MovedColumn, PlaneColumns, Stretch
 
 __all__ = [
     "COLUMN_SLOTS",

@@ -1,10 +1,10 @@
 """The geometries that segments can have, and their formats by name and by number."""
 
 from kvprof.errors import UsageError
-from kvprof.kernels.segments.codes import FORMATS, Bits, NumberFormat
-from kvprof.kernels.segments.columns import ColumnSide
-from kvprof.kernels.segments.rows import RowSide
-from kvprof.kernels.segments.side import Side
+from kvprof.kernels.quantized.codes import FORMATS, Bits, NumberFormat
+from kvprof.kernels.quantized.columns import ColumnSide
+from kvprof.kernels.quantized.rows import RowSide
+from kvprof.kernels.quantized.side import Side
 
 __all__ = ["GEOMETRIES", "bits_numbered", "format_of", "geometry_of"]
 

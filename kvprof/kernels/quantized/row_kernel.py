@@ -4,9 +4,9 @@
 
 Quantised keys and values are so few bytes that arithmetic per element counts. So tokens or columns
 are the rows of every product and the (few) query heads its eight or more columns; bytes become
-operands of the tensor cores without a conversion or a shuffle (`kvprof.kernels.segments.unpack`,
-`kvprof.kernels.segments.layout`); and what a code is offset, scaled and shifted by stays outside of
-the elements. With ``x = middle + scale · code``:
+operands of the tensor cores without a conversion or a shuffle (`kvprof.kernels.quantized.unpack`,
+`kvprof.kernels.quantized.layout`); and a code's offset, scale and shift stay outside of the
+elements. With ``x = middle + scale · code``:
 
 - scores, per token and group of columns: ``scale · (code · q) + middle · Σq``;
 - values, per group: ``Σ w · code + Σ p · middle`` with ``w = p · scale``, rounded. The last, and
@@ -17,17 +17,17 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.parts import empty, store_columns
-from kvprof.kernels.segments.codes import FP8, FULL
-from kvprof.kernels.segments.side import PLACES
-from kvprof.kernels.segments.tables import EYE_ONE, PlaneColumns
-from kvprof.kernels.segments.unpack import codes, halves, rounded
+from kvprof.kernels.quantized.codes import FP8, FULL
+from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.tables import EYE_ONE, PlaneColumns
+from kvprof.kernels.quantized.unpack import codes, halves, rounded
 from kvprof.kernels.tables import column
 
 __all__ = ["row_piece"]
 
 # --- One tile of tokens: scores, online softmax, weighted values.
 #
-# A tile is one block or two neighbouring ones, which `kvprof.kernels.segments.layout` draws.
+# A tile is one block or two neighbouring ones, which `kvprof.kernels.quantized.layout` draws.
 # Addresses are one pointer, what a lane adds to it, and constants.
 
 

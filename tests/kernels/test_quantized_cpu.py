@@ -6,10 +6,10 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import uses_triton
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.segments.cpu import segments_cpu
-from kvprof.kernels.segments.layout import Segment, SegmentsLayout
-from kvprof.kernels.segments.reference import reference_segments
-from kvprof.kernels.segments.step import segments_operator, segments_step
+from kvprof.kernels.quantized.cpu import segments_cpu
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout
+from kvprof.kernels.quantized.reference import reference_segments
+from kvprof.kernels.quantized.step import segments_operator, segments_step
 from tests.kernels.numbers import error
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_the_operator_is_registered_soundly():
     query, buffer = states(layout)
     prepared = segments_step(layout, CPU)
     schedule = prepared.cut(LENGTHS)
-    from kvprof.kernels.segments.step import layout_numbers
+    from kvprof.kernels.quantized.step import layout_numbers
 
     arguments = (
         query,

@@ -1,8 +1,8 @@
 """How tokens get into the bytes of a segment, and out of them, geometry by geometry.
 
-What `kvprof.kernels.segments.append` does with some hundred operations of torch a step, which a GPU
-spends most of its time between, in one launch for both sides and all heads
-(`kvprof.kernels.segments.kernel.move_tokens` and `restore_tokens`). The bytes are those of
+What `kvprof.kernels.quantized.append` does with some hundred operations of torch a step, which a
+GPU spends most of its time between, in one launch for both sides and all heads
+(`kvprof.kernels.quantized.kernel.move_tokens` and `restore_tokens`). The bytes are those of
 `append.write`, the values those of `append.read`.
 
 A table of columns lies field by field, `pitch` columns of each, so that a warp reads its columns'
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from kvprof.analysis.uniform import uniform_step
-from kvprof.kernels.segments.codes import E4M3_LACK, E4M3_TINY, FP8, FULL
-from kvprof.kernels.segments.columns import COLUMN_SLOTS, TURNED
-from kvprof.kernels.segments.side import PLACES
-from kvprof.kernels.segments.tables import MovedColumn, Stretch
+from kvprof.kernels.quantized.codes import E4M3_LACK, E4M3_TINY, FP8, FULL
+from kvprof.kernels.quantized.columns import COLUMN_SLOTS, TURNED
+from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.tables import MovedColumn, Stretch
 from kvprof.kernels.tables import column
 
 __all__ = [
@@ -153,7 +153,7 @@ def put_rows(
         if BITS == _FP8:
             codes = _e4m3(wide)
         else:
-            # As `kvprof.kernels.segments.codes.quantise` has it, to the last bit.
+            # As `kvprof.kernels.quantized.codes.quantise` has it, to the last bit.
             HALF: tl.constexpr = 1 << (BITS - 1)
             low = tl.min(tl.where(there, wide, float("inf")), 0)
             high = tl.max(tl.where(there, wide, float("-inf")), 0)
@@ -224,7 +224,7 @@ def _column_codes(states, scale, column, pitch, there, slot):
     code = tl.load(column + _CODE * pitch, mask=there, other=2)
     step = _steps(code)
     half = tl.exp2((code - 1).to(tl.float32))
-    # As `kvprof.kernels.segments.columns.quantise_columns` has it, to the last bit.
+    # As `kvprof.kernels.quantized.columns.quantise_columns` has it, to the last bit.
     level = tl.floor(tl.div_rn(states.to(tl.float32), scale * step))
     found = (tl.minimum(tl.maximum(level, -half), half - 1.0) + half).to(tl.int32)
     found = found >> tl.load(column + _BELOW * pitch, mask=there, other=0).to(tl.int32)

@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 import torch
 
-from kvprof.kernels.segments import column_kernel, digits, unpack
-from kvprof.kernels.segments.codes import FP8
-from kvprof.kernels.segments.unpack import missing_factor
+from kvprof.kernels.quantized import column_kernel, int8_hi_lo, unpack
+from kvprof.kernels.quantized.codes import FP8
+from kvprof.kernels.quantized.unpack import missing_factor
 
 WORD = 0xFFFFFFFF
 
@@ -162,8 +162,8 @@ def test_codes_of_rows_are_the_highest_bits_of_whole_numbers(bits):
 def test_four_numbers_come_apart_into_two_digits():
     numbers = torch.tensor([0, 1, 127, 128, 129, 255, 256, 32383, 32512, -1, -128, -129, -32512])
     for four in numbers.repeat(4)[:48].view(-1, 4):
-        words = (four.float() + digits._MAGIC.value).view(torch.int32).tolist()
-        found = execute(digits._ASSEMBLY.value, *words)
+        words = (four.float() + int8_hi_lo._MAGIC.value).view(torch.int32).tolist()
+        found = execute(int8_hi_lo._ASSEMBLY.value, *words)
         upper, lower = (octets(word).view(torch.int8).long() for word in found)
         assert torch.equal(256 * upper + lower, four)
 
@@ -171,12 +171,12 @@ def test_four_numbers_come_apart_into_two_digits():
 def test_of_four_numbers_one_digit_comes():
     numbers = torch.tensor([0, 1, 127, 128, 129, 255, 256, 32383, 32512, -1, -128, -129, -32512])
     for four in numbers.repeat(4)[:48].view(-1, 4):
-        words = (four.float() + digits._MAGIC.value).view(torch.int32).tolist()
-        found = []
-        for choice, change in ((digits._UPPER, 0), (digits._LOWER, digits._TURNED.value & WORD)):
+        words = (four.float() + int8_hi_lo._MAGIC.value).view(torch.int32).tolist()
+        found, turned = [], int8_hi_lo._TURNED.value & WORD
+        for choice, change in ((int8_hi_lo._UPPER, 0), (int8_hi_lo._LOWER, turned)):
             # Of four numbers, four choices and four changes the first of each is read.
             given = [*words, choice.value, -1, -1, -1, change, -1, -1, -1]
-            own = ran(digits._CHOICE.value, {f"${n}": word for n, word in enumerate(given, 1)})
+            own = ran(int8_hi_lo._CHOICE.value, {f"${n}": word for n, word in enumerate(given, 1)})
             found.append(octets(int(own["$0"])).view(torch.int8).long())
         assert torch.equal(256 * found[0] + found[1], four)
 

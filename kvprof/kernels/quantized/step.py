@@ -22,12 +22,12 @@ from kvprof.kernels.checks import (
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
 from kvprof.kernels.operators import direct
 from kvprof.kernels.parts import Attended, Schedule
-from kvprof.kernels.segments.cpu import segments_cpu
-from kvprof.kernels.segments.geometries import bits_numbered, format_of, geometry_of
-from kvprof.kernels.segments.launch import launch_cut, launch_segments, tuning_for, unit_table
-from kvprof.kernels.segments.layout import HeadKind, SegmentsLayout, of_kinds, segment_of
-from kvprof.kernels.segments.side import SideKind, Tuning, width_of
-from kvprof.kernels.segments.tables import MOST_SHARES, Counter, Item, eye
+from kvprof.kernels.quantized.cpu import segments_cpu
+from kvprof.kernels.quantized.geometries import bits_numbered, format_of, geometry_of
+from kvprof.kernels.quantized.launch import launch_cut, launch_segments, tuning_for, unit_table
+from kvprof.kernels.quantized.layout import HeadKind, SegmentsLayout, of_kinds, segment_of
+from kvprof.kernels.quantized.side import SideKind, Tuning, width_of
+from kvprof.kernels.quantized.tables import MOST_SHARES, Counter, Item, eye
 from kvprof.kernels.tables import Part
 
 __all__ = [
@@ -115,7 +115,7 @@ def _family(layout: SegmentsLayout, widths: tuple[int, ...]) -> SegmentsLayout:
 def cut_operator(
     lengths: Tensor, units: Tensor, heads: int, pieces: int, counted: int, near: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut a step's work: `kvprof.kernels.segments.launch.launch_cut`, which says what is what."""
+    """Cut a step's work: `kvprof.kernels.quantized.launch.launch_cut`, which says what is what."""
     return launch_cut(lengths, units, heads, pieces, counted, near)
 
 
@@ -227,12 +227,12 @@ class SegmentsStep:
     kinds: tuple[HeadKind, ...]  # that the kernel is built for
     tuning: Tuning
     multiprocessors: int
-    units: Tensor  # from `kvprof.kernels.segments.launch.unit_table`
-    eye: Tensor  # `kvprof.kernels.segments.tables.eye`
+    units: Tensor  # from `kvprof.kernels.quantized.launch.unit_table`
+    eye: Tensor  # `kvprof.kernels.quantized.tables.eye`
 
     @property
     def _counted(self) -> int:
-        """Counters that the kernel needs, or 0 (`kvprof.kernels.segments.cuts.share_units`)."""
+        """Counters that the kernel needs, or 0 (`kvprof.kernels.quantized.cuts.share_units`)."""
         return len(Counter._fields) + self._shares if self.tuning.near else 0
 
     @property

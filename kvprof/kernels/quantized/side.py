@@ -1,10 +1,10 @@
 """One side, K or V, of one head of a segment: what a geometry says, and what all have alike.
 
 A geometry is how the numbers of a block's tokens lie. It is a class of sides
-(`kvprof.kernels.segments.geometries` lists them) which says its planes, bytes and tables, how
+(`kvprof.kernels.quantized.geometries` lists them) which says its planes, bytes and tables, how
 tokens are stored and read, a block at a time and one by one, and which of the kernels' functions
 reads them (by the number of its formats). Nothing else asks which geometry a side has, but for the
-two kernels that are launched (`kvprof.kernels.segments.kernel`), and what says which plans can run.
+two kernels that are launched (`kvprof.kernels.quantized.kernel`), and what refuses plans.
 """
 
 from abc import ABC, abstractmethod
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvprof.errors import UsageError
-from kvprof.kernels.segments.codes import Bits, NumberFormat, restored, spread
-from kvprof.kernels.segments.tables import MovedColumn, PlaneColumns, Stretch
+from kvprof.kernels.quantized.codes import Bits, NumberFormat, restored, spread
+from kvprof.kernels.quantized.tables import MovedColumn, PlaneColumns, Stretch
 
 __all__ = [
     "MOST_PLACES",
@@ -63,7 +63,7 @@ class Tuning:
     stages: int = 2  # tiles on their way at once
     warps: int = 1  # of a program
     #: Bytes that a token costs beside its own: softmax does not shrink with them. Not read where
-    #: sides tell their products (`kvprof.kernels.segments.cuts.token_cost`).
+    #: sides tell their products (`kvprof.kernels.quantized.cuts.token_cost`).
     per_token: int = 26
     registers: int = 128  # most of a thread; 0 leaves it to the compiler
     #: Tiles of a piece from which on a multiprocessor takes neighbouring pieces, which pays where
@@ -87,7 +87,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Side(ABC):
-    """K or V of a head; `kvprof.kernels.segments.layout` has the drawing."""
+    """K or V of a head; `kvprof.kernels.quantized.layout` has the drawing."""
 
     values: bool  # whether it is V
     width: int
@@ -103,7 +103,7 @@ class Side(ABC):
     #: Whether a width says all of a head; else heads have kinds (`Segment.key_kinds`).
     by_width: ClassVar[bool] = True
     #: Heads (keys, values) whose kernels are compiled for every architecture, beside the forms that
-    #: `kvprof.kernels.segments.variants` lists.
+    #: `kvprof.kernels.quantized.variants` lists.
     compiled: ClassVar[tuple[tuple[SideKind, SideKind], ...]] = ()
 
     # Of a class: from what a segment says to sides.

@@ -7,9 +7,9 @@ import triton.language as tl
 
 from kvprof.kernels.dispatch import wait_for_earlier
 from kvprof.kernels.parts import stretch_of, task_of
-from kvprof.kernels.segments.layout import SegmentsLayout
-from kvprof.kernels.segments.side import MOST_PLACES, PLACES, Side
-from kvprof.kernels.segments.tables import Counter, Item, Unit
+from kvprof.kernels.quantized.layout import SegmentsLayout
+from kvprof.kernels.quantized.side import MOST_PLACES, PLACES, Side
+from kvprof.kernels.quantized.tables import Counter, Item, Unit
 from kvprof.kernels.tables import Part, column
 
 __all__ = [
@@ -109,7 +109,7 @@ def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> i
 # tokens at an end are, is one of them, and the others share what is left; unless that would make
 # theirs longer by more than a seventh, as where a few rows are long and many are short. By head,
 # then row, so that neighbours are of one kind: what a multiprocessor runs has to fit its
-# instruction cache (`kvprof.kernels.segments.kernel`). A test states the same on the host in plain
+# instruction cache (`kvprof.kernels.quantized.kernel`). A test states the same on the host in plain
 # Python.
 
 
