@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.dispatch import uses_triton
-from kvprof.kernels.parts import Attended
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
 from kvprof.kernels.prefill.rows import RowsStep, rows_step
 from kvprof.kernels.project.step import project_step
@@ -30,6 +29,7 @@ from kvprof.kernels.quantized.append import addresses_of, read, write
 from kvprof.kernels.quantized.layout import SegmentsLayout
 from kvprof.kernels.quantized.moving import token_move, token_restore
 from kvprof.kernels.quantized.step import SegmentsStep, segments_step
+from kvprof.kernels.split_kv import Attended
 from kvprof.serving.fixed import FixedStep, most_own_pages, own_columns
 from kvprof.serving.pages import quantised_layout
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.decode.step import DecodeStep
-from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.rows import RowsCut, RowsStep
 from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.quantized.step import SegmentsStep
+from kvprof.kernels.split_kv import Schedule
 from kvprof.runtime.backends.rotary import RotaryForm
 from kvprof.runtime.tensors import concatenated, unflatten
 from kvprof.serving.pages import Codes

@@ -24,13 +24,13 @@ from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.errors import LackingError, UsageError
 from kvprof.kernels.decode.cuts import Item, kinds, pieces_for, tile_height
 from kvprof.kernels.decode.step import DecodeStep, decode_step
-from kvprof.kernels.parts import Schedule, launch_merge
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.launch import prefill_step
 from kvprof.kernels.prefill.paths import measured_path
 from kvprof.kernels.prefill.step import prefill
 from kvprof.kernels.project.bases import BasisSet, basis_set
 from kvprof.kernels.project.step import project_step, store_values
+from kvprof.kernels.split_kv import Schedule, launch_combine
 from kvprof.kernels.tables import Part
 
 __all__ = [
@@ -330,7 +330,7 @@ def _merge(
     )
 
     def run() -> Tensor:
-        launch_merge(partial, logs, parts, output, step.heads, layout.heads, sinks=sinks)
+        launch_combine(partial, logs, parts, output, step.heads, layout.heads, sinks=sinks)
         return output
 
     return run

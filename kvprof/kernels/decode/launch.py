@@ -25,15 +25,15 @@ from kvprof.kernels.decode.cuts import (
 )
 from kvprof.kernels.decode.kernel import decode_pieces
 from kvprof.kernels.dispatch import early_launch, launching, wait_for_earlier
-from kvprof.kernels.parts import (
-    cutting,
-    empty_parts,
-    launch_merge,
-    sharing,
-    stretch_of,
-    task_of,
-)
 from kvprof.kernels.planes import RaggedLayout, row_stride
+from kvprof.kernels.split_kv import (
+    assign_options,
+    empty_parts,
+    launch_combine,
+    partition_options,
+    split_range,
+    work_item,
+)
 from kvprof.kernels.tables import Kind, Part, chunk_columns, column, joined_rows
 
 __all__ = [
@@ -231,11 +231,11 @@ def cut_equal(
     own = tl.load(firsts + behind, mask=at < count, other=0) - first
     tl.store(parts + at * _PART + _FIRST, tl.where(own > 0, first, 0), mask=at < count)
     tl.store(parts + at * _PART + _COUNT, own, mask=at < count)
-    task, part, share = task_of(firsts, count, at)
+    task, part, share = work_item(firsts, count, at)
     start, stop = _tokens(lengths, starts, task // HEADS, task < count, capacity, STARTS)
     of_head = heads + task % HEADS * _COLUMNS
     height = tl.load(of_head + _HEIGHT).to(tl.int32)
-    begin, end = stretch_of((stop - start + height - 1) // height, part, share)
+    begin, end = split_range((stop - start + height - 1) // height, part, share)
     there = part < share
     item = items + at * _ITEM
     tl.store(item + _ROW, task // HEADS, mask=there)
@@ -293,12 +293,12 @@ def launch_cut(
     shared: dict[str, Any] = {"HEADS": heads.shape[1], "STARTS": starts is not None}
     first = lengths if starts is None else starts
     firsts = lengths.new_empty(layers, tasks + 1)
-    cut = cutting(tasks)
+    cut = partition_options(tasks)
     numbers = tasks, capacity, pieces, whole, workers
     early = early_launch(lengths.device, len(lengths))
     if not cut["BLOCK"]:
         launching(share_equal, (layers,))(
-            lengths, first, heads, firsts, *numbers, **shared, **sharing(tasks), **early
+            lengths, first, heads, firsts, *numbers, **shared, **assign_options(tasks), **early
         )
     launching(cut_equal, (triton.cdiv(room, cut["ITEMS"]), layers))(
         lengths, first, heads, firsts, items, parts, *numbers, room, **shared, **cut, **early
@@ -320,7 +320,7 @@ def launch_decode(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Run the items and join their parts."""
+    """Run the items and combine their splits."""
     items, parts = scheduled
     widest, rows, pairs = max(family.value_widths), query.shape[0], kinds(family)
     partial, logs = empty_parts(query, items.shape[0], layout.group, widest)
@@ -360,5 +360,5 @@ def launch_decode(
     }
     blocks = -(-layout.group // rows_of(family))
     launching(decode_pieces, (items.shape[0] * blocks,))(*tensors, *numbers, **constants)
-    launch_merge(partial, logs, parts, output, heads, layout.heads, sinks=sinks)
+    launch_combine(partial, logs, parts, output, heads, layout.heads, sinks=sinks)
     return output

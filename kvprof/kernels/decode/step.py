@@ -39,8 +39,8 @@ from kvprof.kernels.dispatch import (
     uses_triton,
 )
 from kvprof.kernels.operators import direct
-from kvprof.kernels.parts import Schedule
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout
+from kvprof.kernels.split_kv import Schedule
 from kvprof.kernels.tables import Part
 
 __all__ = [

@@ -3,8 +3,8 @@
 from kvprof.kernels.decode.cuts import Head, built_for, rows_of, tuning_for
 from kvprof.kernels.decode.kernel import decode_pieces
 from kvprof.kernels.decode.launch import cut_equal, kind_table, share_equal
-from kvprof.kernels.parts import CUT_ALONE, cutting, merge_pieces
 from kvprof.kernels.planes import RaggedLayout
+from kvprof.kernels.split_kv import CUT_ALONE, combine_splits, partition_options
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS", "decode_form"]
@@ -73,7 +73,7 @@ def _merge(width: int, most: int, *, beside: bool) -> Variant:
         "DEPENDENT": True,
     }
     name = "decode merge, beside others" if beside else "decode merge"
-    return Variant(name, merge_pieces, types, constants, 4)
+    return Variant(name, combine_splits, types, constants, 4)
 
 
 _TASKS = {"lengths": "*i32", "starts": "*i32", "heads": "*i64", "firsts": "*i32"}
@@ -82,7 +82,7 @@ _CUT = {"HEADS": 8, "STARTS": True, "DEPENDENT": True}
 
 def _cut(name: str, tasks: int) -> Variant:
     types = {**_TASKS, "items": "*i32", "parts": "*i32"}
-    cut = cutting(tasks)
+    cut = partition_options(tasks)
     warps = cut.pop("num_warps")
     return Variant(name, cut_equal, types, {**_CUT, **cut}, warps)
 

@@ -22,7 +22,6 @@ it can, and the sums are moved instead.
 import triton
 import triton.language as tl
 
-from kvprof.kernels.parts import empty, store_columns
 from kvprof.kernels.quantized.columns import COLUMN_SLOTS
 from kvprof.kernels.quantized.int8_hi_lo import (
     MOST,
@@ -42,6 +41,7 @@ from kvprof.kernels.quantized.int8_hi_lo import (
 )
 from kvprof.kernels.quantized.side import PLACES
 from kvprof.kernels.quantized.tables import EYE_HALVES, EYE_THREE, PlaneColumns
+from kvprof.kernels.split_kv import empty, store_columns
 from kvprof.kernels.tables import column
 
 __all__ = ["column_piece", "sums_are_whole"]

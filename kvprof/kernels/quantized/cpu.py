@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from kvprof.kernels.parts import Attended
 from kvprof.kernels.quantized.layout import SegmentsLayout
 from kvprof.kernels.quantized.side import PLACES, Side
+from kvprof.kernels.split_kv import Attended
 
 __all__ = ["segments_cpu"]
 

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.dispatch import wait_for_earlier
-from kvprof.kernels.parts import stretch_of, task_of
 from kvprof.kernels.quantized.layout import SegmentsLayout
 from kvprof.kernels.quantized.side import MOST_PLACES, PLACES, Side
 from kvprof.kernels.quantized.tables import Counter, Item, Unit
+from kvprof.kernels.split_kv import split_range, work_item
 from kvprof.kernels.tables import Part, column
 
 __all__ = [
@@ -316,9 +316,9 @@ def cut_units(
     own = parts + (at % batch * HEADS + at // batch) * _PART
     tl.store(own + _FIRST, begin, mask=leads)
     tl.store(own + _COUNT, end - begin, mask=leads)
-    unit, part, share = task_of(firsts, count, at)
+    unit, part, share = work_item(firsts, count, at)
     length, tiles, _cost, height = _unit(unit, lengths, units, count, batch, HEADS, SEGMENTS)
-    start, stop = stretch_of(tiles, part, share)
+    start, stop = split_range(tiles, part, share)
     there = part < share
     task = unit // SEGMENTS
     own = items + at * _ITEM

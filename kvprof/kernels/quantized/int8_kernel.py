@@ -14,7 +14,6 @@ highest bits of an int8. Scales stay outside of the elements. With ``x = middle 
 import triton
 import triton.language as tl
 
-from kvprof.kernels.parts import empty, store_columns
 from kvprof.kernels.quantized.int8_hi_lo import (
     MOST,
     by_place,
@@ -31,6 +30,7 @@ from kvprof.kernels.quantized.int8_hi_lo import (
 from kvprof.kernels.quantized.side import PLACES
 from kvprof.kernels.quantized.tables import PlaneColumns
 from kvprof.kernels.quantized.unpack import top_codes
+from kvprof.kernels.split_kv import empty, store_columns
 from kvprof.kernels.tables import column
 
 __all__ = ["int8_piece"]

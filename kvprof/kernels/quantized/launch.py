@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kvprof.kernels.dispatch import early_launch, interpreted, launching
-from kvprof.kernels.parts import Attended, cutting, empty_parts, launch_merge, sharing
 from kvprof.kernels.planes import MOST_TOKENS, row_stride
 from kvprof.kernels.quantized.codes import FP8, FULL
 from kvprof.kernels.quantized.cuts import (
@@ -26,6 +25,13 @@ from kvprof.kernels.quantized.layout import SegmentsLayout
 from kvprof.kernels.quantized.side import Tuning
 from kvprof.kernels.quantized.tables import Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.quantized.unpack import missing_factor
+from kvprof.kernels.split_kv import (
+    Attended,
+    assign_options,
+    empty_parts,
+    launch_combine,
+    partition_options,
+)
 from kvprof.kernels.tables import Part, joined_rows
 
 __all__ = [
@@ -85,15 +91,11 @@ def _query_block(layout: SegmentsLayout, warps: int) -> int:
 
 
 def _near(kinds: int, int8: bool) -> int:
-    """Return `Tuning.near` for so many kinds of quantised unit.
+    """Return `Tuning.near` of rows for so many kinds of quantised unit.
 
-    Of rows; up to four kinds of 4 bits as int8 are told apart by `tuning_for`. On an H200, behind
-    whatever empties its caches, when a program that took from a share counted twice: with two kinds
-    of head shares never paid; with four they took 0.75 of the time in order at 48 tiles a piece,
-    0.98 at 4 and 1.10 at 2; with six 0.52, 0.77 and 0.92. Below a tile a piece there is nothing
-    left to take for most programs. Multiplied as int8 in 16 pieces, at 1, eight took 0.52 to 0.68
-    in shares; the others were timed when programs without a share went from one
-    to the next.
+    Time in shares over time in order, on an H200: never below 1 with two kinds of head; with four
+    0.75 at 48 tiles a piece, 0.98 at 4, 1.10 at 2; with six 0.52, 0.77, 0.92; with eight 0.52 to
+    0.68 at 1, as int8 in 16 pieces. `tuning_for` tells up to four kinds of 4 bits as int8 apart.
     """
     if kinds <= (4 if int8 else 2):
         return 0
@@ -103,11 +105,9 @@ def _near(kinds: int, int8: bool) -> int:
 def _int8(layout: SegmentsLayout) -> bool:
     """Return `Tuning.int8`: whether that was the faster form on an H100.
 
-    Over one quantised segment, exact tokens beside it or not, and up to four query heads per KV
-    head, whose two digits fill the eight columns that a product has at least: layers of 4 bits took
-    0.90 of the time over 18 cases, 0.69 to 1.03 in each. More query heads need twice the products
-    (1.05 of the time with 8, 1.12 with 16); several quantised segments (1.25) and pages (1.11) were
-    slower for reasons unknown.
+    With one quantised segment and at most four query heads per KV head, layers of 4 bits took 0.90
+    of the time over 18 cases (0.69 to 1.03). More query heads need twice the products (8 took 1.05,
+    16 took 1.12). Several quantised segments took 1.25, pages 1.11, for reasons unknown.
     """
     segments = [layout.sides(number, 0) for number in range(len(layout.segments))]
     quantised = [sides for sides in segments if any(side.bits is not None for side in sides)]
@@ -254,7 +254,7 @@ def launch_cut(
     parts = lengths.new_empty(layers, batch * heads, len(Part._fields))
     counters = lengths.new_empty(layers, counted)
     firsts = lengths.new_empty(layers, count + 1)
-    cut = cutting(count)
+    cut = partition_options(count)
     numbers = count, batch, pieces, counted, near
     constants = {
         "HEADS": heads,
@@ -263,7 +263,7 @@ def launch_cut(
     }
     if not cut["BLOCK"]:
         launching(share_units, (layers,))(
-            lengths, units, firsts, counters, *numbers, **constants, **sharing(count)
+            lengths, units, firsts, counters, *numbers, **constants, **assign_options(count)
         )
     launching(cut_units, (triton.cdiv(room, cut["ITEMS"]), layers))(
         lengths, units, firsts, counters, items, parts, *numbers, room, **constants, **cut
@@ -290,7 +290,7 @@ def launch_segments(
     table: Tensor | None = None,
     beside: Attended | None = None,
 ) -> Tensor:
-    """Run the items and join their parts."""
+    """Run the items and combine their splits."""
     softly, fast = softcap > 0.0, not interpreted()
     chosen = constants(layout.heads, family, tuning, softcap=softly, fast=fast)
     partial, logs = empty_parts(query, len(items), layout.group, chosen["WIDEST"])
@@ -324,7 +324,7 @@ def launch_segments(
         num_warps=tuning.warps,
         **early_launch(query.device, len(query)),
     )
-    launch_merge(
+    launch_combine(
         partial,
         logs,
         parts,

@@ -16,11 +16,11 @@ elements. With ``x = middle + scale · code``:
 import triton
 import triton.language as tl
 
-from kvprof.kernels.parts import empty, store_columns
 from kvprof.kernels.quantized.codes import FP8, FULL
 from kvprof.kernels.quantized.side import PLACES
 from kvprof.kernels.quantized.tables import EYE_ONE, PlaneColumns
 from kvprof.kernels.quantized.unpack import codes, halves, rounded
+from kvprof.kernels.split_kv import empty, store_columns
 from kvprof.kernels.tables import column
 
 __all__ = ["row_piece"]

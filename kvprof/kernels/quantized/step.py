@@ -21,13 +21,13 @@ from kvprof.kernels.checks import (
 )
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
 from kvprof.kernels.operators import direct
-from kvprof.kernels.parts import Attended, Schedule
 from kvprof.kernels.quantized.cpu import segments_cpu
 from kvprof.kernels.quantized.geometries import bits_numbered, format_of, geometry_of
 from kvprof.kernels.quantized.launch import launch_cut, launch_segments, tuning_for, unit_table
 from kvprof.kernels.quantized.layout import HeadKind, SegmentsLayout, of_kinds, segment_of
 from kvprof.kernels.quantized.side import SideKind, Tuning, width_of
 from kvprof.kernels.quantized.tables import MOST_SHARES, Counter, Item, eye
+from kvprof.kernels.split_kv import Attended, Schedule
 from kvprof.kernels.tables import Part
 
 __all__ = [

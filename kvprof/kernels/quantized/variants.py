@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from kvprof.kernels.parts import CUT_ALONE, cutting
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.quantized.codes import ROW_FORMATS, Bits
 from kvprof.kernels.quantized.cuts import cut_units, share_units
@@ -15,6 +14,7 @@ from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, of_kinds, s
 from kvprof.kernels.quantized.moving import RESTORE_WARPS, restore_constants
 from kvprof.kernels.quantized.moving import constants as move_constants
 from kvprof.kernels.quantized.side import Side, SideKind
+from kvprof.kernels.split_kv import CUT_ALONE, partition_options
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS", "segments_form"]
@@ -124,7 +124,7 @@ _CUT = {"HEADS": 8, "SEGMENTS": 3, "DEPENDENT": True}
 
 def _cut(name: str, tasks: int) -> Variant:
     types = {**_UNITS, "items": "*i32", "parts": "*i32"}
-    cut = cutting(tasks)
+    cut = partition_options(tasks)
     warps = cut.pop("num_warps")
     return Variant(name, cut_units, types, {**_CUT, **cut}, warps)
 

@@ -32,7 +32,6 @@ from kvprof.kernels.dispatch import (
     uses_triton,
 )
 from kvprof.kernels.operators import direct
-from kvprof.kernels.parts import Schedule, empty_parts, launch_merge
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
 from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
 from kvprof.kernels.reconstruct.cuts import cut_pieces
@@ -45,6 +44,7 @@ from kvprof.kernels.reconstruct.form import (
     flat,
 )
 from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
+from kvprof.kernels.split_kv import Schedule, empty_parts, launch_combine
 from kvprof.kernels.tables import Part
 
 __all__ = [
@@ -176,7 +176,7 @@ def reconstruct_operator(
         scaling * math.log2(math.e),
         softcap * math.log2(math.e),
     )
-    launch_merge(partial, logs, parts, output, groups, len(groups), sinks=sinks)
+    launch_combine(partial, logs, parts, output, groups, len(groups), sinks=sinks)
     return output
 
 

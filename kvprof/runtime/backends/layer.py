@@ -30,8 +30,8 @@ from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import on, unflatten
 
 if TYPE_CHECKING:  # Triton is for Linux only
-    from kvprof.kernels.parts import Attended
     from kvprof.kernels.prefill.rows import RowsStep
+    from kvprof.kernels.split_kv import Attended
 
 __all__ = [
     "KernelLayer",
@@ -307,7 +307,7 @@ def attended(
     window: int = 0,
 ) -> "Attended":
     """Attend as `prefilled` does, to be merged with what is attended to beside."""
-    from kvprof.kernels.parts import Attended  # Triton is for Linux only
+    from kvprof.kernels.split_kv import Attended  # Triton is for Linux only
 
     batch, tokens, _ = query.shape
     step = _rows_step(layout, query.device, query.dtype)

@@ -12,7 +12,7 @@ from kvprof.models.interface import RotaryTable, Rotation, rotary_angles
 from kvprof.runtime.tensors import is_capturing
 
 if TYPE_CHECKING:  # Triton is for Linux only
-    from kvprof.kernels.parts import Schedule
+    from kvprof.kernels.split_kv import Schedule
 
 __all__ = ["KernelPass", "SlotTable", "SlotTables"]
 

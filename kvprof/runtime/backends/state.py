@@ -19,7 +19,7 @@ from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import is_capturing
 
 if TYPE_CHECKING:
-    from kvprof.kernels.parts import Schedule  # Triton is for Linux only
+    from kvprof.kernels.split_kv import Schedule  # Triton is for Linux only
 
 __all__ = [
     "KernelState",

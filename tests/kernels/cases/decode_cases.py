@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels import parts as join
+from kvprof.kernels import split_kv
 from kvprof.kernels.decode.cuts import Item, equal_shares, pieces_for
 from kvprof.kernels.decode.reference import reference_decode
 from kvprof.kernels.decode.step import DecodeStep, Tuning, decode_step
@@ -252,8 +252,8 @@ def test_layers_are_cut_together_as_each_is_by_itself():
         assert torch.equal(found.scheduled[1], alone.scheduled[1])
 
 
-def test_more_parts_than_a_merge_reads_at_once(monkeypatch):
-    monkeypatch.setattr(join, "merge_sizes", lambda *_: (16, 16, 1))
+def test_more_splits_than_a_combine_reads_at_once(monkeypatch):
+    monkeypatch.setattr(split_kv, "combine_sizes", lambda *_: (16, 16, 1))
     layout = RaggedLayout((16, 32), (48, 16), 1, 1, 1280)
     query, buffer = states(layout, 1, torch.float32, 5)
     prepared = decode_step(layout, DEVICE, multiprocessors=10, tuning=Tuning(pieces=8, tile=16))

@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.parts import Attended
 from kvprof.kernels.quantized.columns import ColumnSide
 from kvprof.kernels.quantized.cuts import tile_places, token_cost
 from kvprof.kernels.quantized.launch import constants
@@ -19,6 +18,7 @@ from kvprof.kernels.quantized.reference import reference_segments
 from kvprof.kernels.quantized.side import Runs
 from kvprof.kernels.quantized.step import SegmentsStep, Tuning, segments_step
 from kvprof.kernels.quantized.tables import Item, Unit
+from kvprof.kernels.split_kv import Attended
 from kvprof.kernels.tables import Part, column
 from tests.kernels.column_runs import FORMATS, format_pairs, runs
 from tests.kernels.column_runs import segment as segment_in

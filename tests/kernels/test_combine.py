@@ -1,10 +1,10 @@
-"""What a merging program takes: every column once, few of them where there are few programs."""
+"""What a combining program takes: every column once, few of them where there are few programs."""
 
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprof.kernels.parts import merge_sizes
+from kvprof.kernels.split_kv import combine_sizes
 
 
 @given(
@@ -15,7 +15,7 @@ from kvprof.kernels.parts import merge_sizes
     st.integers(1, 200),
 )
 def test_sizes_are_powers_of_two_that_registers_hold(widest, items, tasks, group, multiprocessors):
-    width, parts, warps = merge_sizes(widest, items, tasks, group, multiprocessors)
+    width, parts, warps = combine_sizes(widest, items, tasks, group, multiprocessors)
     assert 16 <= width <= triton.next_power_of_2(widest)
     for number in (width, parts, warps):
         assert number & (number - 1) == 0
@@ -31,11 +31,11 @@ def test_sizes_are_powers_of_two_that_registers_hold(widest, items, tasks, group
 
 def test_few_heads_are_joined_by_many_programs_and_many_by_few_wide_ones():
     # Two KV heads with eight queries each, 264 parts a head, on 132 multiprocessors.
-    assert merge_sizes(112, 528, 2, 8, 132) == (16, 512, 4)
+    assert combine_sizes(112, 528, 2, 8, 132) == (16, 512, 4)
     # Eight with four, 66 parts.
-    assert merge_sizes(112, 528, 8, 4, 132) == (16, 128, 2)
+    assert combine_sizes(112, 528, 8, 4, 132) == (16, 128, 2)
     # Eight sequences of eight, 16 parts a head: wider programs took longer on an H100.
     for group in (4, 8):
-        assert merge_sizes(112, 1120, 64, group, 132) == (32, 32, 4)
+        assert combine_sizes(112, 1120, 64, group, 132) == (32, 32, 4)
     # 32 sequences of eight, four parts each.
-    assert merge_sizes(112, 1056, 256, 8, 132) == (128, 16, 2)
+    assert combine_sizes(112, 1056, 256, 8, 132) == (128, 16, 2)

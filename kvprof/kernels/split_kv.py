@@ -1,4 +1,4 @@
-"""Work that was cut: its schedule, the parts that items leave, and the kernel that joins them."""
+"""Split-KV work: its schedule, the splits that items leave, and the kernel that combines them."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,27 +15,27 @@ from kvprof.kernels.tables import Output, Part, column
 __all__ = [
     "Attended",
     "Schedule",
-    "cutting",
+    "assign_options",
+    "combine_sizes",
+    "combine_splits",
     "empty",
     "empty_parts",
-    "launch_merge",
-    "merge_pieces",
-    "merge_sizes",
-    "sharing",
+    "launch_combine",
+    "partition_options",
+    "split_range",
     "store_columns",
-    "stretch_of",
-    "task_of",
+    "work_item",
 ]
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton's functions are compiled from their source; types mean nothing to its compiler.
 
-#: Fewest columns that a merging program joins, two sectors of memory, and what it joins otherwise.
+#: Fewest columns that a combining program takes, two sectors of memory, and how many otherwise.
 _FEWEST_COLUMNS, _COLUMNS = 16, 32
 #: Programs of so many columns on a multiprocessor, beyond which each takes all columns.
 _MANY_PROGRAMS = 16
 #: Most values of parts that it reads at once.
-_MOST_MERGED = 8192
+_MOST_COMBINED = 8192
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _PART = tl.constexpr(len(Part._fields))
@@ -55,7 +55,7 @@ class Schedule(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What queries see of other tokens, to be merged with what they see of these."""
+    """What queries see of other tokens, to be combined with what they see of these."""
 
     output: Tensor  # `[rows, Σ_g G·dv_g]`; of a query head that sees none it may be anything
     #: `[rows, heads * G]` float32, log2 of the sums of exponentiated scores; -inf where a query
@@ -78,7 +78,7 @@ def store_columns(result, found, real, START: tl.constexpr, WIDTH: tl.constexpr)
 
 # Counters of a layer begin where the layer before ends, at 16 bytes or not.
 @triton.jit(do_not_specialize_on_alignment=["counters"])
-def merge_pieces(
+def combine_splits(
     partial,
     logs,
     parts,
@@ -163,20 +163,20 @@ CUT_ITEMS, CUT_ALONE = 128, 256
 _CUT_WARPS = 4
 
 
-def sharing(count: int) -> dict[str, int]:
+def assign_options(count: int) -> dict[str, int]:
     """Return how a program that shares items out to `count` tasks is launched: BLOCK and warps."""
     block = min(1024, max(32, triton.next_power_of_2(count)))
     return {"BLOCK": block, "num_warps": max(1, block // 128)}
 
 
-def cutting(count: int) -> dict[str, int]:
-    """Return BLOCK, ITEMS and warps to cut `count` tasks into items; BLOCK is 0 after `sharing`."""
-    alone = sharing(count)["BLOCK"] if count <= CUT_ALONE else 0
+def partition_options(count: int) -> dict[str, int]:
+    """Return BLOCK, ITEMS and warps to cut `count` tasks; BLOCK is 0 after `assign_options`."""
+    alone = assign_options(count)["BLOCK"] if count <= CUT_ALONE else 0
     return {"BLOCK": alone, "ITEMS": CUT_ITEMS, "num_warps": _CUT_WARPS}
 
 
 @triton.jit
-def task_of(firsts, count, item):
+def work_item(firsts, count, item):
     """Return the tasks that items are of, which of its items each is, and how many those are."""
     task = item * 0
     behind = task + count
@@ -193,7 +193,7 @@ def task_of(firsts, count, item):
 
 
 @triton.jit
-def stretch_of(tiles, part, parts):
+def split_range(tiles, part, parts):
     """Return the first tile of a task's equal part and the tile behind its last, in 32 bits."""
     parts = tl.maximum(parts, 1)
     each = tiles // parts
@@ -212,7 +212,7 @@ def empty_parts(query: Tensor, items: int, group: int, widest: int) -> tuple[Ten
 
 # For every layer of a step: Triton's functions of whole numbers are slow on the host.
 @lru_cache(maxsize=4096)
-def merge_sizes(
+def combine_sizes(
     widest: int, items: int, tasks: int, group: int, multiprocessors: int
 ) -> tuple[int, int, int]:
     """Return columns of a combining program, splits read at once, and warps."""
@@ -227,11 +227,11 @@ def merge_sizes(
         width = most if next_to_it > _MANY_PROGRAMS * multiprocessors else min(_COLUMNS, most)
     # The widest of ragged heads has about one and a half times the mean's parts.
     parts = triton.next_power_of_2(max(1, 3 * items // (2 * tasks)))
-    parts = min(_MOST_MERGED // width, max(16, parts))
+    parts = min(_MOST_COMBINED // width, max(16, parts))
     return width, parts, 4 if width == _COLUMNS else min(4, max(1, width * parts // 1024))
 
 
-def launch_merge(
+def launch_combine(
     partial: Tensor,
     logs: Tensor,
     parts: Tensor,
@@ -243,11 +243,11 @@ def launch_merge(
     counters: Tensor | None = None,
     beside: Attended | None = None,
 ) -> None:
-    """Join the parts that the kernel launched before has left, or still leaves."""
+    """Combine the splits that the kernel launched before has left, or still leaves."""
     items, group, widest = partial.shape
     workers = multiprocessors_of(output.device)
-    width, most, warps = merge_sizes(widest, items, parts.shape[0], group, workers)
-    launching(merge_pieces, (parts.shape[0], group, -(-widest // width)))(
+    width, most, warps = combine_sizes(widest, items, parts.shape[0], group, workers)
+    launching(combine_splits, (parts.shape[0], group, -(-widest // width)))(
         partial,
         logs,
         parts,
