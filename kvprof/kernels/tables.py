@@ -92,7 +92,7 @@ class Chunks(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of head: its chunks, and the tokens of a tile."""
+    """A head configuration: its chunks, and the tokens of a tile."""
 
     chunks: Chunks
     height: int

@@ -13,7 +13,7 @@ from kvprof.kernels.decode.step import decode_step
 from kvprof.kernels.dispatch import EARLY_ROWS, compiling_ahead
 from kvprof.kernels.planes import STEP
 from kvprof.kernels.prefill.rows import rows_step
-from kvprof.runtime.backends.route import few_kinds
+from kvprof.runtime.backends.route import few_configs
 from kvprof.serving.fixed import FixedStep, fixed_step
 from kvprof.serving.plain import PlainSteps
 from kvprof.serving.quantised import own_pages, quantised_steps
@@ -39,14 +39,14 @@ class ServedModel:
     _reserved: Tensor | None = None
 
     @cached_property
-    def kinds(self) -> tuple[tuple[int, int], ...]:
-        """The kinds of head of all layers whose queries meet latents."""
-        own = (layer.kinds for layer in self.layers if layer.rebuilding is None)
+    def configs(self) -> tuple[tuple[int, int], ...]:
+        """The head configurations of all layers whose queries meet latents."""
+        own = (layer.configs for layer in self.layers if layer.rebuilding is None)
         return tuple(sorted(set().union(*own)))
 
     @cached_property
-    def rebuilt_kinds(self) -> tuple[tuple[int, int], ...]:
-        """The kinds of head of all layers whose keys are rebuilt."""
+    def rebuilt_configs(self) -> tuple[tuple[int, int], ...]:
+        """The head configurations of all layers whose keys are rebuilt."""
         own = (layer.whole(1, STEP) for layer in self.layers if layer.rebuilding is not None)
         pairs = (zip(one.key_widths, one.value_widths, strict=True) for one in own)
         return tuple(sorted(set().union(*pairs)))
@@ -102,7 +102,7 @@ class ServedModel:
         self._reserved = None
         for layer in self.layers:
             layer.steps = None
-        shared = few_kinds(set(self.kinds))
+        shared = few_configs(set(self.configs))
         scratch: Tensor | None = None
         rebuilt: Tensor | None = None
         for layer in self.layers:
@@ -114,14 +114,14 @@ class ServedModel:
                     whole = -(-longest // page) * page
                     rooms = (one.working(whole) for one in self.layers if one.rebuilding)
                     rebuilt = layer.keys.packed.new_empty(max(rooms))
-                layer.steps = rebuilt_steps(layer, page, longest, self.rebuilt_kinds, rebuilt)
+                layer.steps = rebuilt_steps(layer, page, longest, self.rebuilt_configs, rebuilt)
                 continue
             if layer.codes is not None:
                 if scratch is None:
                     own = (own_pages(one, most_tokens, captured) for one in self.layers)
                     scratch = layer.keys.packed.new_zeros(max(pool.elements for pool in own))
                 layer.steps = quantised_steps(
-                    layer, page, most_tokens, captured, scratch, shared, self.kinds
+                    layer, page, most_tokens, captured, scratch, shared, self.configs
                 )
                 continue
             layout, device = layer.layout(len(cache), page), cache.device
@@ -129,7 +129,9 @@ class ServedModel:
                 layer,
                 layout,
                 decode_step(layout, device, page_tokens=page, rows=1, pairs=shared),
-                rows_step(layout, device, cache.dtype, page_tokens=page, rows=1, pairs=self.kinds),
+                rows_step(
+                    layout, device, cache.dtype, page_tokens=page, rows=1, pairs=self.configs
+                ),
             )
 
     def _rehearse(self, pages: int, most: int, prompt: int, captured: tuple[int, int]) -> None:

@@ -297,15 +297,15 @@ def quantised_steps(
     most_tokens: int,
     captured: tuple[int, int],
     scratch: Tensor,
-    kinds: Sequence[tuple[int, int]] | None,
+    configs: Sequence[tuple[int, int]] | None,
     pairs: Sequence[tuple[int, int]],
 ) -> QuantisedSteps:
     """Prepare a layer's steps over the pages that the engine has given it."""
     cache = layer.attention.kv_cache
     assert layer.codes is not None
     layout = quantised_layout(layer.layout(len(cache), page), layer.codes, scratch.dtype)
-    shared = None if kinds is None else [(kind,) for kind in kinds]
-    decode = segments_step(layout, cache.device, rows=1, kinds=shared)
+    shared = None if configs is None else [(pair,) for pair in configs]
+    decode = segments_step(layout, cache.device, rows=1, configs=shared)
     own = own_pages(layer, most_tokens, captured)
     rows = rows_step(own, cache.device, scratch.dtype, page_tokens=PAGE_TOKENS, rows=1, pairs=pairs)
     return QuantisedSteps(layer, layout, own, scratch, decode, rows)

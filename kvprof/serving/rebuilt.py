@@ -222,7 +222,7 @@ def rebuilt_steps(
     layer: ServedLayer,
     page: int,
     longest: int,
-    kinds: tuple[tuple[int, int], ...],
+    configs: tuple[tuple[int, int], ...],
     scratch: Tensor,
 ) -> RebuiltSteps:
     """Prepare a layer's steps over the pages that the engine has given it."""
@@ -243,7 +243,7 @@ def rebuilt_steps(
         **how,
     )
     whole = layer.whole(1, page)
-    rows = rows_step(whole, device, cache.dtype, pairs=kinds, **how)
+    rows = rows_step(whole, device, cache.dtype, pairs=configs, **how)
     rebuild = page_rebuild(latents, whole, rebuilding.value_ups)
     room = -(-longest // page)
     return RebuiltSteps(layer, layout, rebuilding, latents, rows, rebuild, room, scratch)

@@ -116,7 +116,7 @@ class ServedLayer:
         return sum(self.value_widths) * self.group
 
     @property
-    def kinds(self) -> set[tuple[int, int]]:
+    def configs(self) -> set[tuple[int, int]]:
         """Pairs of widths of its heads."""
         return set(zip(self.keys.widths, self.value_widths, strict=True))
 

@@ -12,8 +12,8 @@ from kvprof.kernels.decode.cuts import (
     Tuning,
     at_once,
     checked_lengths,
+    configs,
     equal_shares,
-    kinds,
     most_pieces,
     pieces_for,
     predicted_makespan_over_mean,
@@ -44,7 +44,7 @@ def test_every_visible_token_of_every_head_is_in_exactly_one_piece(pairs, rows, 
         for item in cut.items[first : first + count]:
             assert item[:3] == (row, head, at)
             assert item[3] > at or starts[row] == lengths[row]
-            assert kinds(layout)[item[4]] == (keys[head], values[head])
+            assert configs(layout)[item[4]] == (keys[head], values[head])
             at = item[3]
         assert at == lengths[row]
 
@@ -53,7 +53,7 @@ def test_pieces_of_a_long_context_cost_the_same_whatever_their_head_is_wide():
     layout = RaggedLayout((112, 32, 64), (32, 48, 64), 4, 2, 100_000)
     cut = equal_shares(layout, [100_000, 60_000], 512, 8192)
     costs = [
-        (stop - start) * (sum(kinds(layout)[kind]) + COST_PER_TOKEN)
+        (stop - start) * (sum(configs(layout)[kind]) + COST_PER_TOKEN)
         for _, _, start, stop, kind in cut.items
     ]
     assert 490 <= len(costs) <= 534

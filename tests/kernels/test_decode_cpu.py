@@ -12,7 +12,7 @@ from kvprof.kernels.decode.cuts import (
     Head,
     Tuning,
     built_for,
-    kinds,
+    configs,
     page_tile,
     rows_of,
     tuning_for,
@@ -202,7 +202,7 @@ def test_layers_that_share_their_kinds_are_built_alike():
     first, second = RaggedLayout((48, 32), (16, 64), 2, 2, 40), RaggedLayout((48,), (16,), 2, 2, 40)
     pairs = [(48, 16), (32, 64), (96, 96)]
     steps = [decode_step(layout, "cpu", pairs=pairs) for layout in (first, second)]
-    assert kinds(steps[0].family) == kinds(steps[1].family) == tuple(sorted(pairs))
+    assert configs(steps[0].family) == configs(steps[1].family) == tuple(sorted(pairs))
     assert steps[0].tuning == steps[1].tuning
     columns = [step.heads[:, column(Head, "kind")].tolist() for step in steps]
     assert columns == [[1, 0], [1]]

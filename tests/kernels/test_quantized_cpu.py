@@ -116,7 +116,7 @@ def test_the_operator_is_registered_soundly():
         0.2,
         0.0,
         layout_numbers(layout),
-        [width for kind in prepared.kinds for pair in kind for width in pair],
+        [width for kind in prepared.configs for pair in kind for width in pair],
         [8, 4096, 3, 1, 32, 0, 0],
         1,
     )

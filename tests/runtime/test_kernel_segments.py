@@ -330,8 +330,8 @@ def test_layers_of_unlike_heads_share_the_kinds_of_the_model() -> None:
         model.model(token_ids(1, 13), past_key_values=cache)
         model.model(token_ids(1, 1), past_key_values=cache)
         steps = [step for _, step in cache.kernels.prepared_steps()]
-        assert len({step.layout.kinds for step in steps}) > 1
-        assert {step.kinds for step in steps} == {session.route.kinds.segments}
+        assert len({step.layout.configs for step in steps}) > 1
+        assert {step.configs for step in steps} == {session.route.configs.segments}
 
 
 @pytest.mark.parametrize("quantised", [True, False])

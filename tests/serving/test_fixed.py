@@ -141,7 +141,7 @@ def test_what_nobody_asked_for_reaches_no_output(new: tuple[int, ...], bits: int
 
 
 def test_layers_share_what_is_worked_out() -> None:
-    """All layers of one kind of head have one cut of each sort, and one set of numbers."""
+    """All layers of one head configuration have one cut of each sort, and one set of numbers."""
     made = FilledModel(16, 2, 3)
     batch = Batch((4, 4, 0), (1, 1, 9), 16, 4)
     own = made.numbers(batch)

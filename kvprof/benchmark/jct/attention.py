@@ -22,7 +22,7 @@ from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.rows import TOLERANCE
 from kvprof.benchmark.timing import interleaved, sampler
 from kvprof.errors import LackingError, UsageError
-from kvprof.kernels.decode.cuts import Item, kinds, pieces_for, tile_height
+from kvprof.kernels.decode.cuts import Item, configs, pieces_for, tile_height
 from kvprof.kernels.decode.step import DecodeStep, decode_step
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.launch import prefill_step
@@ -298,7 +298,7 @@ def _even(step: DecodeStep, workload: Workload) -> Schedule:
     pieces = max(1, pieces_for(layout, lengths, step.tuning, step.multiprocessors) // tasks)
     items: list[Item] = []
     parts: list[Part] = []
-    pairs = kinds(layout)
+    pairs = configs(layout)
     for row in range(workload.batch):
         for head, pair in enumerate(zip(layout.key_widths, layout.value_widths, strict=True)):
             height = tile_height(*pair, tile)

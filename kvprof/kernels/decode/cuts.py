@@ -21,10 +21,10 @@ __all__ = [
     "at_once",
     "built_for",
     "checked_lengths",
+    "configs",
     "equal_shares",
-    "kinds",
     "most_pieces",
-    "of_kinds",
+    "of_configs",
     "page_tile",
     "pieces_for",
     "predicted_makespan_over_mean",
@@ -125,7 +125,7 @@ class Head(NamedTuple):
     height : int
         Tokens of a tile.
     kind : int
-        Its pair of widths among `kinds`.
+        Its pair of widths among `configs`.
     """
 
     outputs: int
@@ -135,7 +135,7 @@ class Head(NamedTuple):
     values: int
     cost: int  # of a token
     height: int  # tokens of a tile
-    kind: int  # its pair of widths among `kinds`
+    kind: int  # its pair of widths among `configs`
 
 
 class Item(NamedTuple):
@@ -170,14 +170,14 @@ def tile_height(key_width: int, value_width: int, tile: int, most: int = LARGEST
     return height
 
 
-def kinds(layout: RaggedLayout) -> tuple[tuple[int, int], ...]:
+def configs(layout: RaggedLayout) -> tuple[tuple[int, int], ...]:
     """Return the distinct pairs of widths of a layer, sorted, so that layers share a kernel."""
     return tuple(sorted(set(zip(layout.key_widths, layout.value_widths, strict=True))))
 
 
-def of_kinds(layout: RaggedLayout, pairs: Sequence[tuple[int, int]]) -> RaggedLayout:
+def of_configs(layout: RaggedLayout, pairs: Sequence[tuple[int, int]]) -> RaggedLayout:
     """Return a layout with one head of every kind, by which a kernel for all of them is built."""
-    if missing := set(kinds(layout)) - set(pairs):
+    if missing := set(configs(layout)) - set(pairs):
         raise UsageError(
             f"heads of widths {sorted(missing)[0]} are not among the head groups "
             f"{sorted(set(pairs))}"
@@ -222,7 +222,7 @@ def equal_shares(
     starts: Sequence[int] | None = None,
 ) -> Cut:
     """Cut all heads of all rows into about `pieces` pieces of equal cost."""
-    pairs = kinds(layout)
+    pairs = configs(layout)
     tasks = _tasks(layout, lengths, starts)
     costs = [
         _cost(layout, number % layout.heads, stop - start)

@@ -54,7 +54,7 @@ def _plane(
     """Load rows of a plane, ``[places, WIDTH]``; zeros where there is no token.
 
     Places count from row `first`, which belongs to the base: the differences between a thread's
-    addresses are then constants, without which a kernel of many kinds of heads spills. With SPREAD
+    addresses are then constants, without which a kernel of many head configs spills. With SPREAD
     tokens lie in several pages that are `far`, one for each.
     """
     offsets = places[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -226,7 +226,7 @@ def _item(
     STAGES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Run the branch of an item's kind of head."""
+    """Run the branch of an item's head configuration."""
     row = tl.load(items + item * _ITEM + _ROW)
     head = tl.load(items + item * _ITEM + _HEAD)
     start = tl.load(items + item * _ITEM + _START)
@@ -287,7 +287,7 @@ def decode_pieces(
     cap
         Times log2(e).
     KINDS
-        A row of `kvprof.kernels.tables.Kind` per kind of head.
+        A row of `kvprof.kernels.tables.Kind` per head configuration.
     ROWS
         Query heads that a program takes, 16, 32 or 64; where a group has more, as many programs
         follow one another for each item.

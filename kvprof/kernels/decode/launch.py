@@ -18,7 +18,7 @@ from kvprof.kernels.decode.cuts import (
     Item,
     Tuning,
     built_for,
-    kinds,
+    configs,
     page_tile,
     rows_of,
     tile_height,
@@ -268,7 +268,7 @@ def head_table(
 
 @lru_cache(maxsize=256)
 def kind_table(pairs: tuple[tuple[int, int], ...], tile: int, page: int) -> tuple[int, ...]:
-    """Return the kinds of heads as the kernels take them, rows of `Kind`."""
+    """Return the head configurations as the kernels take them, rows of `Kind`."""
     most = page_tile(page)
     return joined_rows(
         [Kind(chunk_columns(*pair), tile_height(*pair, tile, most)) for pair in pairs]
@@ -322,7 +322,7 @@ def launch_decode(
 ) -> Tensor:
     """Run the items and combine their splits."""
     items, parts = scheduled
-    widest, rows, pairs = max(family.value_widths), query.shape[0], kinds(family)
+    widest, rows, pairs = max(family.value_widths), query.shape[0], configs(family)
     partial, logs = empty_parts(query, items.shape[0], layout.group, widest)
     output = query.new_empty(rows, layout.output_offsets[-1])
     log2_e = math.log2(math.e)

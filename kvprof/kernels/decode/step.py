@@ -23,9 +23,9 @@ from kvprof.kernels.decode.cuts import (
     Tuning,
     at_once,
     checked_lengths,
-    kinds,
+    configs,
     most_pieces,
-    of_kinds,
+    of_configs,
     predicted_makespan_over_mean,
     tile_height,
     tuning_for,
@@ -203,8 +203,8 @@ class DecodeStep:
     def room(self) -> int:
         """Most items that its work is cut into; a program is launched for each."""
         tasks = self.rows * self.layout.heads
-        # The same for all layers of the family, whichever kinds of head each has.
-        height = min(tile_height(*pair, self.tuning.tile) for pair in kinds(self.family))
+        # The same for all layers of the family, whichever head configurations each has.
+        height = min(tile_height(*pair, self.tuning.tile) for pair in configs(self.family))
         tiles = tasks * max(1, -(-self.capacity // height))
         return most_pieces(tiles, self.tuning, self.multiprocessors) + tasks
 
@@ -328,7 +328,7 @@ class DecodeStep:
             layout.key_widths,
             layout.value_widths,
             (layout.group, layout.batch, layout.capacity),
-            [width for pair in kinds(self.family) for width in pair],
+            [width for pair in configs(self.family) for width in pair],
             (tuning.pieces, tuning.tile, tuning.stages, tuning.warps),
         )
         return output
@@ -372,19 +372,19 @@ def decode_step(
     rows : int, optional
         Sequences of the paged form.
     pairs : sequence of (key width, value width), optional
-        Kinds of head for which the kernel is built, those of the layout among them; by default
+        Head configs for which the kernel is built, those of the layout among them; by default
         these alone. Layers that are given the same ones share a compiled kernel.
 
     Raises
     ------
     UsageError
-        For pages or rows that do not fit the layout, or a head of none of the kinds.
+        For pages or rows that do not fit the layout, or a head of none of the configs.
     """
     device = placed(device)
     rows = check_pool(layout, page_tokens, rows)
     if multiprocessors is None:
         multiprocessors = multiprocessors_of(device)
-    family = of_kinds(layout, kinds(layout) if pairs is None else pairs)
+    family = of_configs(layout, configs(layout) if pairs is None else pairs)
     tuning = tuning or tuning_for(family)
     return DecodeStep(
         layout,
@@ -393,5 +393,5 @@ def decode_step(
         page_tokens is not None,
         tuning,
         multiprocessors,
-        head_table(layout, tuning.tile, device, kinds(family)),
+        head_table(layout, tuning.tile, device, configs(family)),
     )

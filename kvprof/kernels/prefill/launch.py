@@ -81,7 +81,7 @@ class Launch(NamedTuple):
 
 @lru_cache(maxsize=256)
 def kind_columns(kind: TiledWidths) -> tuple[int, ...]:
-    """Return a kind of head as the kernel takes it."""
+    """Return a head configuration as the kernel takes it."""
     key_width, value_width, tile = kind
     return joined_rows([Kind(chunk_columns(key_width, value_width), tile.rows, tile.keys)])
 
@@ -173,7 +173,7 @@ class PrefillStep:
 def _in_launches(
     blocks: Blocks, layout: RaggedLayout, tiles: Sequence[Tile]
 ) -> tuple[Blocks, tuple[Launch, ...]]:
-    """Put the blocks of a launch together, one for each kind of head."""
+    """Put the blocks of a launch together, one for each head configuration."""
     pairs = list(
         starmap(TiledWidths, zip(layout.key_widths, layout.value_widths, tiles, strict=True))
     )

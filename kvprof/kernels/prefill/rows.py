@@ -322,7 +322,7 @@ class RowsStep:
     rows: int  # sequences
     paged: bool
     tuning: Tuning
-    heights: tuple[int, ...]  # rows of a tile, of every kind of head that shares the cut
+    heights: tuple[int, ...]  # rows of a tile, of every head configuration that shares the cut
     heads: Tensor  # from `kvprof.kernels.prefill.launch.head_table`
     order: Tensor  # `[heads]` int32, kind after kind
 

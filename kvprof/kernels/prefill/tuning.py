@@ -48,7 +48,7 @@ class Head(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of head as the kernel reads it: its chunks, a tile's rows and keys."""
+    """A head configuration as the kernel reads it: its chunks, a tile's rows and keys."""
 
     chunks: Chunks
     rows: int
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kind of head is computed."""
+    """How one head configuration is computed."""
 
     rows: int  # of a tile of scores, powers of two
     keys: int

@@ -46,7 +46,7 @@ _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
 #: Where sides tell their products: what a token costs for each of them, for each byte, for each
-#: piece of keys that is asked for by itself, and whatever it is. Found where several kinds of head
+#: piece of keys that is asked for by itself, and whatever it is. Found where several head configs
 #: are beside one another, each on multiprocessors of its own (an H200, batch 8): what a
 #: multiprocessor takes for a token there, in fourteen kinds of four layers, is such a sum to 3 % in
 #: the mean and 7 at most. Of nine such sums these ended the four layers soonest.

@@ -126,7 +126,7 @@ def _dealt(total, shares):
 def _taken(counters, found, total, shares, FAST: tl.constexpr):
     """Take what is to be done next: `found`, or from this multiprocessor's share where that pays.
 
-    Neighbouring work is of one kind of head mostly. A multiprocessor that has all kinds at once,
+    Neighbouring work is of one head config mostly. A multiprocessor that has all configs at once,
     which is what the order of programs would give it, reads their code again and again: it does not
     fit the instruction cache. Where a multiprocessor is given more programs than its share has
     pieces, those left over look at all shares at once and go to the nearest with something left:
@@ -197,7 +197,7 @@ def segment_pieces(
     cap
         Times log2(e).
     KINDS
-        STRIDE numbers per kind of head: a row of `kvprof.kernels.quantized.tables.Kind`, then
+        STRIDE numbers per head configuration: a row of `kvprof.kernels.quantized.tables.Kind`, then
         PLANES rows of `PlaneColumns` of K, then of V.
     HEADS
         Query heads of a program, a power of two from 8 on.

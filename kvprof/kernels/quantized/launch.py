@@ -93,7 +93,7 @@ def _query_block(layout: SegmentsLayout, warps: int) -> int:
 def _near(kinds: int, int8: bool) -> int:
     """Return `Tuning.near` of rows for so many kinds of quantised unit.
 
-    Time in shares over time in order, on an H200: never below 1 with two kinds of head; with four
+    Time in shares over time in order, on an H200: never below 1 with two head configs; with four
     0.75 at 48 tiles a piece, 0.98 at 4, 1.10 at 2; with six 0.52, 0.77, 0.92; with eight 0.52 to
     0.68 at 1, as int8 in 16 pieces. `tuning_for` tells up to four kinds of 4 bits as int8 apart.
     """
@@ -159,7 +159,7 @@ _NONE = PlaneColumns(*(0,) * len(PlaneColumns._fields))
 def kind_table(
     family: SegmentsLayout, tuning: Tuning, code: str, query: str
 ) -> tuple[tuple[float, ...], int, int]:
-    """Return kinds of heads as `segment_pieces` takes them, how many, and the planes of a side."""
+    """Return head configs as `segment_pieces` takes them, how many, and the planes of a side."""
     kinds = family.unit_kinds
     sides = [side for unit in kinds.values() for side in family.sides(*unit)]
     most = max(len(side.table(0)) for side in sides)

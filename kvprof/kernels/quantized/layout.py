@@ -73,16 +73,16 @@ from kvprof.kernels.quantized.side import (
 )
 
 __all__ = [
-    "HeadKind",
+    "HeadConfig",
     "Segment",
     "SegmentsLayout",
     "UnitKind",
-    "of_kinds",
+    "of_configs",
     "segment_of",
 ]
 
 #: A head's (keys, values) per segment.
-HeadKind = tuple[tuple[SideKind, SideKind], ...]
+HeadConfig = tuple[tuple[SideKind, SideKind], ...]
 #: A unit's formats of keys and values, the columns that share a scale, and both sides.
 UnitKind = tuple[Bits, Bits, int | None, SideKind, SideKind]
 
@@ -216,8 +216,8 @@ class SegmentsLayout:
         return RaggedLayout(keys, values, self.group, self.batch, 1)
 
     @cached_property
-    def kinds(self) -> tuple[HeadKind, ...]:
-        """The kinds of head, each once and sorted, in whatever order a layer has them."""
+    def configs(self) -> tuple[HeadConfig, ...]:
+        """The head configurations, each once and sorted, in whatever order a layer has them."""
         return tuple(
             sorted({tuple(own.kind(head) for own in self.segments) for head in range(self.heads)})
         )
@@ -323,12 +323,11 @@ class SegmentsLayout:
         return keys, values
 
 
-def of_kinds(layout: SegmentsLayout, kinds: Sequence[HeadKind]) -> SegmentsLayout:
+def of_configs(layout: SegmentsLayout, configs: Sequence[HeadConfig]) -> SegmentsLayout:
     """Return a layout with one head of every kind, by which a kernel for all of them is built."""
-    if missing := set(layout.kinds) - set(kinds):
-        raise UsageError(
-            f"heads of widths {min(missing)} are not among the head groups {sorted(set(kinds))}"
-        )
+    if missing := set(layout.configs) - set(configs):
+        groups = sorted(set(configs))
+        raise UsageError(f"heads of widths {min(missing)} are not among the head groups {groups}")
     segments = [
         # Of pages the tokens say how high tiles can be.
         segment_of(
@@ -342,7 +341,7 @@ def of_kinds(layout: SegmentsLayout, kinds: Sequence[HeadKind]) -> SegmentsLayou
             paged=segment.paged,
         )
         for segment, pairs in zip(
-            layout.segments, zip(*sorted(set(kinds)), strict=True), strict=True
+            layout.segments, zip(*sorted(set(configs)), strict=True), strict=True
         )
     ]
     return SegmentsLayout(tuple(segments), layout.dtype)

@@ -24,7 +24,7 @@ from kvprof.kernels.operators import direct
 from kvprof.kernels.quantized.cpu import segments_cpu
 from kvprof.kernels.quantized.geometries import bits_numbered, format_of, geometry_of
 from kvprof.kernels.quantized.launch import launch_cut, launch_segments, tuning_for, unit_table
-from kvprof.kernels.quantized.layout import HeadKind, SegmentsLayout, of_kinds, segment_of
+from kvprof.kernels.quantized.layout import HeadConfig, SegmentsLayout, of_configs, segment_of
 from kvprof.kernels.quantized.side import SideKind, Tuning, width_of
 from kvprof.kernels.quantized.tables import MOST_SHARES, Counter, Item, eye
 from kvprof.kernels.split_kv import Attended, Schedule
@@ -55,12 +55,12 @@ def _kind(number: int, form: int) -> SideKind:
     return geometry_of(bits_numbered(form)).numbered(number)
 
 
-def _kind_numbers(layout: SegmentsLayout, kinds: Sequence[HeadKind]) -> list[int]:
-    """Return kinds of head as whole numbers, `kinds` those of a kernel for a layout."""
+def _kind_numbers(layout: SegmentsLayout, configs: Sequence[HeadConfig]) -> list[int]:
+    """Return the head configs of a kernel for a layout as whole numbers."""
     return [
         geometry_of(bits).number(side)
-        for kind in kinds
-        for segment, pair in zip(layout.segments, kind, strict=True)
+        for config in configs
+        for segment, pair in zip(layout.segments, config, strict=True)
         for bits, side in zip((segment.key_bits, segment.value_bits), pair, strict=True)
     ]
 
@@ -101,14 +101,14 @@ def _layout(numbers: tuple[int, ...], dtype: torch.dtype) -> SegmentsLayout:
 
 @lru_cache(maxsize=1024)
 def _family(layout: SegmentsLayout, widths: tuple[int, ...]) -> SegmentsLayout:
-    """Return the layout by which a kernel for kinds of head is built; `widths` are theirs."""
+    """Return the layout by which a kernel for head configurations is built; `widths` are theirs."""
     step = len(layout.segments)
     forms = [
         format_of(bits).number for own in layout.segments for bits in (own.key_bits, own.value_bits)
     ]
     sides = [_kind(number, forms[at % (2 * step)]) for at, number in enumerate(widths)]
     pairs = list(zip(sides[::2], sides[1::2], strict=True))
-    return of_kinds(layout, [tuple(pairs[at : at + step]) for at in range(0, len(pairs), step)])
+    return of_configs(layout, [tuple(pairs[at : at + step]) for at in range(0, len(pairs), step)])
 
 
 @torch.library.custom_op("kvprof::segments_cut", mutates_args=())
@@ -146,7 +146,7 @@ def segments_operator(
     scaling: float,
     softcap: float,
     layout: Sequence[int],  # from `layout_numbers`; the dtype is that of `query`
-    #: What K and V are like, segment by segment, of every kind of head that the kernel is built for
+    #: What K and V are like, segment by segment, of every head config of the kernel
     #: (`Side.number`).
     kinds: Sequence[int],
     tuning: Sequence[int],  # A `Tuning`, its fields in order
@@ -224,7 +224,7 @@ class SegmentsStep:
 
     layout: SegmentsLayout
     rows: int  # sequences
-    kinds: tuple[HeadKind, ...]  # that the kernel is built for
+    configs: tuple[HeadConfig, ...]  # that the kernel is built for
     tuning: Tuning
     multiprocessors: int
     units: Tensor  # from `kvprof.kernels.quantized.launch.unit_table`
@@ -401,7 +401,7 @@ class SegmentsStep:
             scaling,
             softcap,
             layout_numbers(self.layout),
-            _kind_numbers(self.layout, self.kinds),
+            _kind_numbers(self.layout, self.configs),
             [int(own) for own in astuple(tuning)],
             self._shares,
         )
@@ -415,7 +415,7 @@ def segments_step(
     tuning: Tuning | None = None,
     multiprocessors: int | None = None,
     rows: int | None = None,
-    kinds: Sequence[HeadKind] | None = None,
+    configs: Sequence[HeadConfig] | None = None,
 ) -> SegmentsStep:
     """Prepare decoding steps of a layout.
 
@@ -424,26 +424,26 @@ def segments_step(
     layout : SegmentsLayout
     device : torch.device
     tuning : Tuning, optional
-        What the kinds ask for by default.
+        What the head configs ask for by default.
     multiprocessors : int, optional
         That the work is cut for; the device's own by default (1 without a GPU).
     rows : int, optional
         Sequences of a layout of pages.
-    kinds : sequence of HeadKind, optional
-        Kinds of head for which the kernel is built, those of the layout among them; by default
+    configs : sequence of HeadConfig, optional
+        Head configs for which the kernel is built, those of the layout among them; by default
         these alone. Layers in the same formats that are given the same ones share a compiled
         kernel.
 
     Raises
     ------
     UsageError
-        For a head of none of the kinds, or rows that do not fit the layout.
+        For a head of none of the configs, or rows that do not fit the layout.
     """
     own = layout.segments[0].layout
     rows = check_pool(own, own.capacity if layout.paged else None, rows)
-    family = of_kinds(layout, layout.kinds if kinds is None else kinds)
+    family = of_configs(layout, layout.configs if configs is None else configs)
     tuning = tuning or tuning_for(family)
     if multiprocessors is None:
         multiprocessors = multiprocessors_of(device)
     units = unit_table(layout, family, tuning, device)
-    return SegmentsStep(layout, rows, family.kinds, tuning, multiprocessors, units, eye(device))
+    return SegmentsStep(layout, rows, family.configs, tuning, multiprocessors, units, eye(device))

@@ -72,7 +72,7 @@ class Counter(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of head, before its planes: both sides, then what they share."""
+    """A head configuration, before its planes: both sides, then what they share."""
 
     key_format: int  # `kvprof.kernels.quantized.codes.NumberFormat.read_as`
     key_factor: float  # what codes lack of the numbers that they stand for

@@ -10,7 +10,7 @@ from kvprof.kernels.quantized.cuts import cut_units, share_units
 from kvprof.kernels.quantized.geometries import GEOMETRIES
 from kvprof.kernels.quantized.kernel import move_tokens, restore_tokens, segment_pieces
 from kvprof.kernels.quantized.launch import constants, tuning_for
-from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, of_kinds, segment_of
+from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, of_configs, segment_of
 from kvprof.kernels.quantized.moving import RESTORE_WARPS, restore_constants
 from kvprof.kernels.quantized.moving import constants as move_constants
 from kvprof.kernels.quantized.side import Side, SideKind
@@ -37,7 +37,7 @@ def segments_form(
         for pairs, key_bits, value_bits in specs
     )
     layout = SegmentsLayout(segments, dtype)
-    family = of_kinds(layout, layout.kinds)
+    family = of_configs(layout, layout.configs)
     tuning = tuning_for(family)
     run = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     types = {

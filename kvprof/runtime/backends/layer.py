@@ -24,7 +24,7 @@ from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import Bundle
 from kvprof.runtime.backends.matrices import Matrices, matrices_of
 from kvprof.runtime.backends.slots import KernelPass
-from kvprof.runtime.backends.state import KernelState, KernelStore, ModelKinds
+from kvprof.runtime.backends.state import HeadConfigs, KernelState, KernelStore
 from kvprof.runtime.clock import part
 from kvprof.runtime.rows import RowGroup
 from kvprof.runtime.tensors import on, unflatten
@@ -111,13 +111,13 @@ class KernelLayer(ABC):
 
     def rehearse(
         self,
-        kinds: ModelKinds,
+        configs: HeadConfigs,
         batch: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         """Run a prompt and a step over nothing, for the kernels that they launch to be compiled."""
-        store, state = self.new_store(None), KernelState(kinds)
+        store, state = self.new_store(None), KernelState(configs)
         heads, facts, past = self.facts.num_kv_heads, self.facts, 0
         shapes = (
             (heads * facts.group, facts.qk_head_dim),

@@ -21,13 +21,13 @@ from kvprof.runtime.masks import MaskFacts, masks
 
 if TYPE_CHECKING:
     from kvprof.runtime.backends.layer import KernelLayer
-    from kvprof.runtime.backends.state import KernelState, KernelStore, ModelKinds
+    from kvprof.runtime.backends.state import HeadConfigs, KernelState, KernelStore
 
 __all__ = [
     "CHOICES",
     "KernelRoute",
     "choice",
-    "few_kinds",
+    "few_configs",
     "storage_of",
 ]
 
@@ -57,8 +57,8 @@ _HALF_ON_A_CPU = "on a CPU torch's own 16-bit matrix products are faster"
 _LEAST_ON_A_GPU = 1024
 _SHORT_ON_A_GPU = f"on a GPU the kernels are faster only from {_LEAST_ON_A_GPU:,} tokens"
 
-# Kinds of head in one decode kernel: as many as a single layer of eight heads may ask for anyway.
-_MOST_KINDS = 8
+# Head configs in one decode kernel: as many as a single layer of eight heads may ask for anyway.
+_MOST_CONFIGS = 8
 
 # How transformers names masks that are nothing but causal, with a window or without.
 _CAUSAL = ("full_attention", "sliding_attention")
@@ -131,19 +131,19 @@ class KernelRoute:
         return ["the kernels store 3-bit values in 4 bits"] if three else []
 
     @property
-    def kinds(self) -> "ModelKinds":
-        """The kinds of head that one kernel for decoding serves in all layers."""
+    def configs(self) -> "HeadConfigs":
+        """The head configurations that one kernel for decoding serves in all layers."""
         from kvprof.runtime.backends.ragged import PlaneKernelLayer
         from kvprof.runtime.backends.segments import SegmentKernelLayer
-        from kvprof.runtime.backends.state import ModelKinds
+        from kvprof.runtime.backends.state import HeadConfigs
 
         planes, segments = set(), set()
         for layer in self._layers:
             if isinstance(layer, PlaneKernelLayer):
                 planes |= layer.pairs
             elif isinstance(layer, SegmentKernelLayer):
-                segments |= layer.kinds
-        return ModelKinds(few_kinds(planes), few_kinds(segments))
+                segments |= layer.configs
+        return HeadConfigs(few_configs(planes), few_configs(segments))
 
     @property
     def used(self) -> bool:
@@ -156,7 +156,7 @@ class KernelRoute:
             return None
         from kvprof.runtime.backends.state import KernelState
 
-        return KernelState(self.kinds)
+        return KernelState(self.configs)
 
     def new_store(self, index: int, capacity: int | None) -> "KernelStore | None":
         """Return a layer's empty store; None where it does not run on the kernels."""
@@ -205,7 +205,7 @@ class KernelRoute:
 
         with torch.inference_mode(), torch.cuda.device(self._device), compiling_ahead() as pending:
             for layer in layers:
-                layer.rehearse(self.kinds, batch, self._device, self._dtype)
+                layer.rehearse(self.configs, batch, self._device, self._dtype)
             with progress("compiling kernels", len(pending)) as counter:
                 for _ in as_completed(pending):
                     counter.advance()
@@ -286,9 +286,9 @@ class KernelRoute:
 _MASKED = "the attention mask hides more than left padding, which the kernels do not support"
 
 
-def few_kinds(kinds: set[Any]) -> tuple[Any, ...] | None:
-    """Return kinds of head in order where there are not too many for one kernel."""
-    return tuple(sorted(kinds)) if 0 < len(kinds) <= _MOST_KINDS else None
+def few_configs(configs: set[Any]) -> tuple[Any, ...] | None:
+    """Return head configurations in order where there are not too many for one kernel."""
+    return tuple(sorted(configs)) if 0 < len(configs) <= _MOST_CONFIGS else None
 
 
 def _patterns(loaded: LoadedModel) -> list[str | None]:

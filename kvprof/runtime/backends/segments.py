@@ -17,7 +17,7 @@ from torch import Tensor
 from kvprof.kernels.planes import RaggedLayout, in_rows
 from kvprof.kernels.project.step import project_step
 from kvprof.kernels.quantized.append import Addresses, addresses_of, write
-from kvprof.kernels.quantized.layout import HeadKind, SegmentsLayout
+from kvprof.kernels.quantized.layout import HeadConfig, SegmentsLayout
 from kvprof.kernels.quantized.side import PLACES, WIDEST_PLANE
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import segments
@@ -93,7 +93,7 @@ class SegmentKernelLayer(KernelLayer):
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
-    def kinds(self) -> set[HeadKind]:
+    def configs(self) -> set[HeadConfig]:
         """What stored heads are like, their keys and values in every segment."""
         return set(zip(*(form.kinds for form in self._formats), strict=True))
 

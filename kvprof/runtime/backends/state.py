@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.quantized.layout import HeadKind, SegmentsLayout
+from kvprof.kernels.quantized.layout import HeadConfig, SegmentsLayout
 from kvprof.models.interface import Rotation
 from kvprof.runtime.backends.slots import KernelPass, SlotTables
 from kvprof.runtime.clock import part
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvprof.kernels.split_kv import Schedule  # Triton is for Linux only
 
 __all__ = [
+    "HeadConfigs",
     "KernelState",
     "KernelStore",
-    "ModelKinds",
     "next_capacity",
 ]
 
@@ -114,28 +114,28 @@ class KernelStore(ABC):
 # --- The counts of one cache.
 
 
-class ModelKinds(NamedTuple):
-    """The kinds of head of all layers, for which kernels are built so that layers share them."""
+class HeadConfigs(NamedTuple):
+    """The head configs of all layers, for which kernels are built so that layers share them."""
 
     #: Of layers whose tokens are all stored alike; None where they have too many between them.
     planes: tuple[tuple[int, int], ...] | None = None
     #: Of layers whose tokens lie in segments; None likewise.
-    segments: tuple[HeadKind, ...] | None = None
+    segments: tuple[HeadConfig, ...] | None = None
 
 
-_NONE = ModelKinds()
+_NONE = HeadConfigs()
 
 
-def _where_all(kinds: tuple[Any, ...] | None, own: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return a model's kinds where all of a layer's are among them; None elsewhere."""
-    return kinds if kinds is not None and set(own) <= set(kinds) else None
+def _where_all(configs: tuple[Any, ...] | None, own: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Return a model's head configs where all of a layer's are among them; None elsewhere."""
+    return configs if configs is not None and set(own) <= set(configs) else None
 
 
 class KernelState:
     """The counts and the cut work of one cache."""
 
-    def __init__(self, kinds: ModelKinds = _NONE) -> None:
-        self.kinds = kinds
+    def __init__(self, configs: HeadConfigs = _NONE) -> None:
+        self.configs = configs
         #: Where each row's first real token stands in the padded sequence; for a row that is
         #: padding so far, where the next pass begins or later.
         self.first: list[int] = []
@@ -260,7 +260,7 @@ class KernelState:
         widths = layout.key_widths, layout.value_widths, layout.group
         key = (widths, device, window)
         own = zip(layout.key_widths, layout.value_widths, strict=True)
-        pairs = _where_all(self.kinds.planes, own)
+        pairs = _where_all(self.configs.planes, own)
         return self.prepared(key, layout, lambda: decode_step(layout, device, pairs=pairs))
 
     def segments_step(self, layout: SegmentsLayout, device: torch.device) -> Any:
@@ -271,8 +271,8 @@ class KernelState:
             segment.layout.key_widths + segment.layout.value_widths for segment in layout.segments
         )
         key = ("segments", widths, layout.group, device)
-        kinds = _where_all(self.kinds.segments, layout.kinds)
-        return self.prepared(key, layout, lambda: segments_step(layout, device, kinds=kinds))
+        configs = _where_all(self.configs.segments, layout.configs)
+        return self.prepared(key, layout, lambda: segments_step(layout, device, configs=configs))
 
     def prepared(self, key: Any, layout: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` prepared for a layout, anew once the layout is another."""

@@ -13,7 +13,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.quantized.columns import ColumnSide
 from kvprof.kernels.quantized.cuts import tile_places, token_cost
 from kvprof.kernels.quantized.launch import constants
-from kvprof.kernels.quantized.layout import SegmentsLayout, of_kinds, segment_of
+from kvprof.kernels.quantized.layout import SegmentsLayout, of_configs, segment_of
 from kvprof.kernels.quantized.reference import reference_segments
 from kvprof.kernels.quantized.side import Runs
 from kvprof.kernels.quantized.step import SegmentsStep, Tuning, segments_step
@@ -491,31 +491,31 @@ def test_a_step_built_for_more_kinds_gives_the_same_attention(turn, found, piece
             for formats in ((x.key_bits, x.value_bits) for x in layout.segments)
         ]
     )
-    kinds = (*layout.kinds, *data.draw(st.lists(more, min_size=1, max_size=MOST_MORE)))
+    configs = *layout.configs, *data.draw(st.lists(more, min_size=1, max_size=MOST_MORE))
     tuning = step(layout, pieces=pieces).tuning
-    prepared = segments_step(layout, DEVICE, multiprocessors=2, tuning=tuning, kinds=kinds)
+    prepared = segments_step(layout, DEVICE, multiprocessors=2, tuning=tuning, configs=configs)
     query, buffer = random_states(layout, seed)
     output = run(prepared, query, buffer, lengths, 0.09)
     wanted = reference_segments(query, buffer, layout, lengths, 0.09)
     assert error(output, wanted) < limit(layout, True)
 
 
-def test_layers_with_the_same_kinds_are_compiled_once():
+def test_layers_with_the_same_head_configs_are_compiled_once():
     wide, narrow = ((96, 48), (96, 16)), ((32, 64), (16, 64))
-    kinds = [wide, narrow, ((64, 64), (64, 64))]
+    configs = [wide, narrow, ((64, 64), (64, 64))]
     forms, tunings = [], []
     for heads in ([wide, wide, narrow], [narrow, narrow, wide], [narrow] * 3):
         first, second = zip(*heads, strict=True)
         segments = one(first, None, None), one(second, 4, 4, batch=1)
         layout = SegmentsLayout(segments, DTYPES[0])
-        prepared = segments_step(layout, DEVICE, kinds=kinds)
-        family = of_kinds(layout, prepared.kinds)
+        prepared = segments_step(layout, DEVICE, configs=configs)
+        family = of_configs(layout, prepared.configs)
         tunings.append(prepared.tuning)
         forms.append(constants(layout.heads, family, prepared.tuning, softcap=False, fast=True))
     assert forms[0] == forms[1] == forms[2]
     assert tunings[0] == tunings[1] == tunings[2]
     with pytest.raises(UsageError):
-        segments_step(layout, DEVICE, kinds=[wide])
+        segments_step(layout, DEVICE, configs=[wide])
 
 
 def test_exact_sinks_and_an_exact_window_share_their_code():
@@ -527,7 +527,7 @@ def test_exact_sinks_and_an_exact_window_share_their_code():
     )
     layout = SegmentsLayout(segments, DTYPES[0])
     prepared = step(layout, pieces=5)
-    family = of_kinds(layout, prepared.kinds)
+    family = of_configs(layout, prepared.configs)
     found = constants(layout.heads, family, prepared.tuning, softcap=False, fast=True)
     assert found["COUNT"] == 3
     assert prepared.units[:, column(Unit, "kind")].tolist() == [0, 0, 2, 1, 0, 0]
