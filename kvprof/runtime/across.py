@@ -130,7 +130,7 @@ def _joined(states: list[Tensor], device: torch.device) -> Tensor:
 
 def _states(row_group: RowGroup, side: str) -> Tensor:
     """Return what a layer's heads hold, ``[rows, heads, tokens, d]``."""
-    (parts,) = _side(row_group, side)  # heads that are all alike are one bundle
+    (parts,) = _side(row_group, side)  # heads that are all alike are one stack
     return torch.cat([part.rows() for part in parts], dim=2)
 
 

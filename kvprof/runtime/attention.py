@@ -16,25 +16,25 @@ from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import concatenated, index_of, inverse_of, unflatten
 
 __all__ = [
-    "Bundle",
+    "GroupStack",
     "KeyBlock",
     "KeySide",
     "Scoring",
     "ValueSide",
     "applied",
     "attend",
-    "bundled",
     "logits",
     "slices",
     "softmax",
+    "stacked",
 ]
 
 # --- Head groups of one layer that are alike in shape, computed together.
 
 
 @dataclass(frozen=True, eq=False)
-class Bundle:
-    """``g`` head groups of one side with ``n`` heads, the same ranks and own bits each."""
+class GroupStack:
+    """``g`` head groups of one side, stacked: each has ``n`` heads, the same ranks and own bits."""
 
     kv_heads: tuple[int, ...]  # their KV heads, group after group, `g * n`
     heads: int  # KV heads of a group, n
@@ -67,7 +67,7 @@ class Bundle:
         return self.up is not None or self.online
 
     def by_group(self, states: Tensor) -> Tensor:
-        """Take the bundle's heads out of ``[rows, Hkv, t, d]``: ``[rows, g, n, t, d]``."""
+        """Take the stack's heads out of ``[rows, Hkv, t, d]``: ``[rows, g, n, t, d]``."""
         if self.kv_heads != tuple(range(states.shape[1])):
             states = states.index_select(1, index_of(self.kv_heads, states.device))
         return unflatten(states, 1, (self.groups, self.heads))
@@ -108,7 +108,7 @@ def applied(rows: Tensor, basis: Tensor) -> Tensor:
     return (rows.to(basis.dtype) @ basis).to(rows.dtype)
 
 
-def bundled(
+def stacked(
     groups: Sequence[HeadGroup],
     device: torch.device,
     dtype: torch.dtype,
@@ -116,14 +116,14 @@ def bundled(
     folded: bool,
     online: bool,
     copies: int = 1,
-) -> list[Bundle]:
+) -> list[GroupStack]:
     """Put head groups of the same shape together."""
     alike: dict[tuple[object, ...], list[HeadGroup]] = {}
     for group in groups:
         based = group.down is not None
         key = (group.heads, group.ranks, based, group.column_bits, group.quantised)
         alike.setdefault(key, []).append(group)
-    bundles = []
+    stacks = []
     for members in alike.values():
         first = members[0]
         down = up = scale = None
@@ -136,8 +136,8 @@ def bundled(
             wide = torch.promote_types(dtype, torch.float32)
             down = torch.stack(downs).to(device, wide)
             up = torch.stack(ups).to(device, wide)
-        bundles.append(
-            Bundle(
+        stacks.append(
+            GroupStack(
                 kv_heads=tuple(h for g in members for h in range(g.first, g.first + g.heads)),
                 heads=first.heads,
                 head_dim=first.head_dim,
@@ -152,7 +152,7 @@ def bundled(
                 quantised=first.quantised,
             )
         )
-    return bundles
+    return stacks
 
 
 # Scores held at once, in values; longer prefills are computed in slices of queries.
@@ -173,22 +173,22 @@ class KeyBlock:
 
 @dataclass(frozen=True)
 class KeySide:
-    """All keys of a bundle of KV heads, oldest first."""
+    """All keys of a stack of KV heads, oldest first."""
 
-    bundle: Bundle
+    stack: GroupStack
     blocks: list[KeyBlock]
 
 
 @dataclass(frozen=True)
 class ValueSide:
-    """All values of a bundle, oldest first.
+    """All values of a stack, oldest first.
 
     They are latents ``[rows, g, N, r']`` or whole heads ``[rows, g, n, N, d]``. With `in_latents`
     the result stays in the latents' coordinates, ``[…, r]``, for a folded W_O; otherwise latents
     are turned back into heads. `mean`, ``[g * n, d]``, is what all of them lack.
     """
 
-    bundle: Bundle
+    stack: GroupStack
     blocks: list[Tensor]
     in_latents: bool
     mean: Tensor | None = None
@@ -232,7 +232,7 @@ def logits(sides: Sequence[KeySide], scoring: Scoring, queries: slice) -> Tensor
         concatenated([block_scores(block, queries) for block in side.blocks], -1).flatten(1, 2)
         for side in sides
     ]
-    result = _in_head_order(parts, [side.bundle for side in sides], 1)
+    result = _in_head_order(parts, [side.stack for side in sides], 1)
     if scoring.group is not None and result.shape[2] != scoring.group:
         result = unflatten(result.flatten(1, 2), 1, (-1, scoring.group))  # a key per query head
     # The products are this function's own, and as large as anything that a pass holds.
@@ -258,7 +258,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 def slices(sides: Sequence[KeySide]) -> Iterator[slice]:
     """Cut the queries so that their scores fit the memory set aside."""
     query = sides[0].blocks[0].query
-    heads = sum(len(side.bundle.kv_heads) for side in sides)
+    heads = sum(len(side.stack.kv_heads) for side in sides)
     keys = sum(block.key.shape[-2] for block in sides[0].blocks)
     step = max(1, _SCORES // max(1, query.shape[0] * heads * query.shape[3] * keys))
     for start in range(0, query.shape[4], step):
@@ -280,7 +280,7 @@ def attend(
             shares = probabilities.sum(-1, keepdim=True)
         probabilities = probabilities.to(dtype)
         outputs = [_with_mean(side, _output(side, probabilities), shares) for side in values]
-        done.append(_side_by_side(outputs, [side.bundle for side in values]))
+        done.append(_side_by_side(outputs, [side.stack for side in values]))
     return concatenated(done, 1)
 
 
@@ -290,13 +290,13 @@ def _with_mean(side: ValueSide, output: Tensor, shares: Tensor | None) -> Tensor
         return output
     mean = side.mean[:, None, None]
     if shares is not None:
-        mean = mean * shares.index_select(1, index_of(side.bundle.kv_heads, shares.device))
+        mean = mean * shares.index_select(1, index_of(side.stack.kv_heads, shares.device))
     return (output + mean).to(output.dtype)
 
 
 def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
-    """Return ``[rows, g * n, G, t', w]`` of one bundle."""
-    own = unflatten(side.bundle.by_group(probabilities.flatten(2, 3)), 3, probabilities.shape[2:4])
+    """Return ``[rows, g * n, G, t', w]`` of one stack."""
+    own = unflatten(side.stack.by_group(probabilities.flatten(2, 3)), 3, probabilities.shape[2:4])
     latent = heads = None
     start = 0
     for block in side.blocks:
@@ -308,7 +308,7 @@ def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
             continue
         product = block_output(share, block.unsqueeze(2))
         if latent is None:
-            shape = (*product.shape[:-1], side.bundle.ranks[-1])
+            shape = (*product.shape[:-1], side.stack.ranks[-1])
             latent = product if product.shape == shape else product.new_zeros(shape)
             if latent is product:
                 continue
@@ -317,33 +317,33 @@ def _output(side: ValueSide, probabilities: Tensor) -> Tensor:
     if latent is not None and not side.in_latents:
         # [..., g, n, d, r] against [rows, g, n, G, t', r]
         with part("decompress"):
-            turned = applied(latent.flatten(3, 4), side.bundle.up_by_head().mT)
+            turned = applied(latent.flatten(3, 4), side.stack.up_by_head().mT)
             turned = unflatten(turned, 3, latent.shape[3:5])
             heads = turned if heads is None else heads + turned
         latent = None
     result = latent if latent is not None else heads
-    if side.bundle.scale is not None and result is not None:
-        result = result * side.bundle.scale[:, None, None, :, :]
+    if side.stack.scale is not None and result is not None:
+        result = result * side.stack.scale[:, None, None, :, :]
     assert result is not None  # a pass has tokens of its own
     return result.flatten(1, 2)
 
 
-def _in_head_order(parts: Sequence[Tensor], bundles: Sequence[Bundle], dim: int) -> Tensor:
+def _in_head_order(parts: Sequence[Tensor], stacks: Sequence[GroupStack], dim: int) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    order = tuple(head for bundle in bundles for head in bundle.kv_heads)
+    order = tuple(head for stack in stacks for head in stack.kv_heads)
     inverse = inverse_of(order, parts[0].device)
     return torch.cat(list(parts), dim=dim).index_select(dim, inverse)
 
 
-def _side_by_side(outputs: Sequence[Tensor], bundles: Sequence[Bundle]) -> Tensor:
-    """Lay ``[rows, heads, G, t, w]`` of all bundles side by side in the order of the heads."""
+def _side_by_side(outputs: Sequence[Tensor], stacks: Sequence[GroupStack]) -> Tensor:
+    """Lay ``[rows, heads, G, t, w]`` of all stacks side by side in the order of the heads."""
     if len(outputs) == 1:
         return outputs[0].permute(0, 3, 1, 2, 4).flatten(2)
     placed = {
         head: output[:, index]
-        for bundle, output in zip(bundles, outputs, strict=True)
-        for index, head in enumerate(bundle.kv_heads)
+        for stack, output in zip(stacks, outputs, strict=True)
+        for index, head in enumerate(stack.kv_heads)
     }
     heads = [placed[head].permute(0, 2, 1, 3).flatten(2) for head in sorted(placed)]
     return torch.cat(heads, dim=-1)

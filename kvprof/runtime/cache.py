@@ -76,9 +76,9 @@ class StaticBuffers:
             ]
             for name in ("keys", "values"):
                 side: list[list[Part]] = getattr(row_group, name)
-                for bundle, parts in enumerate(side):
-                    side[bundle] = [
-                        self._buffered(part, (number, name, bundle, kind))
+                for stack, parts in enumerate(side):
+                    side[stack] = [
+                        self._buffered(part, (number, name, stack, kind))
                         for part, kind in zip(parts, kinds, strict=True)
                     ]
 

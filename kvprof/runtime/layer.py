@@ -21,13 +21,13 @@ from kvprof.methods.tokens import Form, level_ends, quantises, readings
 from kvprof.models.interface import rotated
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import (
-    Bundle,
+    GroupStack,
     KeyBlock,
     KeySide,
     Scoring,
     ValueSide,
     attend,
-    bundled,
+    stacked,
 )
 from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN
@@ -98,7 +98,7 @@ class LayerRuntime:
                 "and fold_up of the keys"
             )
         self._known = known
-        self._bundles: dict[Any, tuple[list[Bundle], list[Bundle]]] = {}
+        self._stacks: dict[Any, tuple[list[GroupStack], list[GroupStack]]] = {}
         self._centres: dict[Any, _Means] = {}
         self._key_mean: Tensor | None = None
 
@@ -137,12 +137,12 @@ class LayerRuntime:
             output = self._attended_by_form(row_group, own, keys, values, latents, scoring, 0)
         else:
             key_sides = [
-                self._key_side(row_group, index, bundle, latent, own, exact)
-                for index, (bundle, latent) in enumerate(zip(keys, latents[0], strict=True))
+                self._key_side(row_group, index, stack, latent, own, exact)
+                for index, (stack, latent) in enumerate(zip(keys, latents[0], strict=True))
             ]
             value_sides = [
-                self._value_side(row_group, index, bundle, latent, own, exact)
-                for index, (bundle, latent) in enumerate(zip(values, latents[1], strict=True))
+                self._value_side(row_group, index, stack, latent, own, exact)
+                for index, (stack, latent) in enumerate(zip(values, latents[1], strict=True))
             ]
             if self.keeper.scoring:
                 scoring = self.keeper.scored(row_group, own, key_sides, scoring, exact)
@@ -159,9 +159,9 @@ class LayerRuntime:
 
     def _latents(
         self, row_group: RowGroup, own: OwnTokens, decomposed: int
-    ) -> tuple[list[Bundle], list[Bundle], tuple[list[Tensor], list[Tensor]]]:
+    ) -> tuple[list[GroupStack], list[GroupStack], tuple[list[Tensor], list[Tensor]]]:
         """Return the head groups of keys and values, and the pass's own latents."""
-        keys, values = self.bundles(own.query.device, own.query.dtype)
+        keys, values = self.stacks(own.query.device, own.query.dtype)
         if self.plan.online_bases and decomposed:
             with part("basis"):
                 self._decompose(row_group, "keys", keys, own.key[:, :, :decomposed])
@@ -242,8 +242,8 @@ class LayerRuntime:
         self,
         row_group: RowGroup,
         own: OwnTokens,
-        keys: list[Bundle],
-        values: list[Bundle],
+        keys: list[GroupStack],
+        values: list[GroupStack],
         latents: tuple[list[Tensor], list[Tensor]],
         scoring: Scoring,
         prompt: int,
@@ -261,13 +261,13 @@ class LayerRuntime:
                 ranges,
                 [
                     block
-                    for bundle, rows in self._in_form(row_group, "keys", keys, latents[0], form)
-                    for block in self._key_blocks(row_group, bundle, rows, own, form.exact)
+                    for stack, rows in self._in_form(row_group, "keys", keys, latents[0], form)
+                    for block in self._key_blocks(row_group, stack, rows, own, form.exact)
                 ],
                 [
                     block
-                    for bundle, rows in self._in_form(row_group, "values", values, latents[1], form)
-                    for block in self._value_blocks(bundle, rows, own, form.exact)
+                    for stack, rows in self._in_form(row_group, "values", values, latents[1], form)
+                    for block in self._value_blocks(stack, rows, own, form.exact)
                 ],
             )
             for form, ranges in forms.items()
@@ -289,23 +289,23 @@ class LayerRuntime:
             visible = torch.cat(masks, dim=-1)
             key_sides = [
                 KeySide(
-                    bundle,
+                    stack,
                     [
                         KeyBlock(block.query[..., queries, :], block.key[..., columns, :])
                         for key_blocks, _, columns in read
                         for block in (key_blocks[index],)
                     ],
                 )
-                for index, bundle in enumerate(keys)
+                for index, stack in enumerate(keys)
             ]
             value_sides = [
                 ValueSide(
-                    bundle,
+                    stack,
                     [value_blocks[index][..., columns, :] for _, value_blocks, columns in read],
-                    in_latents=self.layer.values.fold_up and bundle.projected,
-                    mean=self._value_mean(bundle, own),
+                    in_latents=self.layer.values.fold_up and stack.projected,
+                    mean=self._value_mean(stack, own),
                 )
-                for index, bundle in enumerate(values)
+                for index, stack in enumerate(values)
             ]
             narrowed = replace(scoring, visible=visible)
             if scoring.offset is not None:
@@ -326,16 +326,16 @@ class LayerRuntime:
         self,
         row_group: RowGroup,
         side: str,
-        bundles: list[Bundle],
+        stacks: list[GroupStack],
         latents: list[Tensor],
         form: Form,
-    ) -> Iterator[tuple[Bundle, list[Tensor]]]:
-        """Yield each bundle with its latents in a form, of which an exact one has none."""
-        for index, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
+    ) -> Iterator[tuple[GroupStack, list[Tensor]]]:
+        """Yield each stack with its latents in a form, of which an exact one has none."""
+        for index, (stack, latent) in enumerate(zip(stacks, latents, strict=True)):
             exact = form.exact
             yield (
-                bundle,
-                [] if exact else [self._rows(row_group, side, index, bundle, latent, form)],
+                stack,
+                [] if exact else [self._rows(row_group, side, index, stack, latent, form)],
             )
 
     def _rows(
@@ -343,7 +343,7 @@ class LayerRuntime:
         row_group: RowGroup,
         side: str,
         index: int,
-        bundle: Bundle,
+        stack: GroupStack,
         latent: Tensor,
         form: Form,
     ) -> Tensor:
@@ -356,52 +356,52 @@ class LayerRuntime:
         start = 0 if plain else min(self.plan.levels.sink, rows.shape[-2])
         start += sum(x.tokens for x in parts if x.codec is not PLAIN)
         for level in form.quantised:
-            codec, width = self.keeper.codec(side, level, bundle), bundle.ranks[level]
+            codec, width = self.keeper.codec(side, level, stack), stack.ranks[level]
             rows = rows[..., :width]
             new = rows[..., start:, :]
             if codec is not PLAIN and new.shape[-2]:
                 coded = codec.decode(codec.encode(new), width, rows.dtype)
                 rows = torch.cat([rows[..., :start, :], coded], dim=-2)
-        return rows[..., : bundle.ranks[form.level]]
+        return rows[..., : stack.ranks[form.level]]
 
     def _key_side(
         self,
         row_group: RowGroup,
         index: int,
-        bundle: Bundle,
+        stack: GroupStack,
         latent: Tensor,
         own: OwnTokens,
         exact: bool,
     ) -> KeySide:
-        stored = row_group.bundle_rows("keys", index)
-        latents = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
-        return KeySide(bundle, self._key_blocks(row_group, bundle, latents, own, exact))
+        stored = row_group.stack_rows("keys", index)
+        latents = [*stored, *([] if exact else self._by_level(row_group, stack, latent))]
+        return KeySide(stack, self._key_blocks(row_group, stack, latents, own, exact))
 
     def _key_blocks(
         self,
         row_group: RowGroup,
-        bundle: Bundle,
+        stack: GroupStack,
         latents: list[Tensor],
         own: OwnTokens,
         exact: bool,
     ) -> list[KeyBlock]:
         """Return blocks of latents, and with `exact` of the pass's own keys as they are."""
-        query = bundle.by_group(
+        query = stack.by_group(
             unflatten(own.query, 1, (-1, self.facts.group // self.layer.key_copies))
         )
-        own_block = KeyBlock(query, bundle.by_group(self._copied(own.key)))
-        if self.rebuilds or bundle.online or not bundle.projected:
-            heads = [bundle.rebuilt(rows) for rows in latents]
+        own_block = KeyBlock(query, stack.by_group(self._copied(own.key)))
+        if self.rebuilds or stack.online or not stack.projected:
+            heads = [stack.rebuilt(rows) for rows in latents]
             if self.rebuilds and heads:
                 with part("decompress"):
-                    heads = [self._rotated(row_group, bundle, torch.cat(heads, dim=3), own)]
-            met = query if bundle.scale is None else query * bundle.scale[:, None, None, :, :]
+                    heads = [self._rotated(row_group, stack, torch.cat(heads, dim=3), own)]
+            met = query if stack.scale is None else query * stack.scale[:, None, None, :, :]
             blocks = [KeyBlock(met, head) for head in heads]
         else:
             turned = query
             if latents and not self.layer.keys.fold_up:
                 with part("compress"):
-                    up = bundle.up_by_head()
+                    up = stack.up_by_head()
                     turned = query.flatten(3, 4).to(up.dtype) @ up
                     turned = unflatten(turned, 3, query.shape[3:5])
             blocks = [KeyBlock(turned, rows.unsqueeze(2)) for rows in latents]
@@ -416,36 +416,36 @@ class LayerRuntime:
         self,
         row_group: RowGroup,
         index: int,
-        bundle: Bundle,
+        stack: GroupStack,
         latent: Tensor,
         own: OwnTokens,
         exact: bool,
     ) -> ValueSide:
-        stored = row_group.bundle_rows("values", index)
-        latents = [*stored, *([] if exact else self._by_level(row_group, bundle, latent))]
-        folded = self.layer.values.fold_up and bundle.projected and not exact
-        blocks = self._value_blocks(bundle, latents, own, exact)
-        return ValueSide(bundle, blocks, in_latents=folded, mean=self._value_mean(bundle, own))
+        stored = row_group.stack_rows("values", index)
+        latents = [*stored, *([] if exact else self._by_level(row_group, stack, latent))]
+        folded = self.layer.values.fold_up and stack.projected and not exact
+        blocks = self._value_blocks(stack, latents, own, exact)
+        return ValueSide(stack, blocks, in_latents=folded, mean=self._value_mean(stack, own))
 
     def _value_blocks(
-        self, bundle: Bundle, latents: list[Tensor], own: OwnTokens, exact: bool
+        self, stack: GroupStack, latents: list[Tensor], own: OwnTokens, exact: bool
     ) -> list[Tensor]:
         """Return blocks of latents, and with `exact` of the pass's own values as they are."""
-        whole = bundle.online or not bundle.projected
-        blocks = [bundle.rebuilt(rows) for rows in latents] if whole else latents
-        return [*blocks, bundle.by_group(own.value)] if exact else blocks
+        whole = stack.online or not stack.projected
+        blocks = [stack.rebuilt(rows) for rows in latents] if whole else latents
+        return [*blocks, stack.by_group(own.value)] if exact else blocks
 
-    def _value_mean(self, bundle: Bundle, own: OwnTokens) -> Tensor | None:
+    def _value_mean(self, stack: GroupStack, own: OwnTokens) -> Tensor | None:
         if self.layer.centre is None:
             return None
         wide = torch.promote_types(own.value.dtype, torch.float32)
         means = self._means(own.value.device, wide).values
-        return means.index_select(0, index_of(bundle.kv_heads, means.device))
+        return means.index_select(0, index_of(stack.kv_heads, means.device))
 
-    def _by_level(self, row_group: RowGroup, bundle: Bundle, latent: Tensor) -> list[Tensor]:
+    def _by_level(self, row_group: RowGroup, stack: GroupStack, latent: Tensor) -> list[Tensor]:
         """Cut a pass's own latents to the ranks that their levels have after the pass."""
         tokens = latent.shape[2]
-        if self.layer.sliding_window is not None or len(set(bundle.ranks)) == 1:
+        if self.layer.sliding_window is not None or len(set(stack.ranks)) == 1:
             return [latent]
         # Levels before eviction: which tokens it takes is known only after the pass.
         sink, total = self.plan.levels.sink, row_group.seen + tokens
@@ -453,38 +453,40 @@ class LayerRuntime:
         bounds = [*(min(sink, total) + end for end in ends)]
         cuts, start = [], row_group.seen
         if start < min(sink, total):
-            cuts.append((start, min(sink, total), bundle.ranks[-1]))
+            cuts.append((start, min(sink, total), stack.ranks[-1]))
             start = min(sink, total)
-        for end, rank in zip(bounds, bundle.ranks, strict=True):
+        for end, rank in zip(bounds, stack.ranks, strict=True):
             if end > start:
                 cuts.append((start, end, rank))
                 start = end
         return [latent[:, :, a - row_group.seen : b - row_group.seen, :r] for a, b, r in cuts]
 
-    def _rotated(self, row_group: RowGroup, bundle: Bundle, keys: Tensor, own: OwnTokens) -> Tensor:
+    def _rotated(
+        self, row_group: RowGroup, stack: GroupStack, keys: Tensor, own: OwnTokens
+    ) -> Tensor:
         assert own.rotation is not None
         assert own.angles is not None
         assert self.facts.rotary_offset is not None  # check_fits has seen to it
         rows = index_of(tuple(row_group.rows), keys.device)
-        positions = self._positions(row_group, own, keys.shape[3], bundle)
+        positions = self._positions(row_group, own, keys.shape[3], stack)
         cos, sin = own.angles.at(rows, positions)
         return rotated(
             own.rotation, keys, cos, sin, self.facts.rotary_offset, self.facts.rotary_transposed
         )
 
     def _positions(
-        self, row_group: RowGroup, own: OwnTokens, tokens: int, bundle: Bundle | None
+        self, row_group: RowGroup, own: OwnTokens, tokens: int, stack: GroupStack | None
     ) -> Tensor:
         """Return positions of stored and new tokens, ``[rows, groups, tokens]``."""
         stored, device = row_group.stored, own.key.device
         fresh = torch.arange(own.position, own.position + tokens - stored, device=device)
         if row_group.positions is None:
             old = torch.arange(own.position - stored, own.position, device=device)
-            groups = 1 if bundle is None else bundle.groups
+            groups = 1 if stack is None else stack.groups
             return torch.cat([old, fresh]).expand(len(row_group.rows), groups, -1)
         old = row_group.positions.long()
-        if bundle is not None:
-            old = old[:, self.keeper.units_of(bundle)]
+        if stack is not None:
+            old = old[:, self.keeper.units_of(stack)]
         return torch.cat([old, fresh.expand(*old.shape[:2], -1)], dim=-1)
 
     def _scaling(self, options: dict[str, Any]) -> float:
@@ -494,32 +496,34 @@ class LayerRuntime:
     # The strawman's bases.
 
     def _decompose(
-        self, row_group: RowGroup, side: str, bundles: list[Bundle], states: Tensor
+        self, row_group: RowGroup, side: str, stacks: list[GroupStack], states: Tensor
     ) -> None:
-        for index, bundle in enumerate(bundles):
-            if bundle.online:
-                rows = bundle.joined(states).double()
-                basis = eigenbasis(rows.mT @ rows)[1][..., : bundle.ranks[-1]]
+        for index, stack in enumerate(stacks):
+            if stack.online:
+                rows = stack.joined(states).double()
+                basis = eigenbasis(rows.mT @ rows)[1][..., : stack.ranks[-1]]
                 row_group.bases[side, index] = basis.to(states.dtype).contiguous()
 
-    def _with_bases(self, row_group: RowGroup, side: str, bundles: list[Bundle]) -> list[Bundle]:
+    def _with_bases(
+        self, row_group: RowGroup, side: str, stacks: list[GroupStack]
+    ) -> list[GroupStack]:
         return [
-            replace(bundle, down=row_group.bases[side, index], up=row_group.bases[side, index])
-            if bundle.online
-            else bundle
-            for index, bundle in enumerate(bundles)
+            replace(stack, down=row_group.bases[side, index], up=row_group.bases[side, index])
+            if stack.online
+            else stack
+            for index, stack in enumerate(stacks)
         ]
 
-    def bundles(
+    def stacks(
         self, device: torch.device, dtype: torch.dtype
-    ) -> tuple[list[Bundle], list[Bundle]]:
+    ) -> tuple[list[GroupStack], list[GroupStack]]:
         """Return the head groups of the keys and of the values, put together."""
         key = (device, dtype)
-        if key not in self._bundles:
+        if key not in self._stacks:
             online = self.plan.online_bases
             sides = ((self.layer.keys, self.layer.key_copies), (self.layer.values, 1))
             keys, values = (
-                bundled(
+                stacked(
                     side.groups,
                     device,
                     dtype,
@@ -529,5 +533,5 @@ class LayerRuntime:
                 )
                 for side, copies in sides
             )
-            self._bundles[key] = keys, values
-        return self._bundles[key]
+            self._stacks[key] = keys, values
+        return self._stacks[key]

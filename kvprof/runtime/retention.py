@@ -14,7 +14,7 @@ from kvprof.methods.tokens import Segment, eviction_units, kept, quantises, segm
 from kvprof.models.interface import RotaryTable, Rotation
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import (
-    Bundle,
+    GroupStack,
     KeyBlock,
     KeySide,
     Scoring,
@@ -190,26 +190,26 @@ class EvictionPolicy:
             for bits in {x.column_bits for x in getattr(layer, side).groups if x.quantised}
         }
 
-    def codec(self, side: str, level: int, bundle: Bundle) -> Codec:
+    def codec(self, side: str, level: int, stack: GroupStack) -> Codec:
         """Return how quantised tokens of a level are kept."""
-        return self._codecs[side, level, bundle.column_bits] if bundle.quantised else PLAIN
+        return self._codecs[side, level, stack.column_bits] if stack.quantised else PLAIN
 
     @property
     def scoring(self) -> bool:
         """Whether tokens are evicted by their scores."""
         return self.eviction is not None and self.eviction.kind != "recent"
 
-    def units_of(self, bundle: Bundle) -> list[int]:
+    def units_of(self, stack: GroupStack) -> list[int]:
         """Return each group's index among what is evicted together."""
-        first_heads = bundle.kv_heads[:: bundle.heads]
+        first_heads = stack.kv_heads[:: stack.heads]
         return [
             next(i for i, (first, heads) in enumerate(self.units) if first <= head < first + heads)
-            for head in (stored // bundle.copies for stored in first_heads)
+            for head in (stored // stack.copies for stored in first_heads)
         ]
 
-    def _chosen(self, index: Tensor, bundle: Bundle) -> Tensor:
+    def _chosen(self, index: Tensor, stack: GroupStack) -> Tensor:
         """Take each group's tokens out of those of all that is evicted together."""
-        units = tuple(self.units_of(bundle))
+        units = tuple(self.units_of(stack))
         if units == tuple(range(index.shape[1])):
             return index
         return index.index_select(1, index_of(units, index.device))
@@ -280,7 +280,7 @@ class EvictionPolicy:
 
         if eviction.order == "compress_first" or exact or not own.several:
             return replace(scoring, observe=add)
-        exactly = [KeySide(side.bundle, self._exactly(row_group, side, own)) for side in sides]
+        exactly = [KeySide(side.stack, self._exactly(row_group, side, own)) for side in sides]
         for queries in slices(exactly):
             if queries.indices(tokens)[1] <= tokens - observed:
                 continue
@@ -290,23 +290,23 @@ class EvictionPolicy:
 
     def _exactly(self, row_group: RowGroup, side: KeySide, own: OwnTokens) -> list[KeyBlock]:
         """Put the pass's own exact keys in place of its compressed ones."""
-        copies = side.bundle.copies
-        query = side.bundle.by_group(unflatten(own.query, 1, (-1, self._group // copies)))
+        copies = side.stack.copies
+        query = side.stack.by_group(unflatten(own.query, 1, (-1, self._group // copies)))
         keys = own.key if copies == 1 else own.key.repeat_interleave(copies, dim=1)
         left, blocks = row_group.stored, []
         for block in side.blocks:
             if left > 0:
                 blocks.append(KeyBlock(block.query, block.key[..., :left, :]))
                 left -= block.key.shape[-2]
-        return [*blocks, KeyBlock(query, side.bundle.by_group(keys))]
+        return [*blocks, KeyBlock(query, side.stack.by_group(keys))]
 
     def store(
         self,
         row_group: RowGroup,
         own: OwnTokens,
-        keys: list[Bundle],
+        keys: list[GroupStack],
         key_latents: list[Tensor],
-        values: list[Bundle],
+        values: list[GroupStack],
         value_latents: list[Tensor],
     ) -> None:
         """Evict, move down levels and quantise, after the pass has attended."""
@@ -357,28 +357,28 @@ class EvictionPolicy:
         row_group: RowGroup,
         side: str,
         old: list[list[Part]],
-        bundles: list[Bundle],
+        stacks: list[GroupStack],
         latents: list[Tensor],
         index: Tensor | None,
     ) -> list[list[Part]]:
         result = []
         wanted = segments(self.plan, self.layer, row_group.seen)
-        for number, (bundle, latent) in enumerate(zip(bundles, latents, strict=True)):
+        for number, (stack, latent) in enumerate(zip(stacks, latents, strict=True)):
             parts = [*(old[number] if old else []), plain_part(latent)]
             if row_group.shared is not None:
                 # What is stored with other layers lies between the sinks and the rest.
                 last = [(part, 0, part.tokens) for part in parts[-2:]]
-                result.append([*parts[:-2], joined(last, PLAIN, bundle.ranks[-1])])
+                result.append([*parts[:-2], joined(last, PLAIN, stack.ranks[-1])])
                 continue
             candidates = sum(part.tokens for part in parts)
             if row_group.record and self.layer.sliding_window is not None:
                 wanted = [Segment(0, candidates, wanted[-1].level, quantised=False)]
             dropped = candidates - wanted[-1].stop
-            chosen = None if index is None else self._chosen(index, bundle)
+            chosen = None if index is None else self._chosen(index, stack)
             kept = []
             for segment in wanted:
-                codec = self.codec(side, segment.level, bundle) if segment.quantised else PLAIN
-                width = bundle.ranks[segment.level]
+                codec = self.codec(side, segment.level, stack) if segment.quantised else PLAIN
+                width = stack.ranks[segment.level]
                 if chosen is None:
                     pieces = _pieces(parts, dropped + segment.start, dropped + segment.stop)
                     kept.append(joined(pieces, codec, width))

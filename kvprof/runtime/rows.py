@@ -218,7 +218,7 @@ class RowGroup:
 
     rows: list[int]  # in the batch
     seen: int = 0  # real tokens of each row so far
-    #: Per bundle of head groups, oldest part first.
+    #: Per stack of head groups, oldest part first.
     keys: list[list[Part]] = field(default_factory=list)
     values: list[list[Part]] = field(default_factory=list)
     #: `[rows, units, N]` int32, where each stored token stood in the padded sequence; kept when
@@ -229,7 +229,7 @@ class RowGroup:
     #: Whether a layer with a sliding window keeps what a pass pushes out of it, so that the pass
     #: can be taken back.
     record: bool = False
-    #: A sequence's own bases (strawman), `[rows, g, n * d, r]` by side and bundle.
+    #: A sequence's own bases (strawman), `[rows, g, n * d, r]` by side and stack.
     bases: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     #: Tokens between the layer's own that it stores together with other layers.
     shared: SharedPart | None = None
@@ -240,14 +240,14 @@ class RowGroup:
         own = sum(part.tokens for part in self.keys[0]) if self.keys else 0
         return own if self.shared is None else own + self.shared.shared.tokens
 
-    def bundle_rows(self, side: str, index: int) -> list[Tensor]:
-        """Return what is stored of a bundle, oldest first, ``[rows, groups, N, r]`` each."""
+    def stack_rows(self, side: str, index: int) -> list[Tensor]:
+        """Return what is stored of a stack, oldest first, ``[rows, groups, N, r]`` each."""
         kept: list[list[Part]] = getattr(self, side)
         if not kept:
             return []
         found = [part.rows() for part in kept[index]]
         if self.shared is not None:
-            # Heads of such layers are all alike, in one bundle, and the sinks are a part.
+            # Heads of such layers are all alike, in one stack, and the sinks are a part.
             at = 1 if self.shared.start else 0
             found.insert(at, self.shared.rows(side, found[0].shape[1]))
         return found

@@ -39,15 +39,15 @@ def test_the_runtime_holds_what_is_counted(arch, method, options):
         # Weights that left the model for the while are kept to be put back.
         held = {**before, **inside}
         loaded.model(token_ids(1, 4))  # bases go to the device with the first pass
-        bundles = [
-            bundle
+        stacks = [
+            stack
             for part in session._layers
-            for sides in part._bundles.values()
+            for sides in part._stacks.values()
             for side in sides
-            for bundle in side
+            for stack in side
         ]
-        for bundle in bundles:
-            for matrix in (bundle.down, bundle.up):
+        for stack in stacks:
+            for matrix in (stack.down, stack.up):
                 if matrix is not None:
                     held[matrix.data_ptr()] = matrix.nbytes
         weights = running_weights(made, loaded.layout, itemsize=4)

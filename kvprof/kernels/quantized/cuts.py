@@ -37,19 +37,17 @@ class _Weights:
 
 
 _BYTES = _Weights()
-#: Where codes of 4 bits are multiplied as numbers of two bytes: found by descent on an H200, on
-#: which a layer of eight unlike heads (benchmarks/kernel_speed.py: ragged, groups of 32 columns)
-#: ends 3.5 % sooner than with bytes alone. Nothing is known of segments of unlike bits beside one
-#: another. As int8 they cost bytes: weights by the instructions of the loop made no layer in the
-#: record of rows of codes faster at all of its sizes.
+#: Where codes of 4 bits are multiplied as numbers of two bytes: found by descent on an H200, where
+#: a layer of eight unlike heads (benchmarks/kernel_speed.py: ragged, groups of 32 columns) ends
+#: 3.5 % sooner than with bytes alone. Segments of unlike bits were not measured. As int8 they cost
+#: bytes: weights by the loop's instructions made no recorded layer faster at all of its sizes.
 _FOUR = _Weights(keys=0.75, value_scales=0.95, padding=1.45)
 
 
 #: Where sides tell their products: what a token costs for each of them, for each byte, for each
-#: piece of keys that is asked for by itself, and whatever it is. Found where several head configs
-#: are beside one another, each on multiprocessors of its own (an H200, batch 8): what a
-#: multiprocessor takes for a token there, in fourteen kinds of four layers, is such a sum to 3 % in
-#: the mean and 7 at most. Of nine such sums these ended the four layers soonest.
+#: piece of keys that is loaded by itself, and at least. Found with several head configs, each on
+#: multiprocessors of its own (an H200, batch 8): of nine such sums these ended four layers soonest,
+#: and predict a token's time in fourteen configs to 3 % in the mean and 7 at most.
 _PRODUCT, _BYTE, _LOAD, _TOKEN = 0.6, 0.15, 3.0, 35
 
 
@@ -101,16 +99,13 @@ def tile_places(layout: SegmentsLayout, segment: int, head: int, tile: int) -> i
     return places
 
 
-# --- A step over segments is cut into pieces that cost the same on the device, so that a CUDA graph
-# may hold it.
+# --- A step over segments is cut into pieces of the same cost, so that a CUDA graph may hold it.
 #
-# About so many pieces: all are on the GPU at once, and one that is not runs when the others are
-# done, which on an H200 takes 1.2 times as long. So a unit that is smaller than a piece, as exact
-# tokens at an end are, is one of them, and the others share what is left; unless that would make
-# theirs longer by more than a seventh, as where a few rows are long and many are short. By head,
-# then row, so that neighbours are of one kind: what a multiprocessor runs has to fit its
-# instruction cache (`kvprof.kernels.quantized.kernel`). A test states the same on the host in plain
-# Python.
+# All pieces run at once: with one that starts when the others are done a step takes 1.2 times as
+# long on an H200. A unit smaller than a piece, as exact tokens at an end are, is one piece; the
+# others share the rest, unless theirs would be longer by more than a seventh (a few long rows, many
+# short ones). By head, then row, so that neighbours are of one config: a multiprocessor's code has
+# to fit its instruction cache (`kvprof.kernels.quantized.kernel`). A test has the same in Python.
 
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -2,7 +2,7 @@
 
 A segment is tokens that are stored alike: a `RaggedLayout`'s widths in a format per side. One
 segment of 4 bits is quantised decoding; TALE is three: sinks as they are, the middle with values
-cut to their first columns and few bits, the recent tokens at full width with more bits. The context
+cut to their first columns and few bits, recent tokens with all columns and more bits. The context
 of a row is all its segments together; their order means nothing to attention.
 
 A row of a uint8 cache is one stretch of memory: segment after segment, head after head, block after
@@ -325,8 +325,8 @@ class SegmentsLayout:
 
 def of_configs(layout: SegmentsLayout, configs: Sequence[HeadConfig]) -> SegmentsLayout:
     """Return a layout with one head of every kind, by which a kernel for all of them is built."""
+    groups = sorted(set(configs))
     if missing := set(layout.configs) - set(configs):
-        groups = sorted(set(configs))
         raise UsageError(f"heads of widths {min(missing)} are not among the head groups {groups}")
     segments = [
         # Of pages the tokens say how high tiles can be.
@@ -340,8 +340,6 @@ def of_configs(layout: SegmentsLayout, configs: Sequence[HeadConfig]) -> Segment
             segment.columns,
             paged=segment.paged,
         )
-        for segment, pairs in zip(
-            layout.segments, zip(*sorted(set(configs)), strict=True), strict=True
-        )
+        for segment, pairs in zip(layout.segments, zip(*groups, strict=True), strict=True)
     ]
     return SegmentsLayout(tuple(segments), layout.dtype)

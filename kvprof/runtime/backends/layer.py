@@ -21,7 +21,7 @@ from kvprof.kernels.project.step import (
 )
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.models.layout import LayerLayout
-from kvprof.runtime.attention import Bundle
+from kvprof.runtime.attention import GroupStack
 from kvprof.runtime.backends.matrices import Matrices, matrices_of
 from kvprof.runtime.backends.slots import KernelPass
 from kvprof.runtime.backends.state import HeadConfigs, KernelState, KernelStore
@@ -154,7 +154,7 @@ class KernelLayer(ABC):
         store: KernelStore,
         state: KernelState,
         total: int,
-        bundles: tuple[list[Bundle], list[Bundle]],
+        stacks: tuple[list[GroupStack], list[GroupStack]],
     ) -> list[RowGroup]:
         """Return what a store holds as `kvprof.runtime.layer` keeps it."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.runtime.attention import Bundle
+from kvprof.runtime.attention import GroupStack
 from kvprof.runtime.backends.layer import (
     KernelLayer,
     prefilled,
@@ -216,7 +216,7 @@ class PlaneKernelLayer(KernelLayer):
         store: KernelStore,
         state: KernelState,
         total: int,
-        bundles: tuple[list[Bundle], list[Bundle]],
+        stacks: tuple[list[GroupStack], list[GroupStack]],
     ) -> list[RowGroup]:
         """Return what a store holds as `kvprof.runtime.layer` keeps it."""
         assert isinstance(store, PlaneStore)
@@ -228,8 +228,8 @@ class PlaneKernelLayer(KernelLayer):
                 for number in range(store.heads)
             ]
             for side, kept in enumerate((group.keys, group.values)):
-                for bundle in bundles[side]:
-                    numbers = [head // self.heads for head in bundle.kv_heads[:: self.heads]]
+                for stack in stacks[side]:
+                    numbers = [head // self.heads for head in stack.kv_heads[:: self.heads]]
                     own = [torch.stack([pair[side] for pair in latents[n]]) for n in numbers]
                     kept.append([plain_part(torch.stack(own, dim=1))])
             found.append(group)

@@ -271,8 +271,8 @@ class KernelRoute:
         for layer, store, runtime in zip(self._layers, cache.layers, runtimes, strict=True):
             if layer is not None and store.planes is not None and store.planes.rows:
                 buffer = store.planes.buffer
-                bundles = runtime.bundles(buffer.device, buffer.dtype)
-                store.row_groups = layer.row_groups(store.planes, cache.kernels, past, bundles)
+                stacks = runtime.stacks(buffer.device, buffer.dtype)
+                store.row_groups = layer.row_groups(store.planes, cache.kernels, past, stacks)
             store.planes = None
         cache.kernels, cache.left = None, reason
 

@@ -22,7 +22,7 @@ from kvprof.kernels.quantized.side import PLACES, WIDEST_PLANE
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
-from kvprof.runtime.attention import Bundle
+from kvprof.runtime.attention import GroupStack
 from kvprof.runtime.backends.layer import (
     KernelLayer,
     attended,
@@ -381,7 +381,7 @@ class SegmentKernelLayer(KernelLayer):
         store: KernelStore,
         state: KernelState,
         total: int,
-        bundles: tuple[list[Bundle], list[Bundle]],
+        stacks: tuple[list[GroupStack], list[GroupStack]],
     ) -> list[RowGroup]:
         """Return what a store holds as `kvprof.runtime.layer` keeps it."""
         assert isinstance(store, SegmentStore)
@@ -394,36 +394,36 @@ class SegmentKernelLayer(KernelLayer):
         for tokens, members in rows_alike(seen).items():
             row_group = RowGroup(members, tokens)
             for name, whole, scale, own in zip(
-                ("keys", "values"), rows, scales, bundles, strict=True
+                ("keys", "values"), rows, scales, stacks, strict=True
             ):
                 side = getattr(self.layer, name)
                 begins = [0]
                 for group in side.groups:
                     begins.append(begins[-1] + group.rank)
                 kept = getattr(row_group, name)
-                for bundle in own:
-                    heads = [slice(begins[head], begins[head + 1]) for head in bundle.kv_heads]
+                for stack in own:
+                    heads = [slice(begins[head], begins[head + 1]) for head in stack.kv_heads]
                     latents = [whole[members, :tokens, columns] for columns in heads]
                     had = None
                     if scale is not None:
-                        had = scale[members, :tokens][..., list(bundle.kv_heads)].mT[..., None]
-                    parts = self._parts(torch.stack(latents, dim=1), had, bundle, name, tokens)
+                        had = scale[members, :tokens][..., list(stack.kv_heads)].mT[..., None]
+                    parts = self._parts(torch.stack(latents, dim=1), had, stack, name, tokens)
                     kept.append(parts)
             found.append(row_group)
         return found
 
     def _parts(
-        self, latents: Tensor, scales: Tensor | None, bundle: Bundle, side: str, tokens: int
+        self, latents: Tensor, scales: Tensor | None, stack: GroupStack, side: str, tokens: int
     ) -> list[Any]:
         """Return latents in order, ``[rows, g, tokens, r]``, with their scales where needed."""
         found, quantiser = [], self.plan.quantiser
         for segment in segments(self.plan, self.layer, tokens):
             codec: Codec = PLAIN
-            if segment.quantised and bundle.quantised and quantiser is not None:
+            if segment.quantised and stack.quantised and quantiser is not None:
                 codec = codec_for(
-                    quantiser, getattr(quantiser, side), segment.level, bundle.column_bits
+                    quantiser, getattr(quantiser, side), segment.level, stack.column_bits
                 )
-            width = bundle.ranks[segment.level]
+            width = stack.ranks[segment.level]
             rows = latents[:, :, segment.start : segment.stop, :width]
             if scales is None or not isinstance(codec, RowRms):
                 found.append(plain_part(rows).recoded(codec, width))
