@@ -197,8 +197,8 @@ def _refuse_unservable(
     """Refuse plans, and where the model's config lies here methods, that ``serve`` would refuse."""
     from kvprof.benchmark.shape_plans import Bare
     from kvprof.benchmark.shapes import layout_of, load_shape
+    from kvprof.serving.active_plan import served_plan
     from kvprof.serving.refusals import check_method
-    from kvprof.serving.served import served_plan
 
     for path in files.values():
         served_plan(str(path))

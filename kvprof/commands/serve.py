@@ -111,7 +111,7 @@ def serve(
     _refuse_port_in_use(host, port)
     if plan_file is not None:  # what is wrong with it is told before what is lacking here
         with loading():
-            from kvprof.serving.served import served_plan
+            from kvprof.serving.active_plan import served_plan
 
         served_plan(str(plan_file))
     if find_spec("vllm") is None:

@@ -19,9 +19,9 @@ from kvprof.methods.named import options_in
 from kvprof.methods.plan_files import save_plan
 from kvprof.models.locate import locate
 from kvprof.models.placement import main_device, parse_dtype
+from kvprof.serving.active_plan import longest_graph, served_plan
 from kvprof.serving.plugin import check_found
 from kvprof.serving.refusals import check_method, check_servable
-from kvprof.serving.served import longest_graph, served_plan
 from kvprof.serving.settings import Setting, engine_options, engine_variables, load_format_of, named
 from kvprof.serving.shapes import drawn_plan, shape_folder, words_for_shape
 from kvprof.serving.unpacked import unpacked

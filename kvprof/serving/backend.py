@@ -89,7 +89,7 @@ class PlanBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has n
             self._bind(common)
             if self._beyond(common):
                 self._cut(common, [], [])
-            found = self._model.fixed_step(
+            found = self._model.captured_step(
                 common.slot_mapping,
                 common.block_table_tensor,
                 common.query_start_loc,

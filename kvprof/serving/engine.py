@@ -22,6 +22,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.project.bases import basis_set
 from kvprof.methods.accounting import full_bytes
 from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
+from kvprof.serving.active_plan import check_identity
 from kvprof.serving.backend import PlanImpl
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import (
@@ -39,7 +40,6 @@ from kvprof.serving.refusals import (
     check_shared,
 )
 from kvprof.serving.rotary import QueriesAlone, keep_keys
-from kvprof.serving.served import check_identity
 from kvprof.serving.steps import Rebuilding, ServedLayer, value_lifts
 from kvprof.serving.weights import folded_output, folded_value, narrowed
 

@@ -14,9 +14,9 @@ from kvprof.kernels.dispatch import EARLY_ROWS, compiling_ahead
 from kvprof.kernels.planes import STEP
 from kvprof.kernels.prefill.rows import rows_step
 from kvprof.runtime.backends.route import few_configs
-from kvprof.serving.fixed import FixedStep, fixed_step
-from kvprof.serving.plain import PlainSteps
+from kvprof.serving.captured_step import CudaGraphStep, captured_step
 from kvprof.serving.quantised import own_pages, quantised_steps
+from kvprof.serving.ragged_pages import RaggedSteps
 from kvprof.serving.rebuilt import rebuilt_steps
 from kvprof.serving.steps import EngineStep, ServedLayer, attend, cut_key
 
@@ -125,7 +125,7 @@ class ServedModel:
                 )
                 continue
             layout, device = layer.layout(len(cache), page), cache.device
-            layer.steps = PlainSteps(
+            layer.steps = RaggedSteps(
                 layer,
                 layout,
                 decode_step(layout, device, page_tokens=page, rows=1, pairs=shared),
@@ -163,15 +163,15 @@ class ServedModel:
             self._run(step)
             if len(news) > 1 and captured[0] >= starts[-1] and captured[1] >= rows:
                 given = step.slots, step.table, step.starts, step.lengths
-                self._run(fixed_step(self.alike, *given))
+                self._run(captured_step(self.alike, *given))
 
-    def fixed_step(
+    def captured_step(
         self, slots: Tensor, table: Tensor, starts: Tensor, lengths: Tensor
-    ) -> FixedStep:
+    ) -> CudaGraphStep:
         """Return a step to capture, run once per layer: no kernel can load during a capture."""
 
-        def made() -> FixedStep:
-            return fixed_step(self.alike, slots, table, starts, lengths)
+        def made() -> CudaGraphStep:
+            return captured_step(self.alike, slots, table, starts, lengths)
 
         room = (len(slots), len(lengths))
         if room not in self._met and slots.device.type == "cuda":

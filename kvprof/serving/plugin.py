@@ -86,8 +86,8 @@ def _check_configuration(engine_args: Any, path: str) -> None:
 
     @wraps(made)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.active_plan import plan_digest, served_plan
         from kvprof.serving.engine import check_engine, check_model
-        from kvprof.serving.served import plan_digest, served_plan
 
         plan = served_plan(path)
         config = made(self, *args, **kwargs)
@@ -116,8 +116,8 @@ def _take_attention(attention: Any, path: str) -> None:
 
     @wraps(specified)
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        from kvprof.serving.active_plan import served_plan
         from kvprof.serving.engine import page_spec
-        from kvprof.serving.served import served_plan
 
         return page_spec(self, served_plan(path), vllm_config)
 
@@ -138,8 +138,8 @@ def _take_weights(base_loader: Any, path: str) -> None:
 
     @wraps(made)
     def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.active_plan import served_plan
         from kvprof.serving.engine import prepare
-        from kvprof.serving.served import served_plan
 
         model = made(vllm_config, *args, **kwargs)
         prepare(model, served_plan(path), vllm_config.model_config.max_model_len)
@@ -147,8 +147,8 @@ def _take_weights(base_loader: Any, path: str) -> None:
 
     @wraps(processed)
     def process_weights_after_loading(model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.active_plan import served_plan
         from kvprof.serving.engine import fold
-        from kvprof.serving.served import served_plan
 
         fold(model, served_plan(path), config.max_model_len)
         return processed(model, config, *args, **kwargs)
@@ -163,8 +163,8 @@ def _tell_tokens(core: Any, path: str) -> None:
 
     @wraps(made)
     def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from kvprof.serving.active_plan import served_plan
         from kvprof.serving.engine import tell_tokens
-        from kvprof.serving.served import served_plan
 
         found = made(vllm_config, *args, **kwargs)
         tell_tokens(served_plan(path), vllm_config, found[0].num_blocks)

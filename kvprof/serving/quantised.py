@@ -8,8 +8,8 @@ has several queries of a sequence attend, so what they read is dequantised first
 of which nothing came before back into the step's own pool, where all of them attend together, and
 all tokens of a sequence that goes on into planes, sequence by sequence.
 
-In the form that a graph holds (`kvprof.serving.fixed`) nothing is the host's: every token sees what
-came before as a row of a decoding step, so that a chunk's past is read once for each of its tokens.
+In a CUDA graph (`kvprof.serving.captured_step`) nothing is the host's: every token sees what came
+before as a row of a decoding step, so that a chunk's past is read once for each of its tokens.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from kvprof.kernels.quantized.layout import SegmentsLayout
 from kvprof.kernels.quantized.moving import token_move, token_restore
 from kvprof.kernels.quantized.step import SegmentsStep, segments_step
 from kvprof.kernels.split_kv import Attended
-from kvprof.serving.fixed import FixedStep, most_own_pages, own_columns
+from kvprof.serving.captured_step import CudaGraphStep, most_own_pages, own_columns
 from kvprof.serving.pages import quantised_layout
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep, ServedLayer, filled_up
 
@@ -86,8 +86,8 @@ class QuantisedSteps:
         self, step: EngineStep, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """Do what `kvprof.serving.steps.attend` says."""
-        if isinstance(step, FixedStep):
-            return self._fixed(step, query, key, value, scale)
+        if isinstance(step, CudaGraphStep):
+            return self._captured(step, query, key, value, scale)
         cache, found = self.layer.attention.kv_cache, []
         own = step.once("own", lambda: _own(step, len(query), self.own.batch))
         projected = self._projected(query, key, value, own.slots)
@@ -110,8 +110,8 @@ class QuantisedSteps:
                 row += 1
         return filled_up(found, len(query))
 
-    def _fixed(
-        self, step: FixedStep, query: Tensor, key: Tensor, value: Tensor, scale: float
+    def _captured(
+        self, step: CudaGraphStep, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """Attend from every token to what came before, and from those of prompts to their own."""
         layer, pages = self.layer, self.own.batch

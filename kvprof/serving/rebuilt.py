@@ -10,8 +10,8 @@ Latents of V that several heads share may be wider than a head (Palu §3.2). Fol
 would make it, and what prompts attend to, as many times larger; so W_O stays as it is there, values
 are rebuilt beside the keys, and what decoding gives is multiplied afterwards.
 
-In the form that a graph holds (`kvprof.serving.fixed`) there are as many pages of working memory,
-and sequences whose pages find none there decode token by token.
+In a CUDA graph (`kvprof.serving.captured_step`) there are as many pages of working memory, and
+sequences whose pages find none there decode token by token.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from kvprof.kernels.project.step import project_keys, store_values
 from kvprof.kernels.reconstruct.pages import PageRebuild, page_rebuild
 from kvprof.kernels.reconstruct.step import ReconstructStep, reconstruct_step
 from kvprof.runtime.tensors import unflatten
-from kvprof.serving.fixed import FixedStep
+from kvprof.serving.captured_step import CudaGraphStep
 from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, filled_up
 
 __all__ = ["RebuiltSteps", "rebuilt_steps"]
@@ -77,8 +77,8 @@ class RebuiltSteps:
         where, latents = (self.layout, self.layer.attention.kv_cache, None), len(keys.widths)
         project_keys(_by_latent(key, latents)[..., : keys.depth], keys, *where, slots=slots)
         store_values(_by_latent(value, latents), *where, slots=slots)
-        if isinstance(step, FixedStep):
-            return self._fixed(step, query.flatten(1), scale)
+        if isinstance(step, CudaGraphStep):
+            return self._captured(step, query.flatten(1), scale)
         found = []
         if step.decodes:
             own, table = query[: step.decodes].flatten(1), step.table[: step.decodes]
@@ -88,7 +88,7 @@ class RebuiltSteps:
             found.append(self._chunks(step, first, stop, own.flatten(1), scale))
         return filled_up(found, len(query))
 
-    def _fixed(self, step: FixedStep, query: Tensor, scale: float) -> Tensor:
+    def _captured(self, step: CudaGraphStep, query: Tensor, scale: float) -> Tensor:
         """Attend from all tokens over rebuilt pages, and from all over the engine's."""
         seen = step.rebuilt(self.room, self.layout.capacity)
         layout = replace(self.rows.layout, batch=self.room)

@@ -172,7 +172,7 @@ def _choose_graphs(runner: Any, path: str, eager: _Eager) -> None:
 
     @wraps(ran)
     def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        from kvprof.serving.served import served_plan
+        from kvprof.serving.active_plan import served_plan
 
         quantised = served_plan(path).quantiser is not None
         with eager.where(quantised and not graph_pays(scheduled_rows(scheduled))):

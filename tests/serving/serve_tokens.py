@@ -52,7 +52,7 @@ def run_as_in_graphs() -> None:
     """Let steps that read prompts have the form that a graph holds; a CPU has no graphs."""
     from kvprof.serving import backend
     from kvprof.serving.backend import PlanBuilder
-    from kvprof.serving.fixed import FixedStep
+    from kvprof.serving.captured_step import CudaGraphStep
 
     built, room = PlanBuilder.build, backend._room
 
@@ -73,7 +73,7 @@ def run_as_in_graphs() -> None:
         if common.max_query_len <= 1:
             return built(self, common_prefix_len, common, fast_build)
         found = self.build_for_cudagraph_capture(common)
-        assert isinstance(found, FixedStep)
+        assert isinstance(found, CudaGraphStep)
         return found
 
     PlanBuilder.build = build

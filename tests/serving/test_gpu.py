@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvprof.serving.fixed import FixedStep
+from kvprof.serving.captured_step import CudaGraphStep
 from kvprof.serving.pages import Codes
 from tests.serving.batches import Batch, FilledModel, Numbers
 from tests.serving.test_quantised import run_both
@@ -81,8 +81,8 @@ def test_a_graph_is_replayed_for_other_batches(
     padding.slots.fill_(-1)
     buffers = Numbers(*(one.clone() for one in vars(padding).values()))
     given = vars(buffers).values()
-    step = made.model.fixed_step(*given)
-    assert isinstance(step, FixedStep)
+    step = made.model.captured_step(*given)
+    assert isinstance(step, CudaGraphStep)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -142,7 +142,7 @@ def test_graphs_of_several_sizes_share_their_memory(
         buffers = made.numbers(batch)
         own = [[one[:tokens] for one in layer] for layer in states]
         buffers.slots.fill_(-1)
-        step = made.model.fixed_step(*vars(buffers).values())
+        step = made.model.captured_step(*vars(buffers).values())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvprof.kernels.dispatch import interpreted
 from kvprof.serving import quantised
-from kvprof.serving.fixed import fixed_step
+from kvprof.serving.captured_step import captured_step
 from kvprof.serving.pages import Codes
 from tests.serving.batches import Batch, FilledModel
 
@@ -149,10 +149,10 @@ def test_no_border_of_a_chunk_changes_an_answer(
                 [torch.cat([first, own[start:stop]]) for first, own in zip(*layer, strict=True)]
                 for layer in zip(other, prompt, strict=True)
             ]
-            own = made.numbers(batch)
-            step = made.step(batch)
+            own, step = made.numbers(batch), made.step(batch)
             if graphs:
-                step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
+                given = own.slots, own.table, own.starts, own.lengths
+                step = captured_step(made.model.alike, *given)
             for kept, output in zip(found, made.run(step, states), strict=True):
                 kept.append(output[1:])
         return [torch.cat(kept) for kept in found]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvprof.serving import served
+from kvprof.serving import active_plan
 from kvprof.serving.runners import (
     _choose_graphs,
     _Eager,
@@ -42,7 +42,7 @@ def _plans(monkeypatch: pytest.MonkeyPatch) -> None:
         "codes.plan": SimpleNamespace(quantiser="one"),
         "a.plan": SimpleNamespace(quantiser=None),
     }
-    monkeypatch.setattr(served, "served_plan", plans.__getitem__)
+    monkeypatch.setattr(active_plan, "served_plan", plans.__getitem__)
 
 
 @pytest.mark.parametrize(

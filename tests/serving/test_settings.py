@@ -8,7 +8,7 @@ import pytest
 
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.errors import UsageError
-from kvprof.serving.served import longest_graph
+from kvprof.serving.active_plan import longest_graph
 from kvprof.serving.settings import LONG_GRAPH, SHORT_GRAPH, engine_options, engine_variables, named
 from kvprof.serving.shapes import drawn_plan
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.project.bases import basis_set
 from kvprof.runtime.backends.rotary import RotaryForm
-from kvprof.serving.fixed import FixedStep
+from kvprof.serving.captured_step import CudaGraphStep
 from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import Codes, quantised_layout
 from kvprof.serving.steps import EngineStep, Rebuilding, ServedLayer, attend, value_lifts
@@ -339,7 +339,7 @@ def test_a_rehearsal_leaves_the_pages_as_they_are(kind: str) -> None:
             # A sequence that is shorter than its new tokens would be stored before its beginning.
             numbers = given[0].lengths, given[0].starts
             host = given[0].host_lengths, given[0].host_starts
-            if not isinstance(given[0], FixedStep):
+            if not isinstance(given[0], CudaGraphStep):
                 assert [own.tolist() for own in numbers] == list(map(list, host))
             seen.append(wanted(*given))
             return seen[-1]

@@ -227,7 +227,7 @@ def test_a_step_that_is_tried_out_stays_within_its_pages() -> None:
     builder = object.__new__(PlanBuilder)
     builder.kv_cache_spec = SimpleNamespace(block_size=16)
     bound: list[Any] = []
-    builder._model = SimpleNamespace(alike={}, fixed_step=lambda *given: given)
+    builder._model = SimpleNamespace(alike={}, captured_step=lambda *given: given)
     builder._bind = bound.append
 
     def common(most: int) -> CommonAttentionMetadata:

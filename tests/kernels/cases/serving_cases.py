@@ -13,7 +13,7 @@ from kvprof.serving.model import ServedModel
 from kvprof.serving.pages import Codes
 from kvprof.serving.steps import EngineStep, attend
 from tests.serving.batches import WIDTHS, Batch, FilledModel
-from tests.serving.test_fixed import LONGEST, agree, batches, quantised
+from tests.serving.test_captured_step import LONGEST, agree, batches, quantised
 from tests.serving.test_quantised import run_both
 from tests.serving.test_steps import DEPTH, GROUP, rebuilt_layer
 from tests.serving.test_steps import PAGE as STEP_PAGE

@@ -8,14 +8,14 @@ from kvprof.kernels.decode.step import DecodeStep
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.prefill.rows import RowsStep
 from kvprof.kernels.project.step import project_step
-from kvprof.serving.fixed import FixedStep
+from kvprof.serving.captured_step import CudaGraphStep
 from kvprof.serving.steps import EngineStep, ServedLayer, filled_up
 
-__all__ = ["PlainSteps"]
+__all__ = ["RaggedSteps"]
 
 
 @dataclass(frozen=True, eq=False)
-class PlainSteps:
+class RaggedSteps:
     """What a layer runs over pages of latents as they are."""
 
     layer: ServedLayer
@@ -44,8 +44,8 @@ class PlainSteps:
             query_bases=layer.queries,
             slots=step.slots[: len(query)],
         )[0]
-        if isinstance(step, FixedStep):
-            return self._fixed(step, projected, scale)
+        if isinstance(step, CudaGraphStep):
+            return self._captured(step, projected, scale)
         found = []
         if step.decodes:
             found.append(self._decoded(step, projected, scale))
@@ -57,7 +57,7 @@ class PlainSteps:
             found.append(rows.run(own, cache, cut, scale, table=table))
         return filled_up(found, len(query))
 
-    def _fixed(self, step: FixedStep, projected: Tensor, scale: float) -> Tensor:
+    def _captured(self, step: CudaGraphStep, projected: Tensor, scale: float) -> Tensor:
         """Attend from all tokens twice, as of one that decodes and as of one of several."""
         decoded = self._decoded(step, projected, scale)
         rows = replace(self.rows, rows=step.rows)

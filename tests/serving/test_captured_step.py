@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprof.kernels.dispatch import interpreted
-from kvprof.serving.fixed import fixed_step, most_own_pages
+from kvprof.serving.captured_step import captured_step, most_own_pages
 from kvprof.serving.pages import Codes
 from tests.serving.batches import Batch, FilledModel
 
@@ -38,7 +38,7 @@ def agree(made: FilledModel, batch: Batch, close: float = 1e-5) -> None:
     stored = made.stored()
     made.refill()
     own = made.numbers(batch)
-    step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
+    step = captured_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
     found = made.run(step, states)
     for mine, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine[:count], other[:count], atol=close, rtol=close)
@@ -106,7 +106,7 @@ def test_pages_are_rebuilt_while_there_is_room() -> None:
     made = FilledModel(16, 4, 4, shared=2)
     batch = Batch((20, 9, 30, 0), (1, 8, 11, 3), 24, 5)
     own = made.numbers(batch)
-    step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
+    step = captured_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
     seen = step.rebuilt(4, 16)
     assert seen.pages[:, 0].tolist() == [*made.table[1, :2].tolist(), -1, -1]
     assert seen.pages[:2, 1].tolist() == [0, 16]
@@ -133,7 +133,7 @@ def test_what_nobody_asked_for_reaches_no_output(new: tuple[int, ...], bits: int
     own.lengths[len(new) :] = 7
     if bits is not None:
         made.model.layers[0].steps.scratch.fill_(float("nan"))
-    step = fixed_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
+    step = captured_step(made.model.alike, own.slots, own.table, own.starts, own.lengths)
     found = made.run(step, states)
     for mine, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine[: sum(new)], other[: sum(new)], atol=1e-5, rtol=1e-5)
@@ -145,7 +145,7 @@ def test_layers_share_what_is_worked_out() -> None:
     made = FilledModel(16, 2, 3)
     batch = Batch((4, 4, 0), (1, 1, 9), 16, 4)
     own = made.numbers(batch)
-    step = made.model.fixed_step(own.slots, own.table, own.starts, own.lengths)
+    step = made.model.captured_step(own.slots, own.table, own.starts, own.lengths)
     made.run(step, made.states(16))
     heights = {layer.steps.rows.heights for layer in made.model.layers}
     cuts = ((own, id(step.lengths)) for own in heights)
@@ -161,7 +161,7 @@ def test_each_sequence_has_pages_of_its_own_and_a_token_sees_what_was_there(batc
     """Whatever the batch, they find room; no two tokens lie in one place."""
     made = FilledModel(16, -(-LONGEST // 16), len(batch.new))
     own = made.numbers(batch)
-    step = made.model.fixed_step(own.slots, own.table, own.starts, own.lengths)
+    step = made.model.captured_step(own.slots, own.table, own.starts, own.lengths)
     pages, count = most_own_pages(batch.tokens, batch.rows), sum(batch.new)
     placed = step.own(pages)
     slots = placed.slots.tolist()

@@ -1,4 +1,4 @@
-"""A step of an engine in a form that a CUDA graph holds: only its room is the host's.
+"""A step of an engine that a CUDA graph captures: only its room is the host's.
 
 Which sequences decode, where each one's new tokens begin and how long it is are numbers on the
 device, so the graph that was captured of one batch runs any other of no more tokens and sequences.
@@ -7,7 +7,7 @@ Over latents as they are every sequence has a place among those that decode and 
 several new tokens, and has nothing to do in one of them. Over quantised latents every token has a
 row of its own in a decoding step: it sees there what its sequence had before the step, or, where it
 is the only new one, all of it. The others' new tokens attend to one another in the step's own pool
-of pages, as they were stored, and both are merged by their logarithms. Where keys are rebuilt,
+of pages, as they were stored, and both are combined by their logarithms. Where keys are rebuilt,
 those with several new tokens attend over rebuilt pages, of which there are as many as one sequence
 may fill; the tokens of those that find no room there decode, each as a row of its own.
 """
@@ -23,10 +23,10 @@ from kvprof.kernels.quantized.step import SegmentsStep
 from kvprof.serving.steps import PAGE_TOKENS, EngineStep
 
 __all__ = [
-    "FixedStep",
+    "CudaGraphStep",
     "OwnPages",
     "RebuiltPages",
-    "fixed_step",
+    "captured_step",
     "most_own_pages",
     "own_columns",
 ]
@@ -78,8 +78,8 @@ def own_columns(pages: int) -> int:
     return -(-pages // 16) * 16
 
 
-class FixedStep(EngineStep):
-    """A step of which the host knows the room alone, no batch; see `fixed_step`."""
+class CudaGraphStep(EngineStep):
+    """A step of which the host knows the room alone, no batch; see `captured_step`."""
 
     @property
     def _numbers(self) -> _Numbers:
@@ -189,14 +189,14 @@ class FixedStep(EngineStep):
         return attended
 
 
-def fixed_step(
+def captured_step(
     alike: dict[Any, tuple[list[Any], Tensor]],
     slots: Tensor,
     table: Tensor,
     starts: Tensor,
     lengths: Tensor,
-) -> FixedStep:
+) -> CudaGraphStep:
     """Return a step in the form that a graph holds."""
     rows = len(lengths)
     # A sequence that decodes has its token at its own number, so there are no more than tokens.
-    return FixedStep(alike, slots, table, starts, lengths, min(rows, len(slots)), rows)
+    return CudaGraphStep(alike, slots, table, starts, lengths, min(rows, len(slots)), rows)
