@@ -13,15 +13,7 @@ from kvprof.methods.storage import Eviction
 from kvprof.methods.tokens import Segment, eviction_units, kept, quantises, segments
 from kvprof.models.interface import RotaryTable, Rotation
 from kvprof.models.layout import LayerLayout
-from kvprof.runtime.attention import (
-    GroupStack,
-    KeyBlock,
-    KeySide,
-    Scoring,
-    logits,
-    slices,
-    softmax,
-)
+from kvprof.runtime.attention import GroupStack, KeyBlock, KeySide, Scoring, logits, slices, softmax
 from kvprof.runtime.clock import part as marked
 from kvprof.runtime.codecs import PLAIN, Codec, codec_for
 from kvprof.runtime.rows import Part, RowGroup, joined, picked, plain_part

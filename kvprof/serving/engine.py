@@ -25,13 +25,7 @@ from kvprof.methods.plan import HeadGroup, LayerPlan, Placement, Plan
 from kvprof.serving.active_plan import check_identity
 from kvprof.serving.backend import PlanImpl
 from kvprof.serving.model import ServedModel
-from kvprof.serving.pages import (
-    LayerPages,
-    check_page,
-    imbalance,
-    layer_pages,
-    token_bytes,
-)
+from kvprof.serving.pages import LayerPages, check_page, imbalance, layer_pages, token_bytes
 from kvprof.serving.refusals import (
     check_dtype,
     check_load_format,

@@ -1,4 +1,4 @@
-"""A step of an engine over pages of latents as they are."""
+"""A step of an engine over pages of ragged latents as they are."""
 
 from dataclasses import dataclass, replace
 

@@ -131,13 +131,13 @@ def test_counts_follow_padding_selection_and_rolling_back() -> None:
     state = KernelState()
     assert state.continues([0, 4, 9], 0)
     state.begin([0, 4, 9], 0, 6)
-    passing = state.on(CPU)
-    assert passing.hidden is not None
-    assert passing.hidden.tolist() == [0, 4, 6]
-    assert passing.after.tolist() == [6, 2, 0]
-    assert passing.padding().squeeze(-1).sum(1).tolist() == [0, 4, 6]
-    assert passing.lengths(None).tolist() == [6, 2, 1]
-    assert passing.lengths(4).tolist() == [4, 2, 1]
+    metadata = state.on(CPU)
+    assert metadata.hidden is not None
+    assert metadata.hidden.tolist() == [0, 4, 6]
+    assert metadata.after.tolist() == [6, 2, 0]
+    assert metadata.padding().squeeze(-1).sum(1).tolist() == [0, 4, 6]
+    assert metadata.lengths(None).tolist() == [6, 2, 1]
+    assert metadata.lengths(4).tolist() == [4, 2, 1]
     state.end()
     # The third row begins where the mask says, the others where they did.
     assert state.continues([0, 4, 8], 6)

@@ -372,10 +372,10 @@ def test_what_a_captured_step_reads_lives_as_long_as_the_cache(
         model.model(token_ids(2, 1), past_key_values=cache)
         monkeypatch.setattr(segments, "is_capturing", lambda device: True)
         model.model(token_ids(2, 1), past_key_values=cache)
-        doing = [held[0] for held in cache.kernels.held]
-        read = doing[0].newest.keys.columns.first, doing[0].step.tables[0]
+        step_plan = [held[0] for held in cache.kernels.held]
+        read = step_plan[0].newest.keys.columns.first, step_plan[0].step.tables[0]
         known = [weakref.ref(tensor) for tensor in read]
-        del doing, read
+        del step_plan, read
         append._stored.cache_clear()
         stages._on.cache_clear()
         gc.collect()

@@ -27,13 +27,7 @@ from kvprof.kernels.checks import (
     checked_sinks,
     whole_numbers,
 )
-from kvprof.kernels.dispatch import (
-    check_interpreter,
-    launching,
-    layout_of,
-    placed,
-    uses_triton,
-)
+from kvprof.kernels.dispatch import check_interpreter, launching, layout_of, placed, uses_triton
 from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
 from kvprof.kernels.prefill.cpu import prefill_rows_cpu

@@ -63,14 +63,7 @@ from kvprof.kernels.checks import check_dtype
 from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
 from kvprof.kernels.quantized.codes import Bits
 from kvprof.kernels.quantized.geometries import format_of, geometry_of
-from kvprof.kernels.quantized.side import (
-    MOST_PLACES,
-    PLACES,
-    Placed,
-    Side,
-    SideKind,
-    width_of,
-)
+from kvprof.kernels.quantized.side import MOST_PLACES, PLACES, Placed, Side, SideKind, width_of
 
 __all__ = [
     "HeadConfig",

@@ -35,14 +35,7 @@ from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
 from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
 from kvprof.kernels.reconstruct.cuts import cut_pieces
-from kvprof.kernels.reconstruct.form import (
-    Form,
-    Item,
-    Target,
-    Tuning,
-    arranged,
-    flat,
-)
+from kvprof.kernels.reconstruct.form import Form, Item, Target, Tuning, arranged, flat
 from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
 from kvprof.kernels.split_kv import Schedule, empty_parts, launch_combine
 from kvprof.kernels.tables import Part

@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.project.step import (
-    project_keys,
-    project_step,
-    project_values,
-    store_values,
-)
+from kvprof.kernels.project.step import project_keys, project_step, project_values, store_values
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import GroupStack
 from kvprof.runtime.backends.matrices import Matrices, matrices_of
-from kvprof.runtime.backends.slots import KernelPass
+from kvprof.runtime.backends.slots import KernelMetadata
 from kvprof.runtime.backends.state import HeadConfigs, KernelState, KernelStore
 from kvprof.runtime.clock import part
 from kvprof.runtime.rows import RowGroup
@@ -98,15 +93,15 @@ class KernelLayer(ABC):
         batch, _, tokens, _ = query.shape
         most = max(1, state.past + tokens - min(state.first))
         store.make_room(batch, most, reach, query.device, query.dtype)
-        passing = state.on(query.device)
-        output = self._attended(store, state, passing, states, self._scoring(options))
+        metadata = state.on(query.device)
+        output = self._attended(store, state, metadata, states, self._scoring(options))
         if self._decompresses and not (self.plan.lazy and tokens > 1):
             with part("decompress"):
                 output = self._in_heads(output)
         if self._scaled:
             output = output * self._scale(output.device, output.dtype)
-        if passing.hidden is not None:
-            output = output.masked_fill(passing.padding(), 0)
+        if metadata.hidden is not None:
+            output = output.masked_fill(metadata.padding(), 0)
         return output
 
     def rehearse(
@@ -142,7 +137,7 @@ class KernelLayer(ABC):
         self,
         store: Any,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
@@ -163,7 +158,7 @@ class KernelLayer(ABC):
         layout: RaggedLayout,
         buffer: Tensor,
         start: Tensor,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -184,7 +179,7 @@ class KernelLayer(ABC):
                 start,
                 query_bases=matrices.queries,
                 value_bases=matrices.values,
-                valid=passing.hidden,
+                valid=metadata.hidden,
             )
             return projected
 
@@ -193,7 +188,7 @@ class KernelLayer(ABC):
         layout: RaggedLayout,
         buffer: Tensor,
         start: Tensor,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         key: Tensor,
         value: Tensor,
     ) -> None:
@@ -202,12 +197,12 @@ class KernelLayer(ABC):
         with part(self._storing):
             where = (layout, buffer, start)
             keys = by_latent(key, layout.heads)[..., : matrices.keys.depth]
-            project_keys(keys, matrices.keys, *where, valid=passing.hidden)
+            project_keys(keys, matrices.keys, *where, valid=metadata.hidden)
             values = by_latent(value, layout.heads)
             if matrices.values is None:
-                store_values(values, *where, valid=passing.hidden)
+                store_values(values, *where, valid=metadata.hidden)
             else:
-                project_values(values, matrices.values, *where, valid=passing.hidden)
+                project_values(values, matrices.values, *where, valid=metadata.hidden)
 
     def _scoring(self, options: dict[str, Any]) -> dict[str, Any]:
         scaling, sinks = options.get("scaling"), options.get("s_aux")

@@ -13,11 +13,8 @@ from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.runtime.attention import GroupStack
-from kvprof.runtime.backends.layer import (
-    KernelLayer,
-    prefilled,
-)
-from kvprof.runtime.backends.slots import KernelPass
+from kvprof.runtime.backends.layer import KernelLayer, prefilled
+from kvprof.runtime.backends.slots import KernelMetadata
 from kvprof.runtime.backends.state import KernelState, KernelStore, next_capacity
 from kvprof.runtime.cache import check_room
 from kvprof.runtime.rows import RowGroup, plain_part
@@ -243,17 +240,17 @@ class RaggedKernelLayer(PlaneKernelLayer):
         self,
         store: PlaneStore,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
-        if passing.tokens > 1:
-            return self._prefilled(store, state, passing, states, scoring)
+        if metadata.tokens > 1:
+            return self._prefilled(store, state, metadata, states, scoring)
         layout, window = store.layout, self.layer.sliding_window
         assert layout is not None
-        projected = self._projected(layout, store.buffer, passing.slots(window), passing, *states)
+        projected = self._projected(layout, store.buffer, metadata.slots(window), metadata, *states)
         step = state.step(layout, projected.device, window)
-        schedule = state.cut(passing, step, lambda: passing.lengths(window), window)
+        schedule = state.cut(metadata, step, lambda: metadata.lengths(window), window)
         output: Tensor = step.run(projected[:, 0], store.buffer, schedule, **scoring)
         return output.unsqueeze(1)
 
@@ -261,28 +258,28 @@ class RaggedKernelLayer(PlaneKernelLayer):
         self,
         store: PlaneStore,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
         """Store and attend to several tokens."""
-        layout, window, tokens = store.layout, self.layer.sliding_window, passing.tokens
+        layout, window, tokens = store.layout, self.layer.sliding_window, metadata.tokens
         assert layout is not None
-        buffer, start, lengths = store.buffer, passing.start, passing.after
+        buffer, start, lengths = store.buffer, metadata.start, metadata.after
         seen = state.seen(state.past)
         fresh = [b - a for a, b in zip(seen, state.seen(state.past + tokens), strict=True)]
         if window is not None:
             # What lies in a ring is in no order of time, and the pass may be longer than the ring.
             past = max(0, min(state.past - min(state.first), window - 1))
-            layout, buffer = store.unrolled(passing.start, past, tokens)
-            start = passing.once(("kept", window), lambda: passing.start.clamp(max=window - 1))
-            lengths = passing.once(
-                ("reached", window), lambda: start + (passing.after - passing.start)
+            layout, buffer = store.unrolled(metadata.start, past, tokens)
+            start = metadata.once(("kept", window), lambda: metadata.start.clamp(max=window - 1))
+            lengths = metadata.once(
+                ("reached", window), lambda: start + (metadata.after - metadata.start)
             )
             seen = [min(old, window - 1) for old in seen]
         host_lengths = [old + new for old, new in zip(seen, fresh, strict=True)]
-        projected = self._projected(layout, buffer, start, passing, *states)
+        projected = self._projected(layout, buffer, start, metadata, *states)
         output = prefilled(projected, buffer, layout, lengths, host_lengths, scoring, window)
         if window is not None:
-            store.roll(layout, buffer, passing.start, passing.after)
+            store.roll(layout, buffer, metadata.start, metadata.after)
         return output

@@ -14,17 +14,13 @@ from kvprof.errors import FailedError
 from kvprof.kernels.planes import RaggedLayout, chunks
 from kvprof.kernels.project.step import project_queries
 from kvprof.methods.plan import LayerPlan, Plan
-from kvprof.models.interface import (
-    Rotation,
-    before_rotation,
-    rotary_angles,
-)
+from kvprof.models.interface import Rotation, before_rotation, rotary_angles
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.backends.layer import cut, prefilled
 from kvprof.runtime.backends.matrices import by_head
 from kvprof.runtime.backends.ragged import PlaneKernelLayer, PlaneStore
 from kvprof.runtime.backends.rotary import RotaryForm, rotary_form
-from kvprof.runtime.backends.slots import KernelPass, SlotTable
+from kvprof.runtime.backends.slots import KernelMetadata, SlotTable
 from kvprof.runtime.backends.state import KernelState
 from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import is_capturing, unflatten
@@ -58,13 +54,13 @@ class FoldedKernelLayer(LatentKernelLayer):
         self,
         store: PlaneStore,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
         query, layout, buffer = states[0], store.layout, store.buffer
         assert layout is not None
-        self._kept(layout, buffer, passing.start, passing, *states[1:])
+        self._kept(layout, buffer, metadata.start, metadata, *states[1:])
         scoring = self._shared(scoring, layout)
         queries = self._prepared(query.device, query.dtype).queries
         # Every KV head has rows of its own in its group's matrix.
@@ -72,11 +68,11 @@ class FoldedKernelLayer(LatentKernelLayer):
         each = RaggedLayout(widths, widths, self.facts.group, layout.batch, layout.capacity)
         with part(self._storing):
             projected = project_queries(query.transpose(1, 2), queries, each)
-        if passing.tokens > 1:
-            lengths = state.seen(state.past + passing.tokens)
-            return prefilled(projected, buffer, layout, passing.after, lengths, scoring)
+        if metadata.tokens > 1:
+            lengths = state.seen(state.past + metadata.tokens)
+            return prefilled(projected, buffer, layout, metadata.after, lengths, scoring)
         step = state.step(layout, query.device, None)
-        schedule = state.cut(passing, step, lambda: passing.lengths(None), None)
+        schedule = state.cut(metadata, step, lambda: metadata.lengths(None), None)
         output: Tensor = step.run(projected[:, 0], buffer, schedule, **scoring)
         return output.unsqueeze(1)
 
@@ -111,7 +107,7 @@ class RebuiltKernelLayer(LatentKernelLayer):
         self,
         store: PlaneStore,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
@@ -119,24 +115,29 @@ class RebuiltKernelLayer(LatentKernelLayer):
         assert layout is not None
         query, key, value = states
         self._kept(
-            layout, buffer, passing.start, passing, self._before_rotation(state, query, key), value
+            layout,
+            buffer,
+            metadata.start,
+            metadata,
+            self._before_rotation(state, query, key),
+            value,
         )
         rotation = self._rotation(state)
         form = self._form(rotation)
         aligned = len(set(state.first)) == 1
         with part("decompress"):
             table = state.tables.extended(
-                self.facts.index, rotation, passing, aligned, layout.capacity, query.dtype
+                self.facts.index, rotation, metadata, aligned, layout.capacity, query.dtype
             )
         if not table.checked and not is_capturing(query.device):
             self._check(rotation, form)
             table.checked = True
-        if passing.tokens > 1:
+        if metadata.tokens > 1:
             with part("decompress"):
-                whole, planes = self._rebuilt(layout, buffer, state, passing, form, table)
-            lengths = state.seen(state.past + passing.tokens)
+                whole, planes = self._rebuilt(layout, buffer, state, metadata, form, table)
+            lengths = state.seen(state.past + metadata.tokens)
             whole_query = query.transpose(1, 2).flatten(2)
-            return prefilled(whole_query, planes, whole, passing.after, lengths, scoring)
+            return prefilled(whole_query, planes, whole, metadata.after, lengths, scoring)
         device, dtype = query.device, query.dtype
         # Kept by the cache: a graph of its steps reads their tables.
         step = state.prepared(
@@ -145,9 +146,9 @@ class RebuiltKernelLayer(LatentKernelLayer):
             lambda: self._step(layout, form, device, dtype),
         )
         # Layers of the same widths and heads share it, though not their matrices.
-        schedule = passing.once(
+        schedule = metadata.once(
             (layout, self.heads, self.facts.qk_head_dim, "rebuilt"),
-            lambda: cut(step, passing.lengths(None)),
+            lambda: cut(step, metadata.lengths(None)),
         )
         cos, sin = (form.pairs(own) for own in table.served())
         output: Tensor = step.run(
@@ -203,13 +204,13 @@ class RebuiltKernelLayer(LatentKernelLayer):
         layout: RaggedLayout,
         buffer: Tensor,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         form: RotaryForm,
         table: SlotTable,
     ) -> tuple[RaggedLayout, Tensor]:
         """Return planes of whole rotated keys and of latent values, a head for every KV head."""
         heads, width = self.heads, self.facts.qk_head_dim
-        tokens = max(1, *state.seen(state.past + passing.tokens))
+        tokens = max(1, *state.seen(state.past + metadata.tokens))
         widths = tuple(rank for rank in layout.value_widths for _ in range(heads))
         whole = RaggedLayout((width,) * len(widths), widths, self.facts.group, layout.batch, tokens)
         planes = buffer.new_empty(whole.elements)

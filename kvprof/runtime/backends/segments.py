@@ -23,13 +23,7 @@ from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import GroupStack
-from kvprof.runtime.backends.layer import (
-    KernelLayer,
-    attended,
-    by_latent,
-    merged,
-    prefilled,
-)
+from kvprof.runtime.backends.layer import KernelLayer, attended, by_latent, merged, prefilled
 from kvprof.runtime.backends.matrices import Matrices, exact_matrices
 from kvprof.runtime.backends.ragged import rows_alike
 from kvprof.runtime.backends.segment_store import (
@@ -40,7 +34,7 @@ from kvprof.runtime.backends.segment_store import (
     rows_of,
     stages_of,
 )
-from kvprof.runtime.backends.slots import KernelPass
+from kvprof.runtime.backends.slots import KernelMetadata
 from kvprof.runtime.backends.stages import Step
 from kvprof.runtime.backends.state import KernelState, KernelStore
 from kvprof.runtime.clock import part
@@ -60,7 +54,7 @@ class _Addressed:
 
 
 @dataclass(frozen=True, eq=False)
-class _Doing:
+class _StepPlan:
     """What a decoding step does to layers that are stored alike."""
 
     step: Step
@@ -105,15 +99,15 @@ class SegmentKernelLayer(KernelLayer):
         self,
         store: SegmentStore,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
-        if passing.tokens > 1 and self.plan.by_age:
-            return self._read_by_age(store, state, passing, states, scoring)
-        if passing.tokens > 1:
-            return self._prefilled(store, state, passing, states, scoring)
-        return self._stepped(store, state, passing, states, scoring)
+        if metadata.tokens > 1 and self.plan.by_age:
+            return self._read_by_age(store, state, metadata, states, scoring)
+        if metadata.tokens > 1:
+            return self._prefilled(store, state, metadata, states, scoring)
+        return self._stepped(store, state, metadata, states, scoring)
 
     # A decoding step.
 
@@ -121,26 +115,28 @@ class SegmentKernelLayer(KernelLayer):
         self,
         store: SegmentStore,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
         layout = store.layout
         assert layout is not None
-        doing = passing.once((layout, self.stages), lambda: self._doing(store, layout, passing))
-        if doing.newest is None:
-            queries = self._projected_into(store.buffer, layout, doing.step.newest, *states)
+        step_plan = metadata.once(
+            (layout, self.stages), lambda: self._step_plan(store, layout, metadata)
+        )
+        if step_plan.newest is None:
+            queries = self._projected_into(store.buffer, layout, step_plan.step.newest, *states)
         else:
-            queries = self._projected_apart(store, passing, doing, *states)
+            queries = self._projected_apart(store, metadata, step_plan, *states)
         device = store.buffer.device
         step = state.segments_step(layout, device)
         if is_capturing(device):
-            state.held.append((doing, step))  # a replay reads what they hold
-        schedule = state.cut(passing, step, lambda: doing.step.lengths, store.capacity)
+            state.held.append((step_plan, step))  # a replay reads what they hold
+        schedule = state.cut(metadata, step, lambda: step_plan.step.lengths, store.capacity)
         output: Tensor = step.run(queries[:, 0], store.buffer, schedule, **scoring)
         with part(self._moving), aside(device):
             for (before, source, after, target), move in zip(
-                doing.step.moves, doing.moves, strict=True
+                step_plan.step.moves, step_plan.moves, strict=True
             ):
                 if isinstance(move, _Addressed):
                     store.move(move.source, move.target, before, after)
@@ -151,29 +147,29 @@ class SegmentKernelLayer(KernelLayer):
     def _projected_apart(
         self,
         store: SegmentStore,
-        passing: KernelPass,
-        doing: _Doing,
+        metadata: KernelMetadata,
+        step_plan: _StepPlan,
         query: Tensor,
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
         """Project the step's token to planes of its own and store it from there."""
-        own = self._dense(len(passing.start), 1)
+        own = self._dense(len(metadata.start), 1)
         buffer = query.new_empty(own.elements)
-        first = passing.once("nowhere yet", lambda: torch.zeros_like(passing.start))
-        queries = self._projected(own, buffer, first, passing, query, key, value)
-        low = doing.step.low
+        first = metadata.once("nowhere yet", lambda: torch.zeros_like(metadata.start))
+        queries = self._projected(own, buffer, first, metadata, query, key, value)
+        low = step_plan.step.low
         with part(self._storing):
-            if isinstance(doing.newest, Addresses):
+            if isinstance(step_plan.newest, Addresses):
                 keys, values = rows_of(own, buffer, 0, 1)
                 if low is not None:
                     keys, values = (
                         rows.masked_fill(self._behind(side, rows.device) & low[:, None, None], 0)
                         for side, rows in enumerate((keys, values))
                     )
-                write(store.buffer, doing.newest, keys, values)
+                write(store.buffer, step_plan.newest, keys, values)
             else:
-                doing.newest.run(store.buffer, buffer, first, doing.step.newest, low)
+                step_plan.newest.run(store.buffer, buffer, first, step_plan.step.newest, low)
         return queries
 
     def _projected_into(
@@ -204,16 +200,18 @@ class SegmentKernelLayer(KernelLayer):
             )
         return projected
 
-    def _doing(self, store: SegmentStore, layout: SegmentsLayout, passing: KernelPass) -> _Doing:
+    def _step_plan(
+        self, store: SegmentStore, layout: SegmentsLayout, metadata: KernelMetadata
+    ) -> _StepPlan:
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
         from kvprof.kernels.quantized.moving import full_precision, token_move
 
         with part("schedule"):
-            device = passing.start.device
+            device = metadata.start.device
             # Slots are the same in all layers that have as much room.
-            step: Step = passing.once(
+            step: Step = metadata.once(
                 (self.stages, store.capacity),
-                lambda: self.stages.step(passing.start, passing.hidden, store.capacity),
+                lambda: self.stages.step(metadata.start, metadata.hidden, store.capacity),
             )
 
             def at(segment: int, slots: Tensor) -> Addresses:
@@ -228,11 +226,11 @@ class SegmentKernelLayer(KernelLayer):
             ]
             exact = layout.segments[0]
             if fused and step.low is None and exact.layout.capacity <= PLACES * exact.slots:
-                return _Doing(step, None, moves)
+                return _StepPlan(step, None, moves)
             if fused:
                 planes = self._dense(layout.batch, 1)
-                return _Doing(step, token_move(layout, 0, planes, device), moves)
-            return _Doing(step, at(0, step.newest), moves)
+                return _StepPlan(step, token_move(layout, 0, planes, device), moves)
+            return _StepPlan(step, at(0, step.newest), moves)
 
     def _behind(self, side: int, device: torch.device) -> Tensor:
         """Return which columns of the top level the lowest one lacks, ``[Σ width]`` bool."""
@@ -253,22 +251,22 @@ class SegmentKernelLayer(KernelLayer):
         self,
         store: SegmentStore,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
         """Attend to the newest tokens as they are, store the pass's own, attend to older ones."""
-        old, new = state.seen(state.past), state.seen(state.past + passing.tokens)
+        old, new = state.seen(state.past), state.seen(state.past + metadata.tokens)
         layout = self._dense(len(old), max(1, *new))
         buffer = states[0].new_zeros(layout.elements)
         if max(old):
-            store.give_to(layout, buffer, [0] * len(old), old, passing.once)
-        queries = self._projected(layout, buffer, passing.start, passing, *states)
-        lengths, exact = passing.after, self.stages.window + 1  # a query's own token too
+            store.give_to(layout, buffer, [0] * len(old), old, metadata.once)
+        queries = self._projected(layout, buffer, metadata.start, metadata, *states)
+        lengths, exact = metadata.after, self.stages.window + 1  # a query's own token too
         recent = attended(queries, buffer, layout, lengths, scoring, exact)
         with part(self._moving):
-            self._take(store, layout, buffer, old, new, passing)
-            store.give_to(layout, buffer, [store.lasting(n) for n in old], new, passing.once)
+            self._take(store, layout, buffer, old, new, metadata)
+            store.give_to(layout, buffer, [store.lasting(n) for n in old], new, metadata.once)
         # What a sink takes it has taken.
         older = attended(queries, buffer, layout, lengths - exact, {**scoring, "sinks": None})
         with part("merge"):
@@ -281,13 +279,13 @@ class SegmentKernelLayer(KernelLayer):
         buffer: Tensor,
         old: list[int],
         new: list[int],
-        passing: KernelPass,
+        metadata: KernelMetadata,
     ) -> None:
         """Store the pass's own tokens."""
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
 
         if uses_triton(buffer.device):
-            store.take_from(layout, buffer, old, new, passing.once)
+            store.take_from(layout, buffer, old, new, metadata.once)
         else:
             first = min(old)
             store.take(*rows_of(layout, buffer, first, max(new)), first, old, new)
@@ -296,12 +294,12 @@ class SegmentKernelLayer(KernelLayer):
         self,
         store: SegmentStore,
         state: KernelState,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         states: tuple[Tensor, Tensor, Tensor],
         scoring: dict[str, Any],
     ) -> Tensor:
         """Attend to what is stored and to the pass's own tokens, then store these."""
-        old, new = state.seen(state.past), state.seen(state.past + passing.tokens)
+        old, new = state.seen(state.past), state.seen(state.past + metadata.tokens)
         past, total = max(old), max(1, *new)
         layout = self._dense(len(old), total)
         buffer = states[0].new_zeros(layout.elements)
@@ -312,19 +310,19 @@ class SegmentKernelLayer(KernelLayer):
             if stored is not None:
                 fill_rows(heads, space, *self._rebuilt(*stored))
             projected = self._projected(
-                heads, space, passing.start, passing, *states, matrices=self._exactly(states[0])
+                heads, space, metadata.start, metadata, *states, matrices=self._exactly(states[0])
             )
-            self._kept(layout, buffer, passing.start, passing, *states[1:])
+            self._kept(layout, buffer, metadata.start, metadata, *states[1:])
         else:
             heads, space = layout, buffer
             if stored is not None:
                 fill_rows(layout, buffer, *stored)
-            projected = self._projected(layout, buffer, passing.start, passing, *states)
+            projected = self._projected(layout, buffer, metadata.start, metadata, *states)
             if self.stages.two:
-                self._cut_old(store, layout, buffer, passing, old, new)
-        output = prefilled(projected, space, heads, passing.after, new, scoring)
+                self._cut_old(store, layout, buffer, metadata, old, new)
+        output = prefilled(projected, space, heads, metadata.after, new, scoring)
         with part(self._moving):
-            self._take(store, layout, buffer, old, new, passing)
+            self._take(store, layout, buffer, old, new, metadata)
         return output
 
     def _cut_old(
@@ -332,12 +330,12 @@ class SegmentKernelLayer(KernelLayer):
         store: SegmentStore,
         layout: RaggedLayout,
         buffer: Tensor,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         old: list[int],
         new: list[int],
     ) -> None:
         """Cut the pass's own tokens to the ranks that they will have after it."""
-        slots = passing.once(("cut", self.stages), lambda: store.at(0, max(new), new)[-1])
+        slots = metadata.once(("cut", self.stages), lambda: store.at(0, max(new), new)[-1])
         if slots is None:
             return
         starts = torch.tensor(old, device=slots.device)[:, None]

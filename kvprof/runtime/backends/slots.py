@@ -14,12 +14,12 @@ from kvprof.runtime.tensors import is_capturing
 if TYPE_CHECKING:  # Triton is for Linux only
     from kvprof.kernels.split_kv import Schedule
 
-__all__ = ["KernelPass", "SlotTable", "SlotTables"]
+__all__ = ["KernelMetadata", "SlotTable", "SlotTables"]
 
 
 @dataclass(eq=False)
-class KernelPass:
-    """One forward pass, on one device."""
+class KernelMetadata:
+    """What kernels read of one forward pass, on one device."""
 
     tokens: int  # new tokens of every row, padding included
     #: `[batch]` int32: how many of a row's first ones are padding; None where none is.
@@ -153,7 +153,7 @@ class SlotTables:
         self,
         layer: int,
         rotation: Rotation,
-        passing: KernelPass,
+        metadata: KernelMetadata,
         aligned: bool,
         capacity: int,
         dtype: torch.dtype,
@@ -163,14 +163,14 @@ class SlotTables:
         source = rotation.args[2] if len(rotation.args) > 2 else rotation.kwargs["cos"]
 
         def written() -> tuple[Tensor, SlotTable]:
-            batch, known = len(passing.start), self._of.get(layer)
+            batch, known = len(metadata.start), self._of.get(layer)
             rows = 1 if aligned and len(given.cos) == 1 else batch
             if known is None:
                 # What the kernels read: their own dtype or float32.
                 kept = dtype if given.cos.dtype == dtype else torch.float32
                 shape = (2, rows, capacity + 1, given.cos.shape[-1])
                 table = SlotTable(_empty(shape, given.cos, kept))
-            elif known in passing.once("tables", list):
+            elif known in metadata.once("tables", list):
                 # Layers that shared a table, and turn by angles of their own from this pass on.
                 both = _empty(tuple(known.both.shape), known.both, known.both.dtype)
                 table = SlotTable(both.copy_(known.both), known.checked)
@@ -178,11 +178,11 @@ class SlotTables:
                 table = known
             table.fit(batch if table.both.shape[1] == batch else rows, capacity)
             table.captured |= is_capturing(table.both.device)
-            table.write(given.cos, given.sin, _slots(passing))
-            passing.once("tables", list).append(table)
+            table.write(given.cos, given.sin, _slots(metadata))
+            metadata.once("tables", list).append(table)
             return source, table  # the source is held: no other tensor may get its identity
 
-        known: tuple[Tensor, SlotTable] = passing.once(("angles", id(source)), written)
+        known: tuple[Tensor, SlotTable] = metadata.once(("angles", id(source)), written)
         self._of[layer] = known[1]
         return known[1]
 
@@ -214,16 +214,16 @@ def _empty(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _slots(passing: KernelPass) -> Tensor:
+def _slots(metadata: KernelMetadata) -> Tensor:
     """Return the slot of every token of a pass, ``[batch, tokens]``; of padding none there is."""
 
     def made() -> Tensor:
-        token = torch.arange(passing.tokens, dtype=torch.int32, device=passing.start.device)
-        slots = passing.start[:, None] + token
-        if passing.hidden is None:
+        token = torch.arange(metadata.tokens, dtype=torch.int32, device=metadata.start.device)
+        slots = metadata.start[:, None] + token
+        if metadata.hidden is None:
             return slots
-        hidden = passing.hidden[:, None]
+        hidden = metadata.hidden[:, None]
         return torch.where(token < hidden, torch.iinfo(torch.int32).max, slots - hidden)
 
-    found: Tensor = passing.once("slots", made)
+    found: Tensor = metadata.once("slots", made)
     return found

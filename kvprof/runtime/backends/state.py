@@ -14,7 +14,7 @@ from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.quantized.layout import HeadConfig, SegmentsLayout
 from kvprof.models.interface import Rotation
-from kvprof.runtime.backends.slots import KernelPass, SlotTables
+from kvprof.runtime.backends.slots import KernelMetadata, SlotTables
 from kvprof.runtime.clock import part
 from kvprof.runtime.tensors import is_capturing
 
@@ -148,7 +148,7 @@ class KernelState:
         self.tables = SlotTables()  # the angles that rebuilt keys are rotated by
         self._hidden: list[int] = []
         self._seen: dict[torch.device, Tensor] = {}
-        self._passes: dict[torch.device, KernelPass] = {}
+        self._passes: dict[torch.device, KernelMetadata] = {}
         self.held: list[Any] = []  # what captured steps read and nothing else may hold
         self._steps: dict[Any, tuple[Any, Any]] = {}
         # By what steps have in common whose work is cut together: their tables, one after another.
@@ -174,14 +174,14 @@ class KernelState:
         self._hidden = [min(max(first - past, 0), tokens) for first in self.first]
         self._passes.clear()
 
-    def on(self, device: torch.device) -> KernelPass:
+    def on(self, device: torch.device) -> KernelMetadata:
         """Return the pass under way, for the layers on a device."""
         if device not in self._passes:
             with part("schedule"):
                 self._passes[device] = self._begun(device)
         return self._passes[device]
 
-    def _begun(self, device: torch.device) -> KernelPass:
+    def _begun(self, device: torch.device) -> KernelMetadata:
         known = self._seen.get(device)
         if known is None or len(known) != len(self.first):
             seen = self.seen(self.past)
@@ -192,29 +192,29 @@ class KernelState:
         if any(self._hidden):
             hidden = torch.tensor(self._hidden, dtype=torch.int32, device=device)
             after = after - hidden
-        return KernelPass(self.tokens, hidden, start, after)
+        return KernelMetadata(self.tokens, hidden, start, after)
 
     def end(self) -> None:
         """End the pass: its tokens are stored now."""
-        for device, passing in self._passes.items():
+        for device, metadata in self._passes.items():
             # In place, so that a captured step finds what its last replay left.
-            self._seen[device].copy_(passing.after)
+            self._seen[device].copy_(metadata.after)
         self._passes.clear()
         self.tokens = 0
         self._join_steps()
 
     def cut(
-        self, passing: KernelPass, step: Any, lengths: Callable[[], Tensor], of: Hashable
+        self, metadata: KernelMetadata, step: Any, lengths: Callable[[], Tensor], of: Hashable
     ) -> "Schedule":
         """Return the partition of a decoding step's work, shared by layers of the same layout."""
-        if step not in passing.schedules:
+        if step not in metadata.schedules:
             with part("schedule"):
                 steps, tables = self._alike(step, of)
                 if is_capturing(tables.device):
                     self.held.append(tables)
                 cuts = step.cut_alike(tables, lengths())
-                passing.schedules.update(zip(steps, cuts, strict=True))
-        return passing.schedules[step]
+                metadata.schedules.update(zip(steps, cuts, strict=True))
+        return metadata.schedules[step]
 
     def _alike(self, step: Any, of: Hashable) -> tuple[list[Any], Tensor]:
         """Return the steps that are cut with one, itself among them, and their tables."""

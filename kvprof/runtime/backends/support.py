@@ -15,12 +15,7 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.kernels.checks import DTYPES
 from kvprof.kernels.planes import LARGEST_GROUP, STEP, chunks
-from kvprof.kernels.quantized.codes import (
-    BITS_PER_COLUMN,
-    COLUMN_BITS,
-    COLUMN_FORMATS,
-    FORMATS,
-)
+from kvprof.kernels.quantized.codes import BITS_PER_COLUMN, COLUMN_BITS, COLUMN_FORMATS, FORMATS
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.soundness import CENTRED
 from kvprof.methods.storage import Quantiser

@@ -88,11 +88,11 @@ def test_steps_move_tokens_by_launches_whose_tables_live_as_long_as_the_cache(mo
         model.model(token_ids(1, 13).to(DEVICE), past_key_values=cache)
         monkeypatch.setattr(segments, "is_capturing", lambda device: True)
         model.model(token_ids(1, 1).to(DEVICE), past_key_values=cache)
-        doing = cache.kernels.held[0][0]
-        fused = [isinstance(each, TokenMove) for each in (doing.newest, *doing.moves)]
+        step_plan = cache.kernels.held[0][0]
+        fused = [isinstance(each, TokenMove) for each in (step_plan.newest, *step_plan.moves)]
         assert fused == [True, False, True, True]
-        tables = weakref.ref(doing.newest.columns), weakref.ref(doing.moves[2].columns)
-        del doing
+        tables = weakref.ref(step_plan.newest.columns), weakref.ref(step_plan.moves[2].columns)
+        del step_plan
         token_move.cache_clear()
         moving._tables.cache_clear()
         gc.collect()
