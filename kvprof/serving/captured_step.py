@@ -57,7 +57,7 @@ class OwnPages:
 class RebuiltPages:
     """Which pages are rebuilt, and what tokens see of them or of the engine's."""
 
-    pages: Tensor  # `[room]` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32
+    pages: Tensor  # `[room]` rows of `kvprof.kernels.reconstruct.rebuild_config.SeenPage`, int32
     table: Tensor  # `[rows, room]` int32, where each sequence's pages lie among these
     #: `[rows]` int32, tokens of sequences with several new ones whose pages are rebuilt; 0 for all
     #: others.

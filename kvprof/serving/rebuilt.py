@@ -42,7 +42,7 @@ _BLOCK = 4096
 class _Seen:
     """What chunks of prompts see, one page after another."""
 
-    pages: Tensor  # `[n]` rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32
+    pages: Tensor  # `[n]` rows of `kvprof.kernels.reconstruct.rebuild_config.SeenPage`, int32
     table: Tensor  # `[sequences, most pages]` int32: where each sequence's pages lie among these
 
 
@@ -118,9 +118,9 @@ class RebuiltSteps:
         self, step: EngineStep, query: Tensor, lengths: Tensor, table: Tensor, scale: float
     ) -> Tensor:
         """Decode rows of so many tokens each."""
-        rebuilding, form = self.rebuilding, replace(self.latents.form, sequences=len(query))
-        decode = replace(self.latents, form=form)
-        cut = step.once(form, lambda: decode.cut(lengths))
+        rebuilding, config = self.rebuilding, replace(self.latents.config, sequences=len(query))
+        decode = replace(self.latents, config=config)
+        cut = step.once(config, lambda: decode.cut(lengths))
         found: Tensor = decode.run(
             query,
             self.layer.attention.kv_cache,

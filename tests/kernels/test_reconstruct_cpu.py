@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.reconstruct import cpu
-from kvprof.kernels.reconstruct.form import Form, Target, Tuning, arranged, blocks_of, tuning_for
+from kvprof.kernels.reconstruct.rebuild_config import (
+    RebuildConfig,
+    Target,
+    Tuning,
+    arranged,
+    blocks_of,
+    tuning_for,
+)
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_operator, reconstruct_step, stored_step
 from tests.kernels.folded import folded_queries
@@ -107,7 +114,7 @@ def test_no_context_is_ever_rebuilt_whole():
     schedule = step.cut([5000])
     # Below the operator, which is one opaque call to whoever watches from outside.
     with Watch():
-        cpu.reconstruct_cpu(query, buffer, step.up, step.form, schedule.lengths, cos, sin, 0.2)
+        cpu.reconstruct_cpu(query, buffer, step.up, step.config, schedule.lengths, cos, sin, 0.2)
     # A block's keys: tokens, heads, columns.
     assert max(largest) == cpu._BLOCK * 2 * 16
 
@@ -122,24 +129,9 @@ def operator_arguments():
 def test_the_operator_is_one_that_torch_can_trace():
     step, (query, buffer, cos, sin) = operator_arguments()
     schedule = step.cut([40, 3])
-    torch.library.opcheck(
-        reconstruct_operator,
-        (
-            query,
-            buffer,
-            step.up,
-            schedule.lengths,
-            schedule.scheduled,
-            step.groups,
-            cos,
-            sin,
-            None,
-            None,
-            0.2,
-            0.0,
-            step.form.encoded(),
-        ),
-    )
+    given = (step.up, schedule.lengths, schedule.scheduled, step.groups, cos, sin, None, None)
+    how = (0.2, 0.0, step.config.encoded())
+    torch.library.opcheck(reconstruct_operator, (query, buffer, *given, *how))
 
 
 def test_compiled_code_runs_through_it():
@@ -153,10 +145,10 @@ def test_compiled_code_runs_through_it():
     assert torch.equal(compiled(query), layer(query))
 
 
-def test_a_form_survives_its_numbers():
+def test_a_config_survives_its_numbers():
     tuning = Tuning(3, 32, 4096, 16, True, 4, 3, False)
-    form = Form((32, 64), (48, 16), 2, 100, 2, 4, 80, 32, True, 2, tuning)
-    assert Form.decoded(form.encoded()) == form
+    config = RebuildConfig((32, 64), (48, 16), 2, 100, 2, 4, 80, 32, True, 2, tuning)
+    assert RebuildConfig.decoded(config.encoded()) == config
 
 
 @pytest.mark.parametrize(("width", "most"), [(40, 64), (128, 64), (56, 32), (0, 64), (112, 128)])
@@ -171,12 +163,12 @@ def test_blocks_cover_a_half(width, most):
 def test_what_is_chosen_leaves_room_in_shared_memory(target, row):
     for heads, queries, element in ((1, 16, 2), (4, 16, 2), (8, 64, 2), (4, 16, 4)):
         tuning = tuning_for(target, heads * 128 * row * element, row, queries, element)
-        form = Form((row,), (row,), 1, 64, heads, 4, 128, 128, False, element, tuning)
-        tile = form.height(row, row) * row * element
+        config = RebuildConfig((row,), (row,), 1, 64, heads, 4, 128, 128, False, element, tuning)
+        tile = config.height(row, row) * row * element
         blocks = 2 * tuning.columns * (row + queries) * element
         if tuning.kept:
             # Tiles of K and V, and of cos and sin in float32.
-            tables = form.height(row, row) * 64 * 4
+            tables = config.height(row, row) * 64 * 4
             used = heads * 128 * row * element + 2 * tuning.stages * (tile + tables)
         else:
             used = tile + tuning.stages * blocks
@@ -184,12 +176,12 @@ def test_what_is_chosen_leaves_room_in_shared_memory(target, row):
 
 
 def test_rows_are_sorted_as_the_kernel_reads_them():
-    form = Form((48,), (16,), 1, 8, 1, 2, 40, 24, False, 4, Tuning(columns=16))
+    config = RebuildConfig((48,), (16,), 1, 8, 1, 2, 40, 24, False, 4, Tuning(columns=16))
     matrix = torch.arange(40 * 48, dtype=torch.float32).view(40, 48)
-    found = arranged([matrix], form)
-    assert form.paired == (16,)
-    assert form.plain == (16,)
-    assert len(found) == form.padded * 48
+    found = arranged([matrix], config)
+    assert config.paired == (16,)
+    assert config.plain == (16,)
+    assert len(found) == config.padded * 48
 
     def block(rows):
         filled = torch.zeros(16, 48)
@@ -198,14 +190,14 @@ def test_rows_are_sorted_as_the_kernel_reads_them():
 
     wanted = [*block(range(12)), *block(range(12, 24)), *block(range(24, 40))]
     assert torch.equal(found, torch.cat(wanted))
-    sorted_pairs = arranged([matrix], replace(form, interleaved=True))
+    sorted_pairs = arranged([matrix], replace(config, interleaved=True))
     wanted = [*block(range(0, 24, 2)), *block(range(1, 24, 2)), *block(range(24, 40))]
     assert torch.equal(sorted_pairs, torch.cat(wanted))
 
 
 def test_without_the_rebuild_queries_meet_the_latents():
     step, (query, buffer, cos, sin) = operator_arguments()
-    layout = step.form.layout
+    layout = step.config.layout
     _, _, up, _, _ = states(layout, 2, 32, 32, torch.float32)
     folded = folded_queries(query, up, layout, 2)
     found = stored_step(step).run(folded, buffer, step.cut([40, 3]), None, None, 0.2)

@@ -11,7 +11,7 @@ from kvprof.kernels.decode import cuts
 from kvprof.kernels.planes import chunks
 from kvprof.kernels.prefill import tuning
 from kvprof.kernels.quantized import tables as quantized
-from kvprof.kernels.reconstruct import form
+from kvprof.kernels.reconstruct import rebuild_config
 from kvprof.kernels.tables import Chunks, Kind, Output, chunk_columns, column, columns, joined_rows
 
 FOLDER = Path(kvprof.kernels.__file__).parent
@@ -62,7 +62,7 @@ def test_a_number_in_an_address_is_seen(address):
 
 def test_tables_that_share_a_reader_begin_alike():
     # What joins parts reads `Output` of any table of heads, and chunks are counted in every kind.
-    for heads in (cuts.Head, quantized.Unit, form.Group):
+    for heads in (cuts.Head, quantized.Unit, rebuild_config.Group):
         assert heads._fields[:2] == Output._fields
     for kinds in (Kind, tuning.Kind):
         assert columns(kinds)[:8] == Chunks._fields

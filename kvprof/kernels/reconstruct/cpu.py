@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import of_sequence
-from kvprof.kernels.reconstruct.form import Form, halves
+from kvprof.kernels.reconstruct.rebuild_config import RebuildConfig, halves
 
 __all__ = ["reconstruct_cpu"]
 
@@ -15,8 +15,8 @@ _BLOCK = 512
 def reconstruct_cpu(
     query: Tensor,  # as `kvprof.kernels.reconstruct.step.ReconstructStep.run` takes them
     buffer: Tensor,
-    up: Tensor | None,  # from `kvprof.kernels.reconstruct.form.flat`; None where nothing is rebuilt
-    form: Form,
+    up: Tensor | None,  # from `rebuild_config.flat`; None where nothing is rebuilt
+    config: RebuildConfig,
     lengths: Tensor,  # `[rows]` int32, on the CPU
     cos: Tensor | None,
     sin: Tensor | None,
@@ -27,27 +27,27 @@ def reconstruct_cpu(
     table: Tensor | None = None,
 ) -> Tensor:
     """Return ``[rows, Σ_groups n·G·r_v]`` in the dtype of `query`, computed in float32."""
-    layout = form.layout
-    output = query.new_zeros(form.rows, layout.output_offsets[-1])
-    groups = torch.split(query.float() * scaling, _query_widths(form), dim=1)
+    layout = config.layout
+    output = query.new_zeros(config.rows, layout.output_offsets[-1])
+    groups = torch.split(query.float() * scaling, _query_widths(config), dim=1)
     for group, queries in enumerate(groups):
         planes = layout.planes(buffer, group)
-        rebuild = None if up is None else _Rebuild(up, form, group)
+        rebuild = None if up is None else _Rebuild(up, config, group)
         place = slice(*layout.output_offsets[group : group + 2])
         for row, length in enumerate(lengths.tolist()):
             sink = None if sinks is None else sinks[group].float()
             keys, values = (
                 [of_sequence(plane, row, table, length) for plane in side] for side in planes
             )
-            state = _Softmax(form.queries, layout.value_widths[group], sink)
+            state = _Softmax(config.queries, layout.value_widths[group], sink)
             for start in range(0, length, _BLOCK):
                 at = slice(start, min(start + _BLOCK, length))
                 latents = torch.cat([plane[at] for plane in keys], -1).float()
                 if rebuild is None or cos is None or sin is None:
-                    scores = queries[row].view(form.queries, -1) @ latents.T
+                    scores = queries[row].view(config.queries, -1) @ latents.T
                 else:
                     rebuilt = rebuild(latents, _angles(cos, row, at), _angles(sin, row, at))
-                    own = queries[row].view(form.heads, form.group, form.head_dim)
+                    own = queries[row].view(config.heads, config.group, config.head_dim)
                     scores = (own @ rebuilt.permute(1, 2, 0)).flatten(0, 1)
                 if softcap > 0:
                     scores = softcap * torch.tanh(scores / softcap)
@@ -56,8 +56,8 @@ def reconstruct_cpu(
     return output
 
 
-def _query_widths(form: Form) -> list[int]:
-    return [form.queries * (form.head_dim or width) for width in form.key_widths]
+def _query_widths(config: RebuildConfig) -> list[int]:
+    return [config.queries * (config.head_dim or width) for width in config.key_widths]
 
 
 def _angles(table: Tensor, row: int, at: slice) -> Tensor:
@@ -69,17 +69,17 @@ def _angles(table: Tensor, row: int, at: slice) -> Tensor:
 class _Rebuild:
     """Rebuilds and rotates one group's keys."""
 
-    def __init__(self, up: Tensor, form: Form, group: int) -> None:
-        sizes = [form.heads * form.head_dim * width for width in form.key_widths]
+    def __init__(self, up: Tensor, config: RebuildConfig, group: int) -> None:
+        sizes = [config.heads * config.head_dim * width for width in config.key_widths]
         matrix = torch.split(up, sizes)[group]
-        self.matrix = matrix.view(-1, form.key_widths[group]).float().T
-        self.form = form
+        self.matrix = matrix.view(-1, config.key_widths[group]).float().T
+        self.config = config
 
     def __call__(self, latents: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return ``[tokens, n, d]`` float32."""
-        form = self.form
-        keys: Tensor = (latents @ self.matrix).view(len(latents), form.heads, form.head_dim)
-        first, second = halves(form.rotary_dim, form.interleaved)
+        config = self.config
+        keys: Tensor = (latents @ self.matrix).view(len(latents), config.heads, config.head_dim)
+        first, second = halves(config.rotary_dim, config.interleaved)
         one, other = keys[..., first], keys[..., second]
         turned = one * cos - other * sin
         keys[..., second] = other * cos + one * sin

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvprof.kernels.reconstruct.form import Group, Item
+from kvprof.kernels.reconstruct.rebuild_config import Group, Item
 from kvprof.kernels.tables import Part, column
 
 __all__ = ["cut_pieces"]

@@ -23,7 +23,13 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.planes import MOST_CHUNKS
-from kvprof.kernels.reconstruct.form import Group, Item, RebuiltColumn, RebuiltHead, SeenPage
+from kvprof.kernels.reconstruct.rebuild_config import (
+    Group,
+    Item,
+    RebuiltColumn,
+    RebuiltHead,
+    SeenPage,
+)
 from kvprof.kernels.tables import Kind, column, columns
 
 __all__ = ["load_rows", "rebuild_pages", "rebuilt_scores", "reconstruct_pieces", "stored_scores"]
@@ -402,16 +408,16 @@ def reconstruct_pieces(
     queries, cache
         ``[rows, QUERY_ROW]``, and the layer's cache (`kvprof.kernels.planes`).
     up
-        From `kvprof.kernels.reconstruct.form.arranged`.
+        From `rebuild_config.arranged`.
     cos, sin
         Tables; `angle_batch`, `angle_rows`, `angle_columns` are their strides (0: shared by rows).
     partial, logs
         ``[items, HEADS * GROUP, WIDEST]`` and ``[items, HEADS * GROUP]`` float32: results and log2
         of the sums.
     items
-        Rows of `kvprof.kernels.reconstruct.form.Item`, int32. An empty one leaves nothing.
+        Rows of `rebuild_config.Item`, int32. An empty one leaves nothing.
     groups
-        Rows of `kvprof.kernels.reconstruct.form.Group`, int64.
+        Rows of `rebuild_config.Group`, int64.
     table
         ``[rows, table_row]`` int32 pages, read when PAGE (tokens of a page) is not 0.
     capacity, stride
@@ -558,12 +564,12 @@ def rebuild_pages(
     planes
         Pages of whole keys and of values; written.
     seen
-        Rows of `kvprof.kernels.reconstruct.form.SeenPage`, int32, one for every page of `planes`;
+        Rows of `rebuild_config.SeenPage`, int32, one for every page of `planes`;
         one that is none is left as it is.
     heads
-        Rows of `kvprof.kernels.reconstruct.form.RebuiltHead`, int64.
+        Rows of `rebuild_config.RebuiltHead`, int64.
     columns
-        ``[HEAD_DIM]`` rows of `kvprof.kernels.reconstruct.form.RebuiltColumn`, int32, of keys and
+        ``[HEAD_DIM]`` rows of `rebuild_config.RebuiltColumn`, int32, of keys and
         of rebuilt values.
     stride, row
         Values from page to page of the cache, and of `planes`.

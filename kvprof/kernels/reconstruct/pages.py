@@ -13,8 +13,13 @@ from kvprof.kernels.checks import check_cache
 from kvprof.kernels.dispatch import check_interpreter, launching
 from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
-from kvprof.kernels.reconstruct.form import Form, RebuiltColumn, RebuiltHead, arranged_values
 from kvprof.kernels.reconstruct.kernel import rebuild_pages
+from kvprof.kernels.reconstruct.rebuild_config import (
+    RebuildConfig,
+    RebuiltColumn,
+    RebuiltHead,
+    arranged_values,
+)
 from kvprof.kernels.reconstruct.step import ReconstructStep, constants_of
 
 __all__ = ["WARPS", "PageRebuild", "page_constants", "page_rebuild", "rebuild_operator"]
@@ -32,13 +37,13 @@ _SHARED = (
 )
 
 
-def page_constants(form: Form, *, values: bool) -> dict[str, Any]:
+def page_constants(config: RebuildConfig, *, values: bool) -> dict[str, Any]:
     """Return the compile-time arguments of `rebuild_pages`."""
-    found = constants_of(form, capped=False)
-    widest = max(form.key_widths + (form.value_widths if values else ()))
+    found = constants_of(config, capped=False)
+    widest = max(config.key_widths + (config.value_widths if values else ()))
     # The largest power of two that divides a page.
-    tile = min(_TILE if widest <= _WIDE else _WIDE_TILE, form.capacity & -form.capacity)
-    blocks = form.value_blocks if values else ()
+    tile = min(_TILE if widest <= _WIDE else _WIDE_TILE, config.capacity & -config.capacity)
+    blocks = config.value_blocks if values else ()
     own = {"VALUE_BLOCKS": blocks or (0,), "VALUE_COUNT": len(blocks), "TILE": tile}
     return {**{name: found[name] for name in _SHARED}, **own}
 
@@ -54,10 +59,10 @@ def rebuild_operator(
     seen: Tensor,
     tables: Sequence[Tensor],
     row: int,
-    form: Sequence[int],
+    config: Sequence[int],
 ) -> None:
     """Launch `rebuild_pages`."""
-    made = Form.decoded(form)
+    made = RebuildConfig.decoded(config)
     fixed = page_constants(made, values=value_up is not None)
     tiles = made.capacity // fixed["TILE"]
     launching(rebuild_pages, (len(seen) * tiles, len(made.key_widths) * made.heads))(
@@ -96,8 +101,8 @@ class PageRebuild:
 
     def run(self, planes: Tensor, buffer: Tensor, seen: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Write pages of rotated keys and of values; nothing waits for the device."""
-        step, form = self.step, self.step.form
-        check_cache(buffer, form.batch, form.layout.row, step.dtype)
+        step, config = self.step, self.step.config
+        check_cache(buffer, config.batch, config.layout.row, step.dtype)
         check_interpreter(step.dtype)
         if planes.shape != (len(seen) * self.whole.row,) or planes.dtype != step.dtype:
             raise UsageError(
@@ -118,7 +123,7 @@ class PageRebuild:
                 seen,
                 (step.groups, self.heads, self.columns),
                 self.whole.row,
-                form.encoded(),
+                config.encoded(),
             )
 
 
@@ -126,29 +131,29 @@ def page_rebuild(
     step: ReconstructStep, whole: RaggedLayout, value_ups: Sequence[Tensor] = ()
 ) -> PageRebuild:
     """Prepare what rebuilds a layer's keys page by page, on a GPU or interpreted."""
-    form = step.form
-    own = [form.head_dim] * len(form.value_widths) if value_ups else form.value_widths
-    values = tuple(width for width in own for _ in range(form.heads))
-    wanted = ((form.head_dim,) * len(values), values, form.capacity)
-    if not form.paged or (whole.key_widths, whole.value_widths, whole.capacity) != wanted:
+    config = step.config
+    own = [config.head_dim] * len(config.value_widths) if value_ups else config.value_widths
+    values = tuple(width for width in own for _ in range(config.heads))
+    wanted = ((config.head_dim,) * len(values), values, config.capacity)
+    if not config.paged or (whole.key_widths, whole.value_widths, whole.capacity) != wanted:
         raise UsageError(
             f"the pages ({whole.capacity} tokens, keys {whole.key_widths}, values "
-            f"{whole.value_widths}) do not match rebuilt {form.key_widths}"
+            f"{whole.value_widths}) do not match rebuilt {config.key_widths}"
         )
     if any(matrix.dtype != step.dtype for matrix in value_ups):
         raise UsageError(f"matrices are {value_ups[0].dtype}, the step {step.dtype}")
-    rows = sum(form.value_blocks) if value_ups else 0
-    sizes = (rows * width for width in form.value_widths for _ in range(form.heads))
+    rows = sum(config.value_blocks) if value_ups else 0
+    sizes = (rows * width for width in config.value_widths for _ in range(config.heads))
     begins = accumulate(sizes, initial=0)
     heads = [RebuiltHead(*pair, begin) for pair, begin in zip(whole.offsets, begins, strict=False)]
     columns: list[RebuiltColumn] = []
-    for width in chunks(form.head_dim):
+    for width in chunks(config.head_dim):
         columns += [RebuiltColumn(len(columns), width)] * width
     device = step.groups.device
     return PageRebuild(
         step,
         whole,
-        arranged_values(value_ups, form).to(device) if value_ups else None,
+        arranged_values(value_ups, config).to(device) if value_ups else None,
         torch.tensor(heads, dtype=torch.int64, device=device),
         torch.tensor(columns, dtype=torch.int32, device=device),
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import RaggedLayout, of_sequence
-from kvprof.kernels.reconstruct.form import halves
+from kvprof.kernels.reconstruct.rebuild_config import halves
 
 __all__ = ["reference_reconstruct", "turned"]
 

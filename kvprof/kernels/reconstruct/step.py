@@ -35,8 +35,15 @@ from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import MOST_TOKENS, RaggedLayout, row_stride
 from kvprof.kernels.reconstruct.cpu import reconstruct_cpu
 from kvprof.kernels.reconstruct.cuts import cut_pieces
-from kvprof.kernels.reconstruct.form import Form, Item, Target, Tuning, arranged, flat
 from kvprof.kernels.reconstruct.kernel import reconstruct_pieces
+from kvprof.kernels.reconstruct.rebuild_config import (
+    Item,
+    RebuildConfig,
+    Target,
+    Tuning,
+    arranged,
+    flat,
+)
 from kvprof.kernels.split_kv import Schedule, empty_parts, launch_combine
 from kvprof.kernels.tables import Part
 
@@ -57,33 +64,33 @@ __all__ = [
 # tensors and numbers, and its workspace is allocated inside it, where nobody sees it.
 
 
-def constants_of(form: Form, *, capped: bool) -> dict[str, Any]:
+def constants_of(config: RebuildConfig, *, capped: bool) -> dict[str, Any]:
     """Return the compile-time arguments of `reconstruct_pieces`."""
     return {
-        "KINDS": form.numbers,
-        "KIND_COUNT": len(form.kinds),
-        "BLOCKS": (*form.paired, *form.plain) or (0,),
-        "PAIRED": len(form.paired),
-        "COUNT": len(form.paired) + len(form.plain),
-        "HEADS": form.heads,
-        "GROUP": form.group,
-        "HEAD_DIM": form.head_dim,
-        "HALF": form.rotary_dim // 2,
-        "INTERLEAVED": form.interleaved,
-        "REBUILD": form.rebuild,
+        "KINDS": config.numbers,
+        "KIND_COUNT": len(config.kinds),
+        "BLOCKS": (*config.paired, *config.plain) or (0,),
+        "PAIRED": len(config.paired),
+        "COUNT": len(config.paired) + len(config.plain),
+        "HEADS": config.heads,
+        "GROUP": config.group,
+        "HEAD_DIM": config.head_dim,
+        "HALF": config.rotary_dim // 2,
+        "INTERLEAVED": config.interleaved,
+        "REBUILD": config.rebuild,
         "CAPPED": capped,
         # A tile that waits for the number of its page takes the pipeline two stages.
-        "STAGES": 2 * form.tuning.stages - 1
-        if form.paged and form.tuning.kept
-        else form.tuning.stages,
-        "ROWS": form.query_rows,
-        "PADDED": form.padded,
-        "WIDEST": max(form.value_widths),
-        "QUERY_ROW": form.query_row,
+        "STAGES": 2 * config.tuning.stages - 1
+        if config.paged and config.tuning.kept
+        else config.tuning.stages,
+        "ROWS": config.query_rows,
+        "PADDED": config.padded,
+        "WIDEST": max(config.value_widths),
+        "QUERY_ROW": config.query_row,
         # The request to L2 is inline assembly, which the interpreter has none of.
-        "AHEAD": form.tuning.ahead and not interpreted(),
-        "KEPT": form.tuning.kept,
-        "PAGE": form.capacity if form.paged else 0,
+        "AHEAD": config.tuning.ahead and not interpreted(),
+        "KEPT": config.tuning.kept,
+        "PAGE": config.capacity if config.paged else 0,
     }
 
 
@@ -133,10 +140,10 @@ def reconstruct_operator(
     table: Tensor | None,
     scaling: float,
     softcap: float,
-    form: Sequence[int],  # from `Form.encoded`
+    config: Sequence[int],  # from `RebuildConfig.encoded`
 ) -> Tensor:
     """Run a step: Triton on a GPU (or interpreted), blocked torch on a CPU."""
-    made = Form.decoded(form)
+    made = RebuildConfig.decoded(config)
     if not uses_triton(query.device):
         return reconstruct_cpu(
             query,
@@ -187,9 +194,9 @@ def _(
     table: Tensor | None,
     scaling: float,
     softcap: float,
-    form: Sequence[int],
+    config: Sequence[int],
 ) -> Tensor:
-    made = Form.decoded(form)
+    made = RebuildConfig.decoded(config)
     return query.new_empty(made.rows, made.layout.output_offsets[-1])
 
 
@@ -204,7 +211,7 @@ def _launch_pieces(
     items: Tensor,
     groups: Tensor,
     table: Tensor | None,
-    form: Form,
+    config: RebuildConfig,
     scale: float,
     cap: float,
 ) -> None:
@@ -223,13 +230,13 @@ def _launch_pieces(
         groups,
         items if table is None else table,
         0 if table is None else table.shape[1],
-        form.capacity,
-        row_stride(buffer, form.batch),
+        config.capacity,
+        row_stride(buffer, config.batch),
         *strides,
         scale,
         cap,
-        **constants_of(form, capped=cap > 0),
-        num_warps=form.tuning.warps,
+        **constants_of(config, capped=cap > 0),
+        num_warps=config.tuning.warps,
     )
 
 
@@ -237,7 +244,7 @@ def _launch_pieces(
 class ReconstructStep:
     """A decoding step of a layer; `cut` its work once per step, `run` it."""
 
-    form: Form  # widths, heads, RoPE's form and tuning
+    config: RebuildConfig  # widths, heads, RoPE's form and tuning
     dtype: torch.dtype
     multiprocessors: int
     up: Tensor | None  # what rebuilds keys, as the kernel reads it; None where nothing is rebuilt
@@ -250,22 +257,22 @@ class ReconstructStep:
         ----------
         lengths : Tensor or sequence of int
             ``[rows]`` int32, tokens of each sequence. A tensor is not read on the host: the
-            kernel clamps what it finds to 0 … `Form.most`, and a sequence without tokens gets
-            zeros. Numbers are checked instead.
+            kernel clamps what it finds to 0 … `RebuildConfig.most`, and a sequence without tokens
+            gets zeros. Numbers are checked instead.
 
         Raises
         ------
         UsageError
             When a tensor's shape, dtype or device does not fit, or a number is out of range.
         """
-        form, device = self.form, self.groups.device
+        config, device = self.config, self.groups.device
         if not isinstance(lengths, Tensor):
-            check_contexts(lengths, form.rows, form.most, least=0)
-        lengths = whole_numbers("lengths", lengths, (form.rows,), device)
+            check_contexts(lengths, config.rows, config.most, least=0)
+        lengths = whole_numbers("lengths", lengths, (config.rows,), device)
         if not uses_triton(device):
-            return Schedule(lengths.clamp(0, form.most), None, [])
-        pieces = form.tuning.pieces * self.multiprocessors
-        found = direct(cut_operator)(lengths, self.groups, form.most, pieces)
+            return Schedule(lengths.clamp(0, config.most), None, [])
+        pieces = config.tuning.pieces * self.multiprocessors
+        found = direct(cut_operator)(lengths, self.groups, config.most, pieces)
         return Schedule(lengths, None, list(found))
 
     def run(
@@ -318,18 +325,18 @@ class ReconstructStep:
         UsageError
             When shapes, dtypes or devices do not fit, or bf16 is to be interpreted.
         """
-        form = self.form
-        check_queries(query, (form.rows, form.query_row), self.dtype)
-        check_cache(buffer, form.batch, form.layout.row, self.dtype)
-        check_pages(table, form.rows, paged=form.paged)
-        if table is not None and table.shape[1] * form.capacity < form.most:
+        config = self.config
+        check_queries(query, (config.rows, config.query_row), self.dtype)
+        check_cache(buffer, config.batch, config.layout.row, self.dtype)
+        check_pages(table, config.rows, paged=config.paged)
+        if table is not None and table.shape[1] * config.capacity < config.most:
             raise UsageError(
-                f"{table.shape[1]} pages of {form.capacity} tokens are fewer than this step's "
-                f"most_tokens ({form.most:,})"
+                f"{table.shape[1]} pages of {config.capacity} tokens are fewer than this step's "
+                f"most_tokens ({config.most:,})"
             )
         check_softcap(softcap)
         check_interpreter(self.dtype)
-        sinks = checked_sinks(sinks, len(form.key_widths), form.queries)
+        sinks = checked_sinks(sinks, len(config.key_widths), config.queries)
         check_device(
             self.groups.device, queries=query, cache=buffer, lengths=schedule.lengths, sinks=sinks
         )
@@ -347,14 +354,14 @@ class ReconstructStep:
             table,
             scaling,
             softcap,
-            form.encoded(),
+            config.encoded(),
         )
         return found
 
     def check_tables(self, cos: Tensor | None, sin: Tensor | None) -> None:
         """Refuse tables that do not fit what `run` takes."""
-        form = self.form
-        if not form.rebuild:
+        config = self.config
+        if not config.rebuild:
             if cos is not None or sin is not None:
                 raise UsageError("this step rebuilds no keys; pass None for cos and sin")
             return
@@ -362,12 +369,12 @@ class ReconstructStep:
             raise UsageError("keys are rebuilt before RoPE; pass cos and sin of every token")
         if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.stride() != sin.stride():
             raise UsageError("cos and sin have different shapes, dtypes or strides")
-        half = form.rotary_dim // 2
-        fits = cos.shape[-1] == half and cos.dim() in (2, 3) and cos.shape[-2] >= form.most
-        if not fits or (cos.dim() == 3 and cos.shape[0] != form.rows):
+        half = config.rotary_dim // 2
+        fits = cos.shape[-1] == half and cos.dim() in (2, 3) and cos.shape[-2] >= config.most
+        if not fits or (cos.dim() == 3 and cos.shape[0] != config.rows):
             raise UsageError(
-                f"cos and sin have shape {tuple(cos.shape)}; required is [{form.most}, {half}] or "
-                f"[{form.rows}, {form.most}, {half}]"
+                f"cos and sin have shape {tuple(cos.shape)}; required is "
+                f"[{config.most}, {half}] or [{config.rows}, {config.most}, {half}]"
             )
         if cos.dtype not in (torch.float32, self.dtype):
             raise UsageError(f"cos and sin are {cos.dtype}, the step {self.dtype}")
@@ -433,7 +440,7 @@ def reconstruct_step(
             f"{layout.group} query heads per latent are not divisible by {heads_per_group} KV heads"
         )
     rows = check_pool(layout, page_tokens, rows)
-    form = Form(
+    config = RebuildConfig(
         layout.key_widths,
         layout.value_widths,
         layout.batch,
@@ -448,14 +455,14 @@ def reconstruct_step(
     )
     if page_tokens is not None:
         room = min(layout.batch * layout.capacity, MOST_TOKENS)
-        form = replace(form, sequences=rows, longest=most_tokens or room)
+        config = replace(config, sequences=rows, longest=most_tokens or room)
     if tuning is None:
-        form = replace(form, tuning=form.tuned(_target(device)))
-    whole = flat(up, form)
-    matrices = (arranged(up, form) if uses_triton(device) else whole).to(device)
+        config = replace(config, tuning=config.tuned(_target(device)))
+    whole = flat(up, config)
+    matrices = (arranged(up, config) if uses_triton(device) else whole).to(device)
     if multiprocessors is None:
         multiprocessors = multiprocessors_of(device)
-    return ReconstructStep(form, dtype, multiprocessors, matrices, form.table().to(device))
+    return ReconstructStep(config, dtype, multiprocessors, matrices, config.table().to(device))
 
 
 def stored_step(step: ReconstructStep) -> ReconstructStep:
@@ -470,11 +477,11 @@ def stored_step(step: ReconstructStep) -> ReconstructStep:
     step : ReconstructStep
         To measure.
     """
-    form = replace(
-        step.form, heads=1, group=step.form.queries, head_dim=0, rotary_dim=0, interleaved=False
+    config = replace(
+        step.config, heads=1, group=step.config.queries, head_dim=0, rotary_dim=0, interleaved=False
     )
-    table = form.table().to(step.groups.device)
-    return replace(step, form=form, up=None, groups=table)
+    table = config.table().to(step.groups.device)
+    return replace(step, config=config, up=None, groups=table)
 
 
 def _target(device: torch.device) -> Target:

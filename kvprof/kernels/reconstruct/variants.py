@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from kvprof.kernels.reconstruct.form import Form, Target, Tuning
 from kvprof.kernels.reconstruct.kernel import rebuild_pages, reconstruct_pieces
 from kvprof.kernels.reconstruct.pages import WARPS, page_constants
+from kvprof.kernels.reconstruct.rebuild_config import RebuildConfig, Target, Tuning
 from kvprof.kernels.reconstruct.step import constants_of
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
 
 
-def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
+def _pieces(name: str, config: RebuildConfig, dtype: str, capped: bool = False) -> Variant:
     types = {
         "queries": f"*{dtype}",
         "cache": f"*{dtype}",
@@ -27,7 +27,7 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
         "cap": "fp32",
     }
     constants = {
-        **constants_of(form, capped=capped),
+        **constants_of(config, capped=capped),
         "angle_batch": 0,
         "angle_rows": 64,
         "angle_columns": 1,
@@ -37,12 +37,12 @@ def _pieces(name: str, form: Form, dtype: str, capped: bool = False) -> Variant:
         reconstruct_pieces,
         types,
         constants,
-        form.tuning.warps,
-        form.tuning.stages,
+        config.tuning.warps,
+        config.tuning.stages,
     )
 
 
-def _pages(name: str, form: Form, dtype: str) -> Variant:
+def _pages(name: str, config: RebuildConfig, dtype: str) -> Variant:
     types = {
         "cache": f"*{dtype}",
         "up": f"*{dtype}",
@@ -55,7 +55,7 @@ def _pages(name: str, form: Form, dtype: str) -> Variant:
         "heads": "*i64",
         "columns": "*i32",
     }
-    constants = {**page_constants(form, values=True), "angle_rows": 64, "angle_columns": 1}
+    constants = {**page_constants(config, values=True), "angle_rows": 64, "angle_columns": 1}
     return Variant(f"reconstruct {name} {dtype}", rebuild_pages, types, constants, WARPS)
 
 
@@ -68,12 +68,12 @@ def _form(
     *,
     page: int = 0,
     target: Target | None = None,
-) -> Form:
+) -> RebuildConfig:
     sizes = (key_widths, value_widths, 8, page or 102400)
-    form = Form(*sizes, heads, 4, head_dim, rotary_dim, False, 2, Tuning())
+    config = RebuildConfig(*sizes, heads, 4, head_dim, rotary_dim, False, 2, Tuning())
     if page:
-        form = replace(form, sequences=8, longest=102400)
-    return replace(form, tuning=form.tuned(target or Target()))
+        config = replace(config, sequences=8, longest=102400)
+    return replace(config, tuning=config.tuned(target or Target()))
 
 
 _GROUPED = ((256, 256), (256, 256), 4, 128, 128)

@@ -255,7 +255,7 @@ class RebuiltKernelLayer(LatentKernelLayer):
                     multiprocessors=None if device.type == "cuda" else 1,
                 )
                 self._steps[device, dtype] = known
-            if known.form.layout == layout:
+            if known.config.layout == layout:
                 return known
-            made = replace(known.form, batch=layout.batch, capacity=layout.capacity)
-            return replace(known, form=made, groups=made.table().to(device))
+            made = replace(known.config, batch=layout.batch, capacity=layout.capacity)
+            return replace(known, config=made, groups=made.table().to(device))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprof.kernels.reconstruct.form import halves
+from kvprof.kernels.reconstruct.rebuild_config import halves
 from kvprof.models.interface import text_decoder, wrapped_rotations
 from kvprof.models.load import LoadedModel
 

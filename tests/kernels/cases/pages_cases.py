@@ -22,7 +22,7 @@ from kvprof.kernels.quantized.layout import Segment, SegmentsLayout
 from kvprof.kernels.quantized.moving import token_move
 from kvprof.kernels.quantized.reference import reference_segments
 from kvprof.kernels.quantized.step import segments_step
-from kvprof.kernels.reconstruct.form import Tuning as RebuildTuning
+from kvprof.kernels.reconstruct.rebuild_config import Tuning as RebuildTuning
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step
 from tests.kernels.column_runs import format_pairs, segment

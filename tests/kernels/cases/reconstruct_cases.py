@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.reconstruct.form import Target, Tuning, tuning_for
 from kvprof.kernels.reconstruct.pages import page_rebuild
+from kvprof.kernels.reconstruct.rebuild_config import Target, Tuning, tuning_for
 from kvprof.kernels.reconstruct.reference import reference_reconstruct
 from kvprof.kernels.reconstruct.step import reconstruct_step, stored_step
 from kvprof.kernels.tables import Part
@@ -264,7 +264,7 @@ def test_pieces_cost_the_same():
     step = layer.step(layer.states()[2])
     parts = list(map(Part._make, step.cut([4000]).scheduled[1].tolist()))
     wide, narrow = parts
-    costs = [step.form.cost(width, width) for width in (128, 16)]
+    costs = [step.config.cost(width, width) for width in (128, 16)]
     assert wide.items / narrow.items == pytest.approx(costs[0] / costs[1], rel=0.15)
     assert sum(part.items for part in parts) <= 2 * 16
 

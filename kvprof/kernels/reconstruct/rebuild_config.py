@@ -14,9 +14,9 @@ from kvprof.kernels.planes import STEP, RaggedLayout, chunks
 from kvprof.kernels.tables import Kind, chunk_columns, joined_rows
 
 __all__ = [
-    "Form",
     "Group",
     "Item",
+    "RebuildConfig",
     "RebuiltColumn",
     "RebuiltHead",
     "SeenPage",
@@ -107,7 +107,7 @@ class Group(NamedTuple):
     heads: int  # KV heads
     cost: int  # of a token
     height: int  # tokens of a tile
-    kind: int  # its pair of widths among `Form.kinds`
+    kind: int  # its pair of widths among `RebuildConfig.kinds`
 
 
 class Item(NamedTuple):
@@ -142,7 +142,7 @@ class RebuiltColumn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class RebuildConfig:
     """One layer's widths and how its keys are rebuilt."""
 
     key_widths: tuple[int, ...]  # of the latents, per group of KV heads
@@ -294,23 +294,23 @@ class Form:
         return torch.tensor(rows, dtype=torch.int64)
 
     def encoded(self) -> list[int]:
-        """Return the form as integers, as a custom operator takes it."""
+        """Return the config as integers, as a custom operator takes it."""
         return _encoded(self)
 
     @staticmethod
-    def decoded(numbers: Sequence[int]) -> "Form":
-        """Return the form that `encoded` made the integers of."""
+    def decoded(numbers: Sequence[int]) -> "RebuildConfig":
+        """Return the config that `encoded` made the integers of."""
         return _decoded(tuple(numbers))
 
 
 # Every layer of every step asks for it.
 @lru_cache(maxsize=8192)
-def _encoded(form: Form) -> list[int]:
-    *scalars, tuning, sequences, longest = astuple(form)[2:]
+def _encoded(config: RebuildConfig) -> list[int]:
+    *scalars, tuning, sequences, longest = astuple(config)[2:]
     return [
-        len(form.key_widths),
-        *form.key_widths,
-        *form.value_widths,
+        len(config.key_widths),
+        *config.key_widths,
+        *config.value_widths,
         *map(int, scalars),
         sequences,
         longest,
@@ -319,14 +319,14 @@ def _encoded(form: Form) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _decoded(numbers: tuple[int, ...]) -> Form:
+def _decoded(numbers: tuple[int, ...]) -> RebuildConfig:
     count, *rest = numbers
     keys, values, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
     batch, capacity, heads, group, head_dim, rotary_dim, interleaved, element = rest[:8]
     sequences, longest, *rest = rest[8:]
     pieces, height, tile, columns, kept, warps, stages, ahead = rest
     tuning = Tuning(pieces, height, tile, columns, bool(kept), warps, stages, bool(ahead))
-    return Form(
+    return RebuildConfig(
         tuple(keys),
         tuple(values),
         batch,
@@ -353,9 +353,9 @@ def halves(width: int, interleaved: bool) -> tuple[slice, slice]:
     return slice(0, width // 2), slice(width // 2, width)
 
 
-def flat(up: Sequence[Tensor], form: Form) -> Tensor:
+def flat(up: Sequence[Tensor], config: RebuildConfig) -> Tensor:
     """Return every group's `up`, row after row, in one buffer."""
-    wanted = [(form.heads * form.head_dim, width) for width in form.key_widths]
+    wanted = [(config.heads * config.head_dim, width) for width in config.key_widths]
     shapes = [tuple(matrix.shape) for matrix in up]
     if shapes != wanted:
         raise UsageError(f"matrices of shapes {shapes} do not match the layer's keys: {wanted}")
@@ -364,35 +364,35 @@ def flat(up: Sequence[Tensor], form: Form) -> Tensor:
     return torch.cat([matrix.reshape(-1) for matrix in up])
 
 
-def arranged(up: Sequence[Tensor], form: Form) -> Tensor:
+def arranged(up: Sequence[Tensor], config: RebuildConfig) -> Tensor:
     """Return every group's `up` in one buffer, block after block of columns.
 
     Per group and KV head: for every block of rotated pairs the rows of the first halves and then of
     the second, after them the blocks of rows that RoPE leaves alone. Blocks past a half's end are
     filled with zeros; every block is cut into the chunks of the latent's width, each dense.
     """
-    first, second = halves(form.rotary_dim, form.interleaved)
+    first, second = halves(config.rotary_dim, config.interleaved)
     parts: list[Tensor] = []
-    for matrix, width in zip(up, form.key_widths, strict=True):
-        for head in matrix.reshape(form.heads, form.head_dim, width):
-            turned, rest = head[: form.rotary_dim], head[form.rotary_dim :]
+    for matrix, width in zip(up, config.key_widths, strict=True):
+        for head in matrix.reshape(config.heads, config.head_dim, width):
+            turned, rest = head[: config.rotary_dim], head[config.rotary_dim :]
             pairs = [
-                torch.split(_filled(turned[half]), list(form.paired)) for half in (first, second)
+                torch.split(_filled(turned[half]), list(config.paired)) for half in (first, second)
             ]
             blocks = [block for pair in zip(*pairs, strict=True) for block in pair]
-            parts += _chunked([*blocks, *torch.split(_filled(rest), list(form.plain))])
+            parts += _chunked([*blocks, *torch.split(_filled(rest), list(config.plain))])
     return torch.cat(parts)
 
 
-def arranged_values(up: Sequence[Tensor], form: Form) -> Tensor:
+def arranged_values(up: Sequence[Tensor], config: RebuildConfig) -> Tensor:
     """Return the matrices that rebuild values in one buffer, as `arranged` sorts keys'."""
-    wanted = [(form.heads * form.head_dim, width) for width in form.value_widths]
+    wanted = [(config.heads * config.head_dim, width) for width in config.value_widths]
     if (shapes := [tuple(matrix.shape) for matrix in up]) != wanted:
         raise UsageError(f"matrices of shapes {shapes} do not match the layer's values: {wanted}")
     parts: list[Tensor] = []
     for matrix in up:
-        for head in matrix.unflatten(0, (form.heads, form.head_dim)):
-            parts += _chunked(torch.split(_filled(head), list(form.value_blocks)))
+        for head in matrix.unflatten(0, (config.heads, config.head_dim)):
+            parts += _chunked(torch.split(_filled(head), list(config.value_blocks)))
     return torch.cat(parts)
 
 
