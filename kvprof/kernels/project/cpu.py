@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.planes import in_rows
-from kvprof.kernels.project.work import Destination, Rotary, Stream, Work
+from kvprof.kernels.project.args import CacheSlots, Operand, ProjectArgs, Rotary
 
 __all__ = ["project_cpu"]
 
@@ -12,19 +12,19 @@ __all__ = ["project_cpu"]
 _ROWS = 4096
 
 
-def project_cpu(work: Work) -> Tensor | None:
+def project_cpu(args: ProjectArgs) -> Tensor | None:
     """Run a pass; return the queries ``[batch, tokens, Σ_g G·dk_g]`` where there are any."""
     output = None
-    if work.query is not None:
-        output = _queries(work.query, work.rotary)
-    if work.destination is not None:
-        destination = work.destination
-        kept, slots = _slots(destination, work.states.shape[1])
+    if args.query is not None:
+        output = _queries(args.query, args.rotary)
+    if args.destination is not None:
+        destination = args.destination
+        kept, slots = _slots(destination, args.states.shape[1])
         begins = destination.begins
-        if work.keys is not None:
-            _store(work.keys, work.rotary, destination, begins[0::2], kept, slots)
-        if work.values is not None:
-            _store(work.values, None, destination, begins[1::2], kept, slots)
+        if args.keys is not None:
+            _store(args.keys, args.rotary, destination, begins[0::2], kept, slots)
+        if args.values is not None:
+            _store(args.values, None, destination, begins[1::2], kept, slots)
     return output
 
 
@@ -49,10 +49,10 @@ def _rotate(states: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> Tensor:
     return result
 
 
-def _rows(stream: Stream, rotary: Rotary | None, rows: slice) -> Tensor:
+def _rows(operand: Operand, rotary: Rotary | None, rows: slice) -> Tensor:
     """Return some rows of ``[batch · tokens, heads, d]``, turned."""
-    batch, tokens = stream.states.shape[:2]
-    states = stream.states.flatten(0, 1)[rows]
+    batch, tokens = operand.states.shape[:2]
+    states = operand.states.flatten(0, 1)[rows]
     if rotary is None:
         return states
     cos, sin = (
@@ -61,33 +61,33 @@ def _rows(stream: Stream, rotary: Rotary | None, rows: slice) -> Tensor:
     return _rotate(states, cos, sin, rotary)
 
 
-def _by_width(stream: Stream) -> list[tuple[list[int], Tensor]]:
+def _by_width(operand: Operand) -> list[tuple[list[int], Tensor]]:
     """Return heads of one width and their stacked bases ``[heads, d, width]``."""
-    assert stream.bases is not None
-    depth = stream.states.shape[-1]
-    matrices = torch.split(stream.bases, [depth * width for width in stream.widths])
+    assert operand.bases is not None
+    depth = operand.states.shape[-1]
+    matrices = torch.split(operand.bases, [depth * width for width in operand.widths])
     found = []
-    for width in dict.fromkeys(stream.widths):
-        heads = [head for head, own in enumerate(stream.widths) if own == width]
+    for width in dict.fromkeys(operand.widths):
+        heads = [head for head, own in enumerate(operand.widths) if own == width]
         found.append((heads, torch.stack([matrices[h].view(depth, width) for h in heads])))
     return found
 
 
-def _blocks(stream: Stream) -> list[slice]:
-    batch, tokens = stream.states.shape[:2]
-    heads = stream.states.shape[2] if stream.states.dim() == 4 else len(stream.widths)
+def _blocks(operand: Operand) -> list[slice]:
+    batch, tokens = operand.states.shape[:2]
+    heads = operand.states.shape[2] if operand.states.dim() == 4 else len(operand.widths)
     size = max(16, _ROWS // heads)
     return [slice(at, at + size) for at in range(0, batch * tokens, size)]
 
 
-def _queries(stream: Stream, rotary: Rotary | None) -> Tensor:
-    batch, tokens, heads, depth = stream.states.shape
-    group = heads // len(stream.widths)
-    output = stream.states.new_empty(batch * tokens, group * sum(stream.widths))
-    columns = torch.split(output, [group * width for width in stream.widths], dim=1)
-    stacks = _by_width(stream)
-    for rows in _blocks(stream):
-        states = _rows(stream, rotary, rows)
+def _queries(operand: Operand, rotary: Rotary | None) -> Tensor:
+    batch, tokens, heads, depth = operand.states.shape
+    group = heads // len(operand.widths)
+    output = operand.states.new_empty(batch * tokens, group * sum(operand.widths))
+    columns = torch.split(output, [group * width for width in operand.widths], dim=1)
+    stacks = _by_width(operand)
+    for rows in _blocks(operand):
+        states = _rows(operand, rotary, rows)
         states = states.reshape(len(states), -1, group, depth).transpose(0, 1)
         for own, bases in stacks:
             made = torch.bmm(states[own].flatten(1, 2), bases).view(
@@ -98,7 +98,7 @@ def _queries(stream: Stream, rotary: Rotary | None) -> Tensor:
     return output.view(batch, tokens, -1)
 
 
-def _slots(destination: Destination, tokens: int) -> tuple[Tensor, Tensor]:
+def _slots(destination: CacheSlots, tokens: int) -> tuple[Tensor, Tensor]:
     """Return which tokens are stored, ``[batch · tokens]``, and each one's slot in the cache."""
     if destination.slots is not None:
         slots = destination.slots.flatten()
@@ -117,26 +117,26 @@ def _slots(destination: Destination, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _store(
-    stream: Stream,
+    operand: Operand,
     rotary: Rotary | None,
-    destination: Destination,
+    destination: CacheSlots,
     begins: tuple[int, ...],
     kept: Tensor,
     slots: Tensor,
 ) -> None:
-    """Make one stream's latents and copy them into their planes."""
+    """Make one operand's latents and copy them into their planes."""
     capacity = destination.capacity
     cache = in_rows(destination.buffer, destination.pool)
-    stacks = None if stream.bases is None else _by_width(stream)
-    for rows in _blocks(stream):
+    stacks = None if operand.bases is None else _by_width(operand)
+    for rows in _blocks(operand):
         chosen, targets = kept[rows], slots[rows][kept[rows]]
         whole = len(targets) == len(chosen)
-        states = _rows(stream, rotary, rows)
+        states = _rows(operand, rotary, rows)
         states = states if whole else states[chosen]
         if stacks is None and states.dim() == 3:
-            made = [(head, states[:, head, :width]) for head, width in enumerate(stream.widths)]
+            made = [(head, states[:, head, :width]) for head, width in enumerate(operand.widths)]
         elif stacks is None:
-            made = list(enumerate(torch.split(states, list(stream.widths), dim=1)))
+            made = list(enumerate(torch.split(states, list(operand.widths), dim=1)))
         else:
             made = [
                 pair
@@ -145,7 +145,7 @@ def _store(
             ]
         for head, latents in made:
             at, before = begins[head] * capacity, 0
-            for width in destination.planes(stream.widths[head]):
+            for width in destination.planes(operand.widths[head]):
                 plane = cache[:, at : at + capacity * width].unflatten(1, (capacity, width))
                 plane[targets // capacity, targets % capacity] = latents[:, before : before + width]
                 at, before = at + capacity * width, before + width

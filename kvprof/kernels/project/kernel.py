@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.dispatch import wait_for_earlier
-from kvprof.kernels.project.work import KEYS, QUERY, VALUES, Case, Unit
+from kvprof.kernels.project.args import KEYS, QUERY, VALUES, Case, Unit
 from kvprof.kernels.tables import column as number_of
 
 __all__ = ["project_rows"]
@@ -15,7 +15,7 @@ _QUERY = tl.constexpr(QUERY)
 _KEYS = tl.constexpr(KEYS)
 _VALUES = tl.constexpr(VALUES)
 _CASE_SIZE = tl.constexpr(len(Case._fields))
-_STREAM = tl.constexpr(number_of(Case, "stream"))
+_OPERAND = tl.constexpr(number_of(Case, "operand"))
 _WIDTH = tl.constexpr(number_of(Case, "width"))
 _UNIT = tl.constexpr(len(Unit._fields))
 _CASE = tl.constexpr(number_of(Unit, "case"))
@@ -135,7 +135,7 @@ def _unit(
     query, keys, values, query_bases, key_bases, value_bases, cos, sin, output, buffer, start,
     valid, slots, head, basis_at, length, plane, stride, column, row, real, tokens, pool, capacity,
     distance, query_row, query_token, query_head, key_row, key_token, key_head, value_row,
-    value_token, value_head, cos_row, cos_token, sin_row, sin_token, STREAM: tl.constexpr,
+    value_token, value_head, cos_row, cos_token, sin_row, sin_token, OPERAND: tl.constexpr,
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, DEPTH: tl.constexpr, VALUE_DEPTH: tl.constexpr,
     DIM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
@@ -147,7 +147,7 @@ def _unit(
     # 64 bits: a long prompt of a wide layer has more than 2^31 values.
     across = sequence.to(tl.int64)
     along = token.to(tl.int64)
-    if STREAM != _QUERY:
+    if OPERAND != _QUERY:
         # Loaded before the product, which does not need them, so that nothing waits after it.
         first = sequence
         slot = sequence
@@ -159,10 +159,10 @@ def _unit(
             if valid is not None:
                 skipped = tl.load(valid + sequence, mask=real, other=0)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    if STREAM == _QUERY:
+    if OPERAND == _QUERY:
         states = query + across * query_row + along * query_token + head * query_head
         basis = query_bases + basis_at
-    elif STREAM == _KEYS:
+    elif OPERAND == _KEYS:
         states = keys + across * key_row + along * key_token + head * key_head
         basis = key_bases + basis_at
     else:
@@ -172,7 +172,7 @@ def _unit(
     if ALIGNED:
         states = tl.multiple_of(states, 16)
         basis = tl.multiple_of(basis, 16)
-    if STREAM != _VALUES:
+    if OPERAND != _VALUES:
         if DIM > 0:
             cos_at = cos + across * cos_row + along * cos_token
             sin_at = sin + across * sin_row + along * sin_token
@@ -194,7 +194,7 @@ def _unit(
     else:
         latents = states[:, None] + tl.arange(0, WIDTH)[None, :]
         sums = tl.load(latents, mask=real[:, None], other=0.0)
-    if STREAM == _QUERY:
+    if OPERAND == _QUERY:
         target = output + row.to(tl.int64) * stride + column
         stored = real
     else:
@@ -233,7 +233,7 @@ def project_rows(
     buffer
         The layer's cache.
     units
-        ``[count]`` rows of `kvprof.kernels.project.work.Unit`, int64.
+        ``[count]`` rows of `kvprof.kernels.project.args.Unit`, int64.
     start, valid, slots
         See `step.project_keys`.
     pool, capacity, distance
@@ -241,7 +241,7 @@ def project_rows(
     rows, tokens
         Tokens of the whole pass, and of one sequence.
     CASES
-        A row of `kvprof.kernels.project.work.Case` each.
+        A row of `kvprof.kernels.project.args.Case` each.
     ALIGNED
         Whether every tensor begins at, and every stride is, a multiple of 16 bytes.
     DEPTH, VALUE_DEPTH
@@ -277,7 +277,7 @@ def project_rows(
                 start, valid, slots, head, basis_at, length, plane, stride, column, row, real,
                 tokens, pool, capacity, distance, query_row, query_token, query_head, key_row,
                 key_token, key_head, value_row, value_token, value_head, cos_row, cos_token,
-                sin_row, sin_token, CASES[number * _CASE_SIZE + _STREAM],
+                sin_row, sin_token, CASES[number * _CASE_SIZE + _OPERAND],
                 CASES[number * _CASE_SIZE + _WIDTH], ALIGNED, DEPTH, VALUE_DEPTH, DIM, OFFSET,
                 INTERLEAVED, FULL, ROWS, PAIRS, BLOCK, VALUE_BLOCK, STAGES,
             )

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from kvprof.kernels.dispatch import check_interpreter, early_launch, launching
 from kvprof.kernels.planes import LARGEST_WIDTH, STEP, row_stride
-from kvprof.kernels.project.kernel import project_rows
-from kvprof.kernels.project.work import (
+from kvprof.kernels.project.args import (
     KEYS,
     QUERY,
     VALUES,
     Case,
+    Operand,
+    ProjectArgs,
     Rotary,
-    Stream,
     Unit,
-    Work,
     begins_of,
     planes_of,
 )
+from kvprof.kernels.project.kernel import project_rows
 from kvprof.kernels.tables import joined_rows
 
 __all__ = [
@@ -62,19 +62,19 @@ def units(
     rows: list[Unit] = []
     cases: list[Case] = []
 
-    def number_of(stream: int, width: int) -> int:
-        case = Case(stream, width)
+    def number_of(operand: int, width: int) -> int:
+        case = Case(operand, width)
         if case not in cases:
             cases.append(case)
         return cases.index(case)
 
-    streams = {QUERY: query, KEYS: keys, VALUES: values}
-    for stream, part in streams.items():
+    operands = {QUERY: query, KEYS: keys, VALUES: values}
+    for operand, part in operands.items():
         if part is not None:
-            plane = LARGEST_WIDTH if stream == QUERY else widest_plane
+            plane = LARGEST_WIDTH if operand == QUERY else widest_plane
             sizes = {size for width in part[0] for *_, size in _blocks(width, plane, widest)}
             for size in _known_sizes(sizes):
-                number_of(stream, size)
+                number_of(operand, size)
 
     if query is not None:
         widths, depth, group = query
@@ -94,17 +94,17 @@ def units(
                         )
                     )
                 first += width
-    for stream, given in ((KEYS, keys), (VALUES, values)):
+    for operand, given in ((KEYS, keys), (VALUES, values)):
         if given is None:
             continue
         widths, depth, *steps = given
         step = steps[0] if steps else 0
         for head, (width, basis) in enumerate(zip(widths, _sums(widths), strict=True)):
-            begin = begins[2 * head + stream - KEYS]
+            begin = begins[2 * head + operand - KEYS]
             for at, before, plane, size in _blocks(width, widest_plane, widest):
                 rows.append(
                     Unit(
-                        case=number_of(stream, size),
+                        case=number_of(operand, size),
                         head=head if depth else (head * step if step else basis) + at,
                         basis=depth * basis + at,
                         length=width,
@@ -169,20 +169,20 @@ def block_of(size: int, tuning: Tuning) -> int:
     return 32 if -(-size // 32) * 32 == -(-size // 16) * 16 else 16
 
 
-def cut(work: Work, widest: int) -> Units:
+def cut(args: ProjectArgs, widest: int) -> Units:
     """Return the units of a pass."""
 
-    def given(stream: Stream) -> tuple[tuple[int, ...], int]:
-        return stream.widths, 0 if stream.bases is None else stream.states.shape[-1]
+    def given(operand: Operand) -> tuple[tuple[int, ...], int]:
+        return operand.widths, 0 if operand.bases is None else operand.states.shape[-1]
 
     query = None
-    if work.query is not None:
-        query = (*given(work.query), work.query.states.shape[2] // len(work.query.widths))
-    destination = work.destination
+    if args.query is not None:
+        query = (*given(args.query), args.query.states.shape[2] // len(args.query.widths))
+    destination = args.destination
     return units(
         query,
-        None if work.keys is None else given(work.keys),
-        None if work.values is None else (*given(work.values), _latent_step(work.values)),
+        None if args.keys is None else given(args.keys),
+        None if args.values is None else (*given(args.values), _latent_step(args.values)),
         ((), (), 1, LARGEST_WIDTH)
         if destination is None
         else (
@@ -192,33 +192,33 @@ def cut(work: Work, widest: int) -> Units:
             destination.widest,
         ),
         widest,
-        work.states.device,
+        args.states.device,
     )
 
 
-def launch(work: Work) -> Tensor | None:
+def launch(args: ProjectArgs) -> Tensor | None:
     """Run a pass; return the queries ``[batch, tokens, Σ_g G·dk_g]`` where there are any."""
-    first = work.states
+    first = args.states
     batch, tokens = first.shape[:2]
     check_interpreter(first.dtype)
     output = None
-    if work.query is not None:
-        group = work.query.states.shape[2] // len(work.query.widths)
-        output = first.new_empty(batch, tokens, group * sum(work.query.widths))
+    if args.query is not None:
+        group = args.query.states.shape[2] // len(args.query.widths)
+        output = first.new_empty(batch, tokens, group * sum(args.query.widths))
     if batch * tokens == 0:
         return output
     tuning = tuning_for(batch * tokens, first.dtype)
-    table, cases = cut(work, tuning.widest)
-    destination = work.destination
-    turned = next((s.states.shape[-1] for s in (work.query, work.keys) if s is not None), 0)
-    depth = 0 if work.values is None or work.values.bases is None else work.values.states.shape[-1]
-    rotary = work.rotary
+    table, cases = cut(args, tuning.widest)
+    destination = args.destination
+    turned = next((s.states.shape[-1] for s in (args.query, args.keys) if s is not None), 0)
+    depth = 0 if args.values is None or args.values.bases is None else args.values.states.shape[-1]
+    rotary = args.rotary
     count = table.shape[0]
     grid = (count * -(-(batch * tokens) // tuning.rows),)
     with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
         launching(project_rows, grid)(
-            *(None if s is None else s.states for s in (work.query, work.keys, work.values)),
-            *(None if s is None else s.bases for s in (work.query, work.keys, work.values)),
+            *(None if s is None else s.states for s in (args.query, args.keys, args.values)),
+            *(None if s is None else s.bases for s in (args.query, args.keys, args.values)),
             *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
             output,
             *((None,) if destination is None else (destination.buffer,)),
@@ -240,13 +240,13 @@ def launch(work: Work) -> Tensor | None:
                     row_stride(destination.buffer, destination.pool),
                 )
             ),
-            *_strides(work.query),
-            *_strides(work.keys),
-            *_strides(work.values),
+            *_strides(args.query),
+            *_strides(args.keys),
+            *_strides(args.values),
             *_table_strides(rotary),
             CASES=cases,
             COUNT=len(cases) // len(Case._fields),
-            ALIGNED=_aligned(work, output),
+            ALIGNED=_aligned(args, output),
             **constants(turned, depth, rotary, tuning),
             num_warps=tuning.warps,
             **early_launch(first.device, batch * tokens),
@@ -274,13 +274,13 @@ def constants(
     }
 
 
-def _aligned(work: Work, output: Tensor | None) -> bool:
+def _aligned(args: ProjectArgs, output: Tensor | None) -> bool:
     """Whether all that is loaded or stored in rows lies at multiples of 16 bytes."""
     tensors = [output]
-    for stream in (work.query, work.keys, work.values):
-        tensors += [] if stream is None else [stream.states, stream.bases]
-    tensors += [] if work.rotary is None else [work.rotary.cos, work.rotary.sin]
-    tensors += [] if work.destination is None else [work.destination.buffer]
+    for operand in (args.query, args.keys, args.values):
+        tensors += [] if operand is None else [operand.states, operand.bases]
+    tensors += [] if args.rotary is None else [args.rotary.cos, args.rotary.sin]
+    tensors += [] if args.destination is None else [args.destination.buffer]
     for tensor in tensors:
         if tensor is None:
             continue
@@ -292,17 +292,17 @@ def _aligned(work: Work, output: Tensor | None) -> bool:
     return True
 
 
-def _latent_step(values: Stream) -> int:
+def _latent_step(values: Operand) -> int:
     """Return the columns from one head's latent to the next where they do not lie side by side."""
     return values.states.stride(2) if values.bases is None and values.states.dim() == 4 else 0
 
 
-def _strides(stream: Stream | None) -> tuple[int, int, int]:
+def _strides(operand: Operand | None) -> tuple[int, int, int]:
     """Return the strides of the batch, of tokens and of heads (of columns, for latents)."""
-    if stream is None:
+    if operand is None:
         return 0, 0, 0
-    strides = stream.states.stride()
-    return strides[0], strides[1], strides[2] if stream.bases is not None else strides[-1]
+    strides = operand.states.stride()
+    return strides[0], strides[1], strides[2] if operand.bases is not None else strides[-1]
 
 
 def _table_strides(rotary: Rotary | None) -> tuple[int, int, int, int]:

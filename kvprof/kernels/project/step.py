@@ -33,9 +33,9 @@ from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_cache, check_device, check_numbers
 from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import LARGEST_WIDTH, RaggedLayout
+from kvprof.kernels.project.args import CacheSlots, Operand, ProjectArgs, Rotary
 from kvprof.kernels.project.bases import BasisSet
 from kvprof.kernels.project.cpu import project_cpu
-from kvprof.kernels.project.work import Destination, Rotary, Stream, Work
 
 __all__ = [
     "check_destination",
@@ -69,12 +69,12 @@ def _interpreted() -> bool:
     return interpreted()
 
 
-def _run(work: Work) -> Tensor | None:
-    if work.states.is_cuda or _interpreted():
+def _run(args: ProjectArgs) -> Tensor | None:
+    if args.states.is_cuda or _interpreted():
         from kvprof.kernels.project.launch import launch  # Triton is for Linux only
 
-        return launch(work)
-    return project_cpu(work)
+        return launch(args)
+    return project_cpu(args)
 
 
 def _rotary(cos: Tensor | None, sin: Tensor | None, rotation: Sequence[int]) -> Rotary | None:
@@ -91,7 +91,7 @@ def queries_operator(
     widths: Sequence[int],
 ) -> Tensor:
     """Return dense rows of projected queries; see `project_queries`."""
-    output = _run(Work(query=Stream(query, bases, tuple(widths))))
+    output = _run(ProjectArgs(query=Operand(query, bases, tuple(widths))))
     assert output is not None
     return output
 
@@ -122,8 +122,8 @@ def keys_operator(
 ) -> None:
     """Store projected keys; see `project_keys`."""
     widths = (tuple(key_widths), tuple(value_widths))
-    destination = Destination(buffer, *widths, pool, capacity, start, valid, slots)
-    _run(Work(keys=Stream(keys, bases, widths[0]), destination=destination))
+    destination = CacheSlots(buffer, *widths, pool, capacity, start, valid, slots)
+    _run(ProjectArgs(keys=Operand(keys, bases, widths[0]), destination=destination))
 
 
 @keys_operator.register_fake
@@ -146,8 +146,8 @@ def values_operator(
 ) -> None:
     """Store values, projected or latents already; see `project_values`."""
     widths = (tuple(key_widths), tuple(value_widths))
-    destination = Destination(buffer, *widths, pool, capacity, start, valid, slots)
-    _run(Work(values=Stream(values, bases, widths[1]), destination=destination))
+    destination = CacheSlots(buffer, *widths, pool, capacity, start, valid, slots)
+    _run(ProjectArgs(values=Operand(values, bases, widths[1]), destination=destination))
 
 
 @values_operator.register_fake
@@ -180,12 +180,12 @@ def step_operator(
     """Project queries, store keys and values in one launch; see `project_step`."""
     widths = (tuple(key_widths), tuple(value_widths))
     output = _run(
-        Work(
-            query=Stream(query, query_bases, widths[0]),
-            keys=Stream(keys, key_bases, widths[0]),
-            values=Stream(values, value_bases, widths[1]),
+        ProjectArgs(
+            query=Operand(query, query_bases, widths[0]),
+            keys=Operand(keys, key_bases, widths[0]),
+            values=Operand(values, value_bases, widths[1]),
             rotary=_rotary(cos, sin, rotation),
-            destination=Destination(
+            destination=CacheSlots(
                 buffer, *widths, pool, capacity, start, valid, slots, blocks, widest
             ),
         )

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from kvprof.kernels.project.args import KEYS, QUERY, VALUES
 from kvprof.kernels.project.kernel import project_rows
 from kvprof.kernels.project.launch import Tuning, block_of, tuning_for
-from kvprof.kernels.project.work import KEYS, QUERY, VALUES
 from kvprof.kernels.variants import Variant
 
 __all__ = ["VARIANTS"]
@@ -30,14 +30,14 @@ def _project(
     absent: tuple[str, ...] = (),
 ) -> Variant:
     """Describe one form; `absent` names the optional tensors that it runs without."""
-    streams = {stream for stream, _ in cases}
+    operands = {operand for operand, _ in cases}
     missing = {
         *absent,
         *(() if dim else ("cos", "sin")),
-        *(() if QUERY in streams else ("output",)),
+        *(() if QUERY in operands else ("output",)),
     }
-    for stream, (states, bases) in enumerate(_STATES):
-        missing |= set() if stream in streams else {states, bases}
+    for operand, (states, bases) in enumerate(_STATES):
+        missing |= set() if operand in operands else {states, bases}
     missing |= set() if value_depth else {"value_bases"}
     types = {
         **{tensor: f"*{dtype}" for pair in _STATES for tensor in pair},
@@ -67,8 +67,8 @@ def _project(
     return Variant(f"project {name} {dtype}", project_rows, types, constants, tuning.warps)
 
 
-def _cases(*widths: int, streams: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((stream, width) for stream in streams for width in widths)
+def _cases(*widths: int, operands: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((operand, width) for operand in operands for width in widths)
 
 
 _ALL = (QUERY, KEYS, VALUES)
@@ -83,7 +83,7 @@ VARIANTS = (
         "step",
         "bf16",
         _STEP,
-        _cases(16, 32, 64, streams=_ALL),
+        _cases(16, 32, 64, operands=_ALL),
         depth=128,
         dim=128,
         full=True,
@@ -93,7 +93,7 @@ VARIANTS = (
         "step, paged",
         "fp16",
         _STEP,
-        _cases(16, 32, 64, streams=_ALL),
+        _cases(16, 32, 64, operands=_ALL),
         depth=80,
         value_depth=80,
         dim=32,
@@ -104,7 +104,7 @@ VARIANTS = (
         "prompt",
         "bf16",
         _PROMPT,
-        _cases(16, 32, 64, 128, streams=_ALL),
+        _cases(16, 32, 64, 128, operands=_ALL),
         depth=128,
         dim=128,
         interleaved=True,
@@ -114,7 +114,7 @@ VARIANTS = (
         "prompt",
         "fp32",
         _FP32,
-        _cases(16, 32, 64, streams=(QUERY,)),
+        _cases(16, 32, 64, operands=(QUERY,)),
         depth=256,
         absent=("buffer", *_DESTINATION),
     ),

@@ -12,24 +12,24 @@ __all__ = [
     "KEYS",
     "QUERY",
     "VALUES",
+    "CacheSlots",
     "Case",
-    "Destination",
+    "Operand",
+    "ProjectArgs",
     "Rotary",
-    "Stream",
     "Unit",
-    "Work",
     "begins_of",
     "planes_of",
 ]
 
-#: The streams, as the kernel counts them.
+#: The operands, as the kernel counts them.
 QUERY, KEYS, VALUES = 0, 1, 2
 
 
 class Case(NamedTuple):
     """A branch of the kernel."""
 
-    stream: int
+    operand: int
     width: int  # of a unit
 
 
@@ -57,7 +57,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Stream:
+class Operand:
     """States and their heads' bases."""
 
     #: `[batch, tokens, heads, d]`, or `[batch, tokens, Σ width]` where there is no basis; without
@@ -68,7 +68,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Destination:
+class CacheSlots:
     """Where tokens go."""
 
     buffer: Tensor  # the layer's cache
@@ -112,17 +112,17 @@ def planes_of(width: int, widest: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Work:
+class ProjectArgs:
     """One pass: any of queries, keys and values. RoPE turns queries and keys, never values."""
 
-    query: Stream | None = None
-    keys: Stream | None = None
-    values: Stream | None = None
+    query: Operand | None = None
+    keys: Operand | None = None
+    values: Operand | None = None
     rotary: Rotary | None = None
-    destination: Destination | None = None
+    destination: CacheSlots | None = None
 
     @property
     def states(self) -> Tensor:
-        """The states of the first stream that there is: they tell dtype, device and rows."""
-        streams = (self.query, self.keys, self.values)
-        return next(stream.states for stream in streams if stream is not None)
+        """The states of the first operand that there is: they tell dtype, device and rows."""
+        operands = (self.query, self.keys, self.values)
+        return next(operand.states for operand in operands if operand is not None)
