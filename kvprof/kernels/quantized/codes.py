@@ -22,8 +22,8 @@ __all__ = [
     "COLUMNS",
     "COLUMN_BITS",
     "COLUMN_FORMATS",
-    "E4M3_LACK",
     "E4M3_TINY",
+    "E4M3_TO_F32_BIAS",
     "FORMATS",
     "FP8",
     "FULL",
@@ -56,8 +56,8 @@ COLUMNS = -1
 #: What a column can have, in the order of runs.
 COLUMN_BITS = (8, 4, 3, 2)
 
-#: What exponents of float32 lack when they are e4m3's, and e4m3's least number with all its digits.
-E4M3_LACK, E4M3_TINY = 2.0**120, 2.0**-6
+#: Scale of the exponent bias from e4m3 to float32, and the least normal number of e4m3.
+E4M3_TO_F32_BIAS, E4M3_TINY = 2.0**120, 2.0**-6
 
 
 @dataclass(frozen=True)

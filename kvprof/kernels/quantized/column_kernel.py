@@ -60,8 +60,8 @@ _EYE_HALVES = tl.constexpr(EYE_HALVES)
 _EYE_THREE = tl.constexpr(EYE_THREE)
 _BLOCK = tl.constexpr(PLACES)
 _SLOTS = tl.constexpr(COLUMN_SLOTS)
-#: By what a number in e4m3 less its sign, as the upper bits of a float16, is less than it was.
-_LACK = tl.constexpr(2.0**8)
+#: Scale of the exponent bias from e4m3 to float16: e4m3 bits without the sign, read as float16.
+_E4M3_TO_F16_BIAS = tl.constexpr(2.0**8)
 #: No scale over that is smaller.
 _LEAST = tl.constexpr(2.0**-14)
 #: Four such numbers of a word, as float32.
@@ -95,25 +95,25 @@ def _paired(bits, width):
 
 
 @triton.constexpr_function
-def _rise(before, bits, slot):
+def _shift_between_runs(before, bits, slot):
     """Return what one run's products are shifted by before those of the next are added."""
     return _TO[bits][slot] - _TO[before][slot]
 
 
 @triton.constexpr_function
-def _turn(bits, number):
+def _slot_order(bits, number):
     """Return which slot's products with weights come next, so that 2-bit codes need no shift."""
     return number if bits < 4 else (1, 0, 3, 2)[number] if bits == 4 else (1, 3, 0, 2)[number]
 
 
 @triton.constexpr_function
-def _farther(bits, number):
+def _accumulator_shift(bits, number):
     """Return by how much the sums are shifted before the next slot's products are added."""
     return ((0, 0, 4, 0) if bits < 4 else (0, 2, 2, 2) if bits == 4 else (0, 0, 2, 0))[number]
 
 
 @triton.constexpr_function
-def _worth(bits, slot):
+def _slot_scale(bits, slot):
     """Return what 1 of a slot's products is worth in codes of its run."""
     return 2.0 ** -_TO[bits][slot]
 
@@ -288,8 +288,8 @@ def _key_products(
             product = tl.dot(codes, factor, out_dtype=tl.int32)
         else:
             before = raws[slot]
-            if _rise(BEFORE, BITS, slot) > 0:
-                before = before << _rise(BEFORE, BITS, slot)
+            if _shift_between_runs(BEFORE, BITS, slot) > 0:
+                before = before << _shift_between_runs(BEFORE, BITS, slot)
             product = tl.dot(codes, factor, before, out_dtype=tl.int32)
         found += (product,)
     return found
@@ -318,8 +318,8 @@ def _value_products(
         masks = tl.load(eye + _EYE_HALVES + tl.arange(0, 2))[:, None, None]
         masks = tl.broadcast_to(masks, shape)
         for slot in tl.static_range(_SLOTS):
-            if _farther(2, slot) > 0:
-                sums = sums << _farther(2, slot)
+            if _accumulator_shift(2, slot) > 0:
+                sums = sums << _accumulator_shift(2, slot)
             top = tl.reshape(_masked(tops, masks, slot, FAST), (WIDTH, lane.shape[1]))
             sums = tl.dot(top, weights[slot], sums, out_dtype=tl.int32)
         # Four times as much in what the lower bits begin with, 2^4 and of the second half 2^5 here.
@@ -328,22 +328,22 @@ def _value_products(
     for part in tl.static_range(_bytes(BITS)):
         octets += (tl.load(lane + row[:, None] * _BLOCK + (AT + part * (_BLOCK * WIDTH))),)
     for number in tl.static_range(_SLOTS):
-        if _farther(BITS, number) > 0:
-            sums = sums << _farther(BITS, number)
+        if _accumulator_shift(BITS, number) > 0:
+            sums = sums << _accumulator_shift(BITS, number)
         raw = _bits(
-            octets[_turn(BITS, number) % _bytes(BITS)],
-            _to(BITS, _turn(BITS, number)),
+            octets[_slot_order(BITS, number) % _bytes(BITS)],
+            _to(BITS, _slot_order(BITS, number)),
             2 if BITS == 3 else BITS,
             FAST,
         )
-        sums = tl.dot(raw, weights[_turn(BITS, number)], sums, out_dtype=tl.int32)
+        sums = tl.dot(raw, weights[_slot_order(BITS, number)], sums, out_dtype=tl.int32)
     # Of 64 places and 4 bits at most 1.5 · 10^9, of others less.
     return joined(sums)
 
 
 @triton.jit
 def _row_scales(pointer, places, AT: tl.constexpr, BLOCK_BYTES: tl.constexpr, FAST: tl.constexpr):
-    """Load the scales of four tokens of some places, over `_LACK`; a tuple of float32 vectors."""
+    """Load four tokens' scales of some places, over `_E4M3_TO_F16_BIAS`, as float32 vectors."""
     words = pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
     at = words + (places // _BLOCK * (BLOCK_BYTES // 4) + places % _BLOCK)
     word = tl.load(at + AT // 4)
@@ -454,7 +454,7 @@ def _column_tile(
             found = ()
             for slot in tl.static_range(_SLOTS):
                 own = joined(raws[slot], sums_are_whole(KINDS, KEYS, K_PLANES)) * (
-                    rate * _worth(KINDS[KEYS + number * _PLANE + _BITS], slot)
+                    rate * _slot_scale(KINDS[KEYS + number * _PLANE + _BITS], slot)
                 )
                 if KINDS[KEYS + number * _PLANE + _GROUP] == 0:
                     found += (own - totals[max(0, slot - 1)],)
@@ -524,7 +524,7 @@ def _column_tile(
             KINDS[VALUES + number * _PLANE + _WIDTH],
             FAST,
         )
-        worth = unit * _worth(KINDS[VALUES + number * _PLANE + _BITS], 2)
+        worth = unit * _slot_scale(KINDS[VALUES + number * _PLANE + _BITS], 2)
         found += (sums[number] * fade + own * worth,)
     return found, weighed, mass, higher
 
@@ -570,7 +570,7 @@ def column_piece(
     queries, parts, largest = query_digits(
         query, width, first_head, KINDS, KEYS, K_PLANES, GROUP, HEADS, FAST
     )
-    rate = single(largest * (scale / MOST * _LACK))[None, :]
+    rate = single(largest * (scale / MOST * _E4M3_TO_F16_BIAS))[None, :]
     totals = ()
     for part in tl.static_range(3):
         # Only codes of 4 bits lie in another way in the third slot than in those before.
@@ -606,7 +606,7 @@ def column_piece(
     weighed = ()
     for part in tl.static_range(3):
         weighed += (tl.sum(whole[part], 0),)
-    share = _LACK / weight
+    share = _E4M3_TO_F16_BIAS / weight
     result = partial + (item * GROUP + heads)[None, :].to(tl.int64) * WIDEST
     for number in tl.static_range(V_PLANES):
         middle = _value_middle(

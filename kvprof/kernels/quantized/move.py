@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvprof.analysis.uniform import uniform_step
-from kvprof.kernels.quantized.codes import E4M3_LACK, E4M3_TINY, FP8, FULL
+from kvprof.kernels.quantized.codes import E4M3_TINY, E4M3_TO_F32_BIAS, FP8, FULL
 from kvprof.kernels.quantized.columns import COLUMN_SLOTS, TURNED
 from kvprof.kernels.quantized.side import PLACES
 from kvprof.kernels.quantized.tables import MovedColumn, Stretch
@@ -61,7 +61,7 @@ _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
 _COLUMN_SLOTS = tl.constexpr(COLUMN_SLOTS)
 _TURNED = tl.constexpr(TURNED)
-_LACK = tl.constexpr(E4M3_LACK)
+_F32_BIAS = tl.constexpr(E4M3_TO_F32_BIAS)
 _TINY = tl.constexpr(E4M3_TINY)
 _STEP_OF_2 = tl.constexpr(uniform_step(2))
 _STEP_OF_3 = tl.constexpr(uniform_step(3))
@@ -274,7 +274,7 @@ def put_columns(
     word = _e4m3(tl.maximum(tl.sqrt_rn(size), _TINY))
     at = scale_at(stretch, block, blocks) + token
     tl.store(octets + at, word.to(tl.uint8))
-    scale = (word << 20).to(tl.float32, bitcast=True) * _LACK
+    scale = (word << 20).to(tl.float32, bitcast=True) * _F32_BIAS
     column = columns + number
     codes, mask = _column_codes(wide, scale, column, pitch, there, slot)
     to = _column_bytes(octets, column, pitch, there, block, blocks, place, slot)
@@ -298,7 +298,7 @@ def put_columns(
 @triton.jit
 def _e4m3_value(word):
     """Return the float32 of e4m3 in the lowest bits of int32."""
-    found = (((word & 0x7F) << 20) | ((word & 0x80) << 24)).to(tl.float32, bitcast=True) * _LACK
+    found = (((word & 0x7F) << 20) | ((word & 0x80) << 24)).to(tl.float32, bitcast=True) * _F32_BIAS
     return tl.where((word & 0x7F) == 0x7F, float("nan"), found)
 
 

@@ -18,19 +18,19 @@ Triton's interpreter knows no inline assembly: there the same bits are made the 
 import triton
 import triton.language as tl
 
-from kvprof.kernels.quantized.codes import E4M3_LACK, FP8, FULL
+from kvprof.kernels.quantized.codes import E4M3_TO_F32_BIAS, FP8, FULL
 
 __all__ = ["codes", "half", "halves", "missing_factor", "rounded", "top_codes"]
 
 _FULL = tl.constexpr(FULL)
 _FP8 = tl.constexpr(FP8)
-_LACK = tl.constexpr(E4M3_LACK)
+_F32_BIAS = tl.constexpr(E4M3_TO_F32_BIAS)
 
 
 def missing_factor(container: int, dtype: str) -> float:
     """Return by how much what `codes` returns is too small: 1 but for e4m3."""
     if container == FP8:
-        return {"bf16": E4M3_LACK, "fp16": 2.0**8, "fp32": 1.0}[dtype]
+        return {"bf16": E4M3_TO_F32_BIAS, "fp16": 2.0**8, "fp32": 1.0}[dtype]
     return 1.0
 
 
@@ -157,7 +157,7 @@ def _plain(octets, SLOT: tl.constexpr, FORMAT: tl.constexpr, FP16: tl.constexpr)
         else:
             word = octets.to(tl.uint32)
             found = (((word & 0x7F) << 20) | ((word & 0x80) << 24)).to(tl.float32, bitcast=True)
-            found = found * _LACK
+            found = found * _F32_BIAS
     else:
         word = (octets >> (FORMAT * SLOT)) & ((1 << FORMAT) - 1)
         found = word.to(tl.float32) - (1 << (FORMAT - 1))
