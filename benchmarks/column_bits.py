@@ -37,8 +37,8 @@ from kvprof.kernels.quantized.codes import COLUMN_BITS
 from kvprof.kernels.quantized.launch import tuning_for
 from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, segment_of
 from kvprof.kernels.quantized.moving import token_move
+from kvprof.kernels.quantized.operand_layout import Runs, Tuning
 from kvprof.kernels.quantized.reference import reference_segments
-from kvprof.kernels.quantized.side import Runs, Tuning
 from kvprof.kernels.quantized.step import segments_step
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan

@@ -6,7 +6,7 @@ from typing import Any
 from kvprof.benchmark.shapes import Shape, layout_of
 from kvprof.errors import UsageError
 from kvprof.kernels.quantized.codes import Bits
-from kvprof.kernels.quantized.side import SideKind, width_of
+from kvprof.kernels.quantized.operand_layout import SideKind, width_of
 from kvprof.methods.accounting import layer_bytes
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.soundness import CENTRED

@@ -8,7 +8,7 @@ import torch
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import LARGEST_GROUP, STEP
 from kvprof.kernels.quantized.codes import FORMATS
-from kvprof.kernels.quantized.geometries import geometry_of
+from kvprof.kernels.quantized.layout_registry import operand_layout_of
 from kvprof.methods.plan import LayerPlan, Placement, Plan
 from kvprof.methods.registry import calibration_needs, centred_by_default
 from kvprof.methods.soundness import CENTRED
@@ -97,10 +97,10 @@ def _quantiser_refusal(quantiser: Quantiser) -> str | None:
     reason = refused_quantiser(quantiser)
     if reason is not None or quantiser.kind not in FORMATS:
         return reason
-    geometry = geometry_of(quantiser.kind)
-    if geometry.by_width:
+    layout = operand_layout_of(quantiser.kind)
+    if layout.by_width:
         return None
-    return f"pages of latents with {geometry.words} are not supported yet"
+    return f"pages of latents with {layout.words} are not supported yet"
 
 
 def _layer_refusal(layer: LayerPlan, *, quantised: bool) -> str | None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvprof.kernels.quantized.codes import COLUMN_BITS
 from kvprof.kernels.quantized.layout import Segment, segment_of
-from kvprof.kernels.quantized.side import Runs
+from kvprof.kernels.quantized.operand_layout import Runs
 
 FORMATS = (None, "fp8", 8, 4, 3, 2, "uniform-rms")
 

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 from kvprof.kernels.quantized.layout import SegmentsLayout, segment_of
-from kvprof.kernels.quantized.side import Runs
+from kvprof.kernels.quantized.operand_layout import Runs
 from kvprof.kernels.quantized.variants import segments_form
 from kvprof.kernels.reconstruct import variants
 

@@ -11,10 +11,10 @@ from kvprof.kernels.quantized.codes import FORMATS, quantise, spread
 from kvprof.kernels.quantized.column_kernel import sums_are_whole
 from kvprof.kernels.quantized.columns import dequantised_columns, quantise_columns
 from kvprof.kernels.quantized.cuts import token_bytes, token_cost
-from kvprof.kernels.quantized.geometries import bits_numbered, format_of
 from kvprof.kernels.quantized.launch import tuning_for
 from kvprof.kernels.quantized.layout import SegmentsLayout, segment_of
-from kvprof.kernels.quantized.side import Runs
+from kvprof.kernels.quantized.layout_registry import bits_numbered, format_of
+from kvprof.kernels.quantized.operand_layout import Runs
 from kvprof.kernels.tables import joined_rows
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.codecs import codec_for, unpack

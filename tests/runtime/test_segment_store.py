@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvprof.kernels.planes import RaggedLayout
-from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.operand_layout import PLACES
 from kvprof.methods.storage import Levels
 from kvprof.runtime.backends.segment_store import Format, SegmentStore
 from kvprof.runtime.backends.stages import Stages

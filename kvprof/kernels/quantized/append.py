@@ -10,7 +10,7 @@ from torch import Tensor
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import row_stride
 from kvprof.kernels.quantized.layout import SegmentsLayout
-from kvprof.kernels.quantized.side import PLACES, SideAddresses, StoredColumns, Tokens
+from kvprof.kernels.quantized.operand_layout import PLACES, SideAddresses, StoredColumns, Tokens
 
 __all__ = ["Addresses", "addresses_of", "append", "read", "read_scales", "write"]
 

@@ -8,7 +8,7 @@ either sign; counted from the minimum they would be large numbers that cancel, a
 round away would be larger than what is left. Middle and scale are rounded to float16 before codes
 are made.
 
-Other geometries have their own formats and arithmetic (`kvprof.kernels.quantized.geometries`).
+Other layouts have their own formats and arithmetic (`kvprof.kernels.quantized.layout_registry`).
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ __all__ = [
     "spread",
 ]
 
-#: Bits of a code, ``"fp8"`` for e4m3 without a scale, the name of another geometry's format, None
+#: Bits of a code, ``"fp8"`` for e4m3 without a scale, the name of another layout's format, None
 #: for the run's dtype.
 Bits = int | str | None
 

@@ -39,7 +39,7 @@ from kvprof.kernels.quantized.int8_hi_lo import (
     summed,
     without_end,
 )
-from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.operand_layout import PLACES
 from kvprof.kernels.quantized.tables import EYE_HALVES, EYE_THREE, PlaneColumns
 from kvprof.kernels.split_kv import empty, store_columns
 from kvprof.kernels.tables import column

@@ -39,13 +39,13 @@ from kvprof.analysis.uniform import uniform_step
 from kvprof.errors import UsageError
 from kvprof.kernels.planes import STEP
 from kvprof.kernels.quantized.codes import BITS_PER_COLUMN, COLUMN_BITS, COLUMN_FORMATS, Bits
-from kvprof.kernels.quantized.side import (
+from kvprof.kernels.quantized.operand_layout import (
     PLACES,
     WIDEST_PLANE,
+    OperandLayout,
     Placed,
     Plane,
     Runs,
-    Side,
     SideAddresses,
     SideKind,
     StoredColumns,
@@ -60,7 +60,7 @@ from kvprof.kernels.quantized.tables import MovedColumn, PlaneColumns, Stretch
 __all__ = [
     "COLUMN_SLOTS",
     "TURNED",
-    "ColumnSide",
+    "ColumnsLayout",
     "dequantised_columns",
     "quantise_columns",
 ]
@@ -164,7 +164,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class ColumnSide(Side):
+class ColumnsLayout(OperandLayout):
     """K or V of a head whose columns have bits of their own."""
 
     runs: Runs = ()  # with the bits of each
@@ -188,7 +188,7 @@ class ColumnSide(Side):
         columns: int | None,
         slots: int,
         dtype: torch.dtype,
-    ) -> "ColumnSide":
+    ) -> "ColumnsLayout":
         """Return the side of a head; its kind are runs, and one scale is for all columns."""
         return cls(values, width_of(kind), bits, None, slots, dtype, _runs(kind))
 
@@ -443,7 +443,7 @@ class ColumnSide(Side):
         lowest: int,
         free: int,
     ) -> tuple[list[Stretch], list[MovedColumn]]:
-        """Return how one launch stores a token: a single stretch; as `Side`."""
+        """Return how one launch stores a token: a single stretch; as `OperandLayout`."""
         tops = {piece.column: number for number, piece in enumerate(self.pieces) if piece.below}
         halves = {plane.start: plane.across for plane in self.planes if plane.below}
         rows = []

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvprof.kernels.quantized.layout import SegmentsLayout
-from kvprof.kernels.quantized.side import PLACES, Side
+from kvprof.kernels.quantized.operand_layout import PLACES, OperandLayout
 from kvprof.kernels.split_kv import Attended
 
 __all__ = ["segments_cpu"]
@@ -108,12 +108,12 @@ def _segment(
     return top, total
 
 
-def _columns(side: Side, group: int) -> slice:
+def _columns(side: OperandLayout, group: int) -> slice:
     width = side.columns or side.width
     return slice(group * width, (group + 1) * width)
 
 
-def _scores(side: Side, blocks: Tensor, queries: Tensor) -> Tensor:
+def _scores(side: OperandLayout, blocks: Tensor, queries: Tensor) -> Tensor:
     """Return ``[batch, G, tokens]``; scales and middles are applied to products of codes."""
     codes, scale, middle = side.raw(blocks)
     queries = queries[..., : side.width]
@@ -128,7 +128,7 @@ def _scores(side: Side, blocks: Tensor, queries: Tensor) -> Tensor:
     return found
 
 
-def _weighted(side: Side, blocks: Tensor, weights: Tensor, there: Tensor) -> Tensor:
+def _weighted(side: OperandLayout, blocks: Tensor, weights: Tensor, there: Tensor) -> Tensor:
     """Return ``[batch, G, width]``; what lies behind a context may be no number."""
     codes, scale, middle = side.raw(blocks)
     if scale is None:

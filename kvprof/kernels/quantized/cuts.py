@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvprof.kernels.dispatch import wait_for_earlier
 from kvprof.kernels.quantized.layout import SegmentsLayout
-from kvprof.kernels.quantized.side import MOST_PLACES, PLACES, Side
+from kvprof.kernels.quantized.operand_layout import MOST_PLACES, PLACES, OperandLayout
 from kvprof.kernels.quantized.tables import Counter, Item, Unit
 from kvprof.kernels.split_kv import split_range, work_item
 from kvprof.kernels.tables import Part, column
@@ -78,11 +78,11 @@ def token_cost(
     return round(_PARTS * cost)
 
 
-def _padding(side: Side) -> int:
+def _padding(side: OperandLayout) -> int:
     return sum(16 * side.container // 8 for plane in side.planes if plane.width == 16)
 
 
-def _token(side: Side, nbytes: int) -> float:
+def _token(side: OperandLayout, nbytes: int) -> float:
     return nbytes / (PLACES * side.slots)
 
 

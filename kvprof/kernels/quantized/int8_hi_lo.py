@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvprof.analysis.uniform import uniform_step
-from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.operand_layout import PLACES
 from kvprof.kernels.quantized.tables import PlaneColumns
 from kvprof.kernels.tables import column
 

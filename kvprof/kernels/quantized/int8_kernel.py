@@ -27,7 +27,7 @@ from kvprof.kernels.quantized.int8_hi_lo import (
     summed,
     without_end,
 )
-from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.operand_layout import PLACES
 from kvprof.kernels.quantized.tables import PlaneColumns
 from kvprof.kernels.quantized.unpack import top_codes
 from kvprof.kernels.split_kv import empty, store_columns

@@ -21,8 +21,8 @@ from kvprof.kernels.quantized.move import (
     states_of,
     target_of,
 )
+from kvprof.kernels.quantized.operand_layout import PLACES
 from kvprof.kernels.quantized.row_kernel import row_piece
-from kvprof.kernels.quantized.side import PLACES
 from kvprof.kernels.quantized.tables import (
     MOST_SHARES,
     Counter,

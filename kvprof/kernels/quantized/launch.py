@@ -19,10 +19,10 @@ from kvprof.kernels.quantized.cuts import (
     token_bytes,
     token_cost,
 )
-from kvprof.kernels.quantized.geometries import GEOMETRIES
 from kvprof.kernels.quantized.kernel import segment_pieces
 from kvprof.kernels.quantized.layout import SegmentsLayout
-from kvprof.kernels.quantized.side import Tuning
+from kvprof.kernels.quantized.layout_registry import OPERAND_LAYOUTS
+from kvprof.kernels.quantized.operand_layout import Tuning
 from kvprof.kernels.quantized.tables import Counter, Item, Kind, PlaneColumns, Unit
 from kvprof.kernels.quantized.unpack import missing_factor
 from kvprof.kernels.split_kv import (
@@ -123,12 +123,12 @@ def tuning_for(layout: SegmentsLayout) -> Tuning:
     if numbers > _REGISTERS // 2 or all(side.bits is None for side in sides):
         warps = 2 if numbers > _REGISTERS else 1
         return Tuning(8, stages=3, warps=warps, per_token=32, registers=0, near=0)
-    for geometry in GEOMETRIES:
+    for operand_layout in OPERAND_LAYOUTS:
         alike = sum(
-            any(isinstance(side, geometry) for side in layout.sides(*unit))
+            any(isinstance(side, operand_layout) for side in layout.sides(*unit))
             for unit in layout.unit_kinds.values()
         )
-        if alike and (own := geometry.tuned(alike)) is not None:
+        if alike and (own := operand_layout.tuned(alike)) is not None:
             return own
     int8 = _int8(layout)
     # Exact tokens at an end, of which there are few, empty no cache of instructions.

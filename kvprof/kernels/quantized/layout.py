@@ -45,8 +45,8 @@ has the scales of two neighbouring tokens; but the middles of V, which enter a p
 tokens of one slot, lie ``[group, slot, place]``. A group is `columns` adjacent columns; the last of
 a row may be narrower. Everything begins on a multiple of 16 bytes.
 
-That is how rows of one number of bits lie; another geometry says by itself how its sides do
-(`kvprof.kernels.quantized.geometries`).
+That is how rows of one number of bits lie; another operand layout says by itself how its sides do
+(`kvprof.kernels.quantized.layout_registry`).
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,15 @@ from kvprof.errors import UsageError
 from kvprof.kernels.checks import check_dtype
 from kvprof.kernels.planes import STEP, RaggedLayout, in_rows
 from kvprof.kernels.quantized.codes import Bits
-from kvprof.kernels.quantized.geometries import format_of, geometry_of
-from kvprof.kernels.quantized.side import MOST_PLACES, PLACES, Placed, Side, SideKind, width_of
+from kvprof.kernels.quantized.layout_registry import format_of, operand_layout_of
+from kvprof.kernels.quantized.operand_layout import (
+    MOST_PLACES,
+    PLACES,
+    OperandLayout,
+    Placed,
+    SideKind,
+    width_of,
+)
 
 __all__ = [
     "HeadConfig",
@@ -86,18 +93,18 @@ class Segment:
 
     layout: RaggedLayout  # widths, group, batch and the segment's own capacity
     #: A format: 8, 4, 3 or 2 bits with a float16 scale and middle per token and group of columns;
-    #: `"fp8"` for e4m3; None for full precision; another geometry's.
+    #: `"fp8"` for e4m3; None for full precision; another operand layout's.
     key_bits: Bits = None
     value_bits: Bits = None
     columns: int | None = 32  # that share a scale, a multiple of 16; None for a token's whole row
     #: Whether the layout is of a pool of pages: its batch the pages, its capacity a page's tokens.
     paged: bool = False
-    #: Per head where a width does not say all of a geometry's sides, else empty.
+    #: Per head where a width does not say all of a layout's sides, else empty.
     key_kinds: tuple[SideKind, ...] = ()
     value_kinds: tuple[SideKind, ...] = ()
 
     def __post_init__(self) -> None:
-        keys, values = geometry_of(self.key_bits), geometry_of(self.value_bits)
+        keys, values = operand_layout_of(self.key_bits), operand_layout_of(self.value_bits)
         keys.check_kinds(self.key_kinds, self.layout.key_widths)
         values.check_kinds(self.value_kinds, self.layout.value_widths)
         if keys is not values:
@@ -230,15 +237,15 @@ class SegmentsLayout:
                 found.setdefault(self.unit_kind(segment, head), (segment, head))
         return found
 
-    def sides(self, segment: int, head: int) -> tuple[Side, Side]:
+    def sides(self, segment: int, head: int) -> tuple[OperandLayout, OperandLayout]:
         """Return K and V of a head of a segment."""
         own = self.segments[segment]
         shared = (own.columns, own.slots, self.dtype)
         keys, values = own.kind(head)
 
         return (
-            geometry_of(own.key_bits).of(False, keys, own.key_bits, *shared),
-            geometry_of(own.value_bits).of(True, values, own.value_bits, *shared),
+            operand_layout_of(own.key_bits).of(False, keys, own.key_bits, *shared),
+            operand_layout_of(own.value_bits).of(True, values, own.value_bits, *shared),
         )
 
     def placed(self, segment: int, head: int, values: bool) -> Placed:

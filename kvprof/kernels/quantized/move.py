@@ -1,4 +1,4 @@
-"""How tokens get into the bytes of a segment, and out of them, geometry by geometry.
+"""How tokens get into the bytes of a segment, and out of them, layout by layout.
 
 What `kvprof.kernels.quantized.append` does with some hundred operations of torch a step, which a
 GPU spends most of its time between, in one launch for both sides and all heads
@@ -15,7 +15,7 @@ import triton.language as tl
 from kvprof.analysis.uniform import uniform_step
 from kvprof.kernels.quantized.codes import E4M3_TINY, E4M3_TO_F32_BIAS, FP8, FULL
 from kvprof.kernels.quantized.columns import COLUMN_SLOTS, TURNED
-from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.operand_layout import PLACES
 from kvprof.kernels.quantized.tables import MovedColumn, Stretch
 from kvprof.kernels.tables import column
 

@@ -15,10 +15,10 @@ from kvprof.errors import UsageError
 from kvprof.kernels.dispatch import check_interpreter, early_launch, launching
 from kvprof.kernels.operators import direct
 from kvprof.kernels.planes import RaggedLayout, chunks, row_stride
-from kvprof.kernels.quantized.geometries import format_of
 from kvprof.kernels.quantized.kernel import move_tokens, restore_tokens
 from kvprof.kernels.quantized.layout import SegmentsLayout
-from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.layout_registry import format_of
+from kvprof.kernels.quantized.operand_layout import PLACES
 from kvprof.kernels.quantized.tables import MovedColumn, Stretch
 
 __all__ = [

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvprof.kernels.quantized.codes import FP8, FULL
-from kvprof.kernels.quantized.side import PLACES
+from kvprof.kernels.quantized.operand_layout import PLACES
 from kvprof.kernels.quantized.tables import EYE_ONE, PlaneColumns
 from kvprof.kernels.quantized.unpack import codes, halves, rounded
 from kvprof.kernels.split_kv import empty, store_columns

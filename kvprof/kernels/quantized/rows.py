@@ -21,12 +21,12 @@ from kvprof.kernels.quantized.codes import (
     numbers,
     restored,
 )
-from kvprof.kernels.quantized.side import (
+from kvprof.kernels.quantized.operand_layout import (
     PLACES,
     WIDEST_PLANE,
+    OperandLayout,
     Placed,
     Plane,
-    Side,
     SideAddresses,
     SideKind,
     StoredColumns,
@@ -37,11 +37,11 @@ from kvprof.kernels.quantized.side import (
 )
 from kvprof.kernels.quantized.tables import MovedColumn, PlaneColumns, Stretch
 
-__all__ = ["RowSide"]
+__all__ = ["RowsLayout"]
 
 
 @dataclass(frozen=True)
-class RowSide(Side):
+class RowsLayout(OperandLayout):
     """K or V of a head whose columns have the same bits, or none are quantised."""
 
     forms = ROW_FORMATS
@@ -56,7 +56,7 @@ class RowSide(Side):
         columns: int | None,
         slots: int,
         dtype: torch.dtype,
-    ) -> "RowSide":
+    ) -> "RowsLayout":
         """Return the side of a head; its kind is a width."""
         return cls(values, width_of(kind), bits, columns, slots, dtype)
 
@@ -144,7 +144,7 @@ class RowSide(Side):
             self.codes(blocks, plane).copy_(joined[..., columns])
 
     def raw(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return what is stored, codes counted from the middle of their container; as `Side`."""
+        """As `OperandLayout.raw`; codes are counted from the middle of their container."""
         if self.bits is None:
             parts = [self.rows(blocks, plane) for plane in self.planes]
             rows = torch.unflatten(torch.cat(parts, dim=-1), 2, (PLACES, self.slots))
@@ -210,7 +210,7 @@ class RowSide(Side):
         lowest: int,
         free: int,
     ) -> tuple[list[Stretch], list[MovedColumn]]:
-        """Return how one launch stores a token: a stretch for every scale; as `Side`."""
+        """Return how one launch stores a token: a stretch for every scale; as `OperandLayout`."""
         scales = self.scale_places(start, size)
         step = (self.columns or self.width) if scales else free
         stretches = [
@@ -232,7 +232,7 @@ class RowSide(Side):
     @classmethod
     def stored(cls, heads: Sequence[Placed], device: torch.device) -> "RowColumns":
         """Return the constants by which single tokens are found, of a segment's heads."""
-        own: list[RowSide] = []
+        own: list[RowsLayout] = []
         places: list[tuple[int, int, int, int]] = []
         scales: list[tuple[int, int, int]] = []
         for side, start, size in heads:
@@ -265,7 +265,7 @@ class RowSide(Side):
 class RowColumns(StoredColumns):
     """The columns of all heads of a segment."""
 
-    side: RowSide  # the first head's; what is read from it is the same for all
+    side: RowsLayout  # the first head's; what is read from it is the same for all
     #: `[columns]` int64: a value's address is `first + block·n + part·p + place·q` for block n of
     #: the batch, part p and place q; in values for a side at full precision, where `part` is 0 and
     #: `place` counts tokens, else in bytes.

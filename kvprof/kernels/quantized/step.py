@@ -22,10 +22,10 @@ from kvprof.kernels.checks import (
 from kvprof.kernels.dispatch import check_interpreter, multiprocessors_of, uses_triton
 from kvprof.kernels.operators import direct
 from kvprof.kernels.quantized.cpu import segments_cpu
-from kvprof.kernels.quantized.geometries import bits_numbered, format_of, geometry_of
 from kvprof.kernels.quantized.launch import launch_cut, launch_segments, tuning_for, unit_table
 from kvprof.kernels.quantized.layout import HeadConfig, SegmentsLayout, of_configs, segment_of
-from kvprof.kernels.quantized.side import SideKind, Tuning, width_of
+from kvprof.kernels.quantized.layout_registry import bits_numbered, format_of, operand_layout_of
+from kvprof.kernels.quantized.operand_layout import SideKind, Tuning, width_of
 from kvprof.kernels.quantized.tables import MOST_SHARES, Counter, Item, eye
 from kvprof.kernels.split_kv import Attended, Schedule
 from kvprof.kernels.tables import Part
@@ -52,13 +52,13 @@ _HEADER = 4
 
 def _kind(number: int, form: int) -> SideKind:
     """Return what a side is like, given its number and that of its format."""
-    return geometry_of(bits_numbered(form)).numbered(number)
+    return operand_layout_of(bits_numbered(form)).numbered(number)
 
 
 def _kind_numbers(layout: SegmentsLayout, configs: Sequence[HeadConfig]) -> list[int]:
     """Return the head configs of a kernel for a layout as whole numbers."""
     return [
-        geometry_of(bits).number(side)
+        operand_layout_of(bits).number(side)
         for config in configs
         for segment, pair in zip(layout.segments, config, strict=True)
         for bits, side in zip((segment.key_bits, segment.value_bits), pair, strict=True)
@@ -69,7 +69,7 @@ def layout_numbers(layout: SegmentsLayout) -> list[int]:
     """Return a layout but for its dtype as whole numbers, which is what an operator takes.
 
     Heads, group, batch and whether there are pages; per segment the bits of K and V, the columns of
-    a scale (0: the row), the capacity, what K and V of each head are like (`Side.number`).
+    a scale (0: the row), the capacity, what K and V of each head are like (`OperandLayout.number`).
     """
     found = [layout.heads, layout.group, layout.batch, int(layout.paged)]
     for segment in layout.segments:
@@ -79,8 +79,8 @@ def layout_numbers(layout: SegmentsLayout) -> list[int]:
             format_of(segment.value_bits).number,
             segment.columns or 0,
             segment.layout.capacity,
-            *map(geometry_of(segment.key_bits).number, keys),
-            *map(geometry_of(segment.value_bits).number, values),
+            *map(operand_layout_of(segment.key_bits).number, keys),
+            *map(operand_layout_of(segment.value_bits).number, values),
         ]
     return found
 
@@ -147,7 +147,7 @@ def segments_operator(
     softcap: float,
     layout: Sequence[int],  # from `layout_numbers`; the dtype is that of `query`
     #: What K and V are like, segment by segment, of every head config of the kernel
-    #: (`Side.number`).
+    #: (`OperandLayout.number`).
     kinds: Sequence[int],
     tuning: Sequence[int],  # A `Tuning`, its fields in order
     shares: int,  # of the work, one for each multiprocessor, `MOST_SHARES` at most

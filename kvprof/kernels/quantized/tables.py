@@ -80,7 +80,7 @@ class Kind(NamedTuple):
     key_parts: int  # bytes of a place that lie apart
     key_groups: int  # scales of a token
     key_planes: int
-    #: Where they begin in a block, as the geometry's kernel counts: rows in float16, columns with
+    #: Where they begin in a block, as the layout's kernel counts: rows in float16, columns with
     #: bits of their own in bytes; 0 where the format keeps none.
     key_scales: int
     key_middles: int
@@ -127,7 +127,7 @@ class Stretch(NamedTuple):
     first: int  # rows of the table of `MovedColumn`
     columns: int
     #: Where a block's begin, from block to block, and from scales to what is kept next, as the
-    #: geometry counts; 0 where there is no scale.
+    #: layout counts; 0 where there is no scale.
     scale_first: int
     scale_block: int
     to_next: int

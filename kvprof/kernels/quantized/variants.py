@@ -7,13 +7,13 @@ import torch
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.kernels.quantized.codes import ROW_FORMATS, Bits
 from kvprof.kernels.quantized.cuts import cut_units, share_units
-from kvprof.kernels.quantized.geometries import GEOMETRIES
 from kvprof.kernels.quantized.kernel import move_tokens, restore_tokens, segment_pieces
 from kvprof.kernels.quantized.launch import constants, tuning_for
 from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, of_configs, segment_of
+from kvprof.kernels.quantized.layout_registry import OPERAND_LAYOUTS
 from kvprof.kernels.quantized.moving import RESTORE_WARPS, restore_constants
 from kvprof.kernels.quantized.moving import constants as move_constants
-from kvprof.kernels.quantized.side import Side, SideKind
+from kvprof.kernels.quantized.operand_layout import OperandLayout, SideKind
 from kvprof.kernels.split_kv import CUT_ALONE, partition_options
 from kvprof.kernels.variants import Variant
 
@@ -102,17 +102,17 @@ _WIDE = ((128, 512),)
 _NAMED = tuple(name for name in ROW_FORMATS if isinstance(name, str))
 
 
-def _own(geometry: type[Side]) -> list[Variant]:
-    """Return what a geometry has compiled: heads read, behind exact tokens, and in pages."""
-    if not geometry.compiled:
+def _own(operand_layout: type[OperandLayout]) -> list[Variant]:
+    """Return what an operand layout has compiled: heads read, behind exact tokens, and in pages."""
+    if not operand_layout.compiled:
         return []
-    bits = next(iter(geometry.forms))
-    own, name = (geometry.compiled, bits, bits), geometry.words
-    stored = segment_of(geometry.compiled, 4, 1, 128, bits, bits, None, paged=True)
+    bits = next(iter(operand_layout.forms))
+    own, name = (operand_layout.compiled, bits, bits), operand_layout.words
+    stored = segment_of(operand_layout.compiled, 4, 1, 128, bits, bits, None, paged=True)
     return [
         _restore(name, stored),
         segments_form(
-            name, torch.bfloat16, 4, ((_FULL * len(geometry.compiled), None, None), own), None
+            name, torch.bfloat16, 4, ((_FULL * len(operand_layout.compiled), None, None), own), None
         ),
         segments_form(f"{name}, pages of 128", torch.float16, 4, (own,), None, page=128),
     ]
@@ -129,14 +129,14 @@ def _cut(name: str, tasks: int) -> Variant:
     return Variant(name, cut_units, types, {**_CUT, **cut}, warps)
 
 
-#: Quantised ragged heads, in pages too, each named format of rows, what other geometries have,
+#: Quantised ragged heads, in pages too, each named format of rows, what other layouts have,
 #: TALE's three segments, Palu's grouped latents; the cut; a token that is stored, with every way to
 #: round it, and read.
 VARIANTS = (
     segments_form("4-bit ragged", torch.bfloat16, 4, ((_RAGGED, 4, 4),)),
     segments_form("4-bit ragged, pages of 64", torch.bfloat16, 4, ((_RAGGED, 4, 4),), page=64),
     *(segments_form(name, torch.bfloat16, 4, ((_FULL, name, name),)) for name in _NAMED),
-    *(form for geometry in GEOMETRIES for form in _own(geometry)),
+    *(form for operand_layout in OPERAND_LAYOUTS for form in _own(operand_layout)),
     segments_form(
         "tale", torch.bfloat16, 4, ((_FULL, None, None), (((128, 64),), 2, 2), (_FULL, 4, 4))
     ),

@@ -10,9 +10,9 @@ from torch import Tensor
 from kvprof.kernels.planes import RaggedLayout, chunks, in_rows
 from kvprof.kernels.quantized.append import Addresses, addresses_of, read, read_scales, write
 from kvprof.kernels.quantized.codes import FORMATS, Bits
-from kvprof.kernels.quantized.geometries import geometry_of
 from kvprof.kernels.quantized.layout import Segment, SegmentsLayout, segment_of
-from kvprof.kernels.quantized.side import PLACES, SideKind, width_of
+from kvprof.kernels.quantized.layout_registry import operand_layout_of
+from kvprof.kernels.quantized.operand_layout import PLACES, SideKind, width_of
 from kvprof.methods.plan import HeadGroup, LayerPlan, Plan
 from kvprof.methods.storage import Quantiser, SideQuantiser
 from kvprof.runtime.backends.stages import NOWHERE, Stages
@@ -148,7 +148,7 @@ def kinds_of(
 ) -> tuple[SideKind, ...]:
     """Return what the kernels' stored heads of a level are like."""
     own = side.bits[level] if side is not None and side.bits else None
-    kind = geometry_of(bits).kind
+    kind = operand_layout_of(bits).kind
     return tuple(kind(group.ranks[level], own, group.column_bits) for group in groups)
 
 

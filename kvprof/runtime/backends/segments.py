@@ -18,7 +18,7 @@ from kvprof.kernels.planes import RaggedLayout, in_rows
 from kvprof.kernels.project.step import project_step
 from kvprof.kernels.quantized.append import Addresses, addresses_of, write
 from kvprof.kernels.quantized.layout import HeadConfig, SegmentsLayout
-from kvprof.kernels.quantized.side import PLACES, WIDEST_PLANE
+from kvprof.kernels.quantized.operand_layout import PLACES, WIDEST_PLANE
 from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout

@@ -21,7 +21,7 @@ from kvprof.kernels.project.step import (
 )
 from kvprof.kernels.quantized.append import append
 from kvprof.kernels.quantized.layout import Segment, SegmentsLayout
-from kvprof.kernels.quantized.side import PLACES, WIDEST_PLANE
+from kvprof.kernels.quantized.operand_layout import PLACES, WIDEST_PLANE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * (DEVICE.type == "cuda")

@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprof.errors import UsageError
-from kvprof.kernels.quantized.columns import ColumnSide
+from kvprof.kernels.quantized.columns import ColumnsLayout
 from kvprof.kernels.quantized.cuts import tile_places, token_cost
 from kvprof.kernels.quantized.launch import constants
 from kvprof.kernels.quantized.layout import SegmentsLayout, of_configs, segment_of
+from kvprof.kernels.quantized.operand_layout import Runs
 from kvprof.kernels.quantized.reference import reference_segments
-from kvprof.kernels.quantized.side import Runs
 from kvprof.kernels.quantized.step import SegmentsStep, Tuning, segments_step
 from kvprof.kernels.quantized.tables import Item, Unit
 from kvprof.kernels.split_kv import Attended
@@ -293,7 +293,7 @@ def _copy_token(side, source, target, row: int, token: int) -> None:
     """Copy what is stored of a token, bit by bit, and nothing else."""
     block, inside = divmod(token, 32 * side.slots)
     place, slot = divmod(inside, side.slots)
-    if isinstance(side, ColumnSide):
+    if isinstance(side, ColumnsLayout):
         for piece in side.pieces:
             number, part = divmod(slot, piece.apart // 2)
             mask = (2**piece.bits - 1) << piece.shift + piece.apart * number

@@ -1,9 +1,9 @@
-"""One side, K or V, of one head of a segment: what a geometry says, and what all have alike.
+"""One side, K or V, of one head of a segment: what a layout says, and what all have alike.
 
-A geometry is how the numbers of a block's tokens lie. It is a class of sides
-(`kvprof.kernels.quantized.geometries` lists them) which says its planes, bytes and tables, how
+An operand layout is how the numbers of a block's tokens lie. It is a class of sides
+(`kvprof.kernels.quantized.layout_registry` lists them) which says its planes, bytes and tables, how
 tokens are stored and read, a block at a time and one by one, and which of the kernels' functions
-reads them (by the number of its formats). Nothing else asks which geometry a side has, but for the
+reads them (by the number of its formats). Nothing else asks which layout a side has, but for the
 two kernels that are launched (`kvprof.kernels.quantized.kernel`), and what refuses plans.
 """
 
@@ -23,10 +23,10 @@ __all__ = [
     "MOST_PLACES",
     "PLACES",
     "WIDEST_PLANE",
+    "OperandLayout",
     "Placed",
     "Plane",
     "Runs",
-    "Side",
     "SideAddresses",
     "SideKind",
     "StoredColumns",
@@ -43,7 +43,7 @@ PLACES = 32
 MOST_PLACES = 64
 WIDEST_PLANE = 64
 
-#: Runs of adjacent columns, from the first on, each with a number of its geometry's own.
+#: Runs of adjacent columns, from the first on, each with a number of its layout's own.
 Runs = tuple[tuple[int, int], ...]
 #: What heads of one format differ by: a width; where that does not say it all, runs.
 SideKind = int | Runs
@@ -86,7 +86,7 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Side(ABC):
+class OperandLayout(ABC):
     """K or V of a head; `kvprof.kernels.quantized.layout` has the drawing."""
 
     values: bool  # whether it is V
@@ -96,7 +96,7 @@ class Side(ABC):
     slots: int  # tokens of a place
     dtype: torch.dtype  # of full precision
 
-    #: The formats of the geometry.
+    #: The formats of the layout.
     forms: ClassVar[Mapping[Bits, NumberFormat]]
     #: What its sides have, in a sentence that refuses them.
     words: ClassVar[str]
@@ -118,7 +118,7 @@ class Side(ABC):
         columns: int | None,
         slots: int,
         dtype: torch.dtype,
-    ) -> "Side":
+    ) -> "OperandLayout":
         """Return the side of a head of a kind; the rest are the attributes of these names."""
 
     @classmethod
@@ -275,7 +275,7 @@ class Side(ABC):
 class Placed(NamedTuple):
     """A side and where it lies."""
 
-    side: Side
+    side: OperandLayout
     start: int  # byte of a row at which its first block begins
     size: int  # bytes from block to block
 
@@ -330,11 +330,11 @@ class SideAddresses:
 
     columns: StoredColumns
     there: Tensor  # `[batch, n]` bool: False for a token that is left out
-    #: `[batch, n, columns]` int64, of codes in bytes, of full precision in values; of a geometry
+    #: `[batch, n, columns]` int64, of codes in bytes, of full precision in values; of a layout
     #: whose codes lie in pieces `[batch, n, pieces]`.
     values: Tensor
     shift: Tensor  # `[batch, n, 1]` uint8: bits of a byte below a token's code; or by piece
-    #: `[batch, n, groups]` int64 each: what the format keeps, as its geometry counts.
+    #: `[batch, n, groups]` int64 each: what the format keeps, as its layout counts.
     kept: tuple[Tensor, ...]
 
 

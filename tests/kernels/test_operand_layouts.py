@@ -1,4 +1,4 @@
-"""What a geometry of segments has to say: all of it in one class, and nobody else asks."""
+"""What an operand layout of segments has to say: all of it in one class, and nobody else asks."""
 
 import re
 from collections.abc import Sequence
@@ -13,20 +13,26 @@ from torch import Tensor
 
 import kvprof
 from kvprof.errors import UsageError
-from kvprof.kernels.quantized import geometries
+from kvprof.kernels.quantized import layout_registry
 from kvprof.kernels.quantized.append import append
 from kvprof.kernels.quantized.codes import NumberFormat
 from kvprof.kernels.quantized.cpu import segments_cpu
 from kvprof.kernels.quantized.layout import SegmentsLayout, segment_of
+from kvprof.kernels.quantized.operand_layout import (
+    OperandLayout,
+    Plane,
+    SideAddresses,
+    StoredColumns,
+    replace_bits,
+)
 from kvprof.kernels.quantized.reference import reference_segments
-from kvprof.kernels.quantized.side import Plane, Side, SideAddresses, StoredColumns, replace_bits
 
 PACKAGE = Path(kvprof.__file__).parent
 #: Where a class of sides is given its place: the list, and the kernels that are launched.
-PLACES = {"geometries.py", "kernel.py", "move.py"}
+PLACES = {"layout_registry.py", "kernel.py", "move.py"}
 
 
-class SignSide(Side):
+class SignLayout(OperandLayout):
     """Only a sign and a token's mean size, the last column first: 8 tokens to a byte."""
 
     forms: ClassVar = {"sign": NumberFormat(-77, 1, ("scale",))}
@@ -116,8 +122,9 @@ class SignColumns(StoredColumns):
 
 @pytest.fixture
 def signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geometries, "GEOMETRIES", (*geometries.GEOMETRIES, SignSide))
-    monkeypatch.setitem(geometries.FORMATS, "sign", SignSide.forms["sign"])
+    known = (*layout_registry.OPERAND_LAYOUTS, SignLayout)
+    monkeypatch.setattr(layout_registry, "OPERAND_LAYOUTS", known)
+    monkeypatch.setitem(layout_registry.FORMATS, "sign", SignLayout.forms["sign"])
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -125,7 +132,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("signs")
-def test_a_geometry_in_the_list_is_stored_and_attended_to() -> None:
+def test_a_layout_in_the_list_is_stored_and_attended_to() -> None:
     widths = [(48, 32), (16, 64)]
     exact = segment_of(widths, 2, 2, 40)
     layout = SegmentsLayout((exact, segment_of(widths, 2, 2, 300, "sign", "sign")), torch.float32)
@@ -155,22 +162,22 @@ def test_a_geometry_in_the_list_is_stored_and_attended_to() -> None:
 
 
 def named(text: str) -> Sequence[str]:
-    return re.findall(r"\b(?:ColumnSide|RowSide|RowColumns|PieceColumns|COLUMN_SLOTS)\b", text)
+    return re.findall(r"\b(?:(?:Row|Column)sLayout|(?:Row|Piece)Columns|COLUMN_SLOTS)\b", text)
 
 
-def test_nothing_else_asks_which_geometry_a_side_has() -> None:
+def test_nothing_else_asks_which_layout_a_side_has() -> None:
     own = {"rows.py", "row_kernel.py", "columns.py", "column_kernel.py"}
     asking = {
         path.name
         for path in PACKAGE.rglob("*.py")
-        if named(text := path.read_text()) or re.search(r"segments\.(columns|rows) import", text)
+        if named(text := path.read_text()) or re.search(r"quantized\.(columns|rows) import", text)
     }
     assert asking <= PLACES | own
-    assert geometries.GEOMETRIES[0].forms.keys() >= {None, "fp8", 4}
+    assert layout_registry.OPERAND_LAYOUTS[0].forms.keys() >= {None, "fp8", 4}
 
 
 @pytest.mark.usefixtures("signs")
-def test_keys_and_values_are_of_one_geometry() -> None:
+def test_keys_and_values_have_one_layout() -> None:
     with pytest.raises(UsageError):
         segment_of([(32, 32)], 2, 1, 64, "sign", 4)
     with pytest.raises(UsageError):
