@@ -15,7 +15,7 @@ What the runtime calls by which name, where the names leave room:
 - ``evict``: scores that decide what leaves, and picking what stays.
 - ``schedule``: cutting a step's work for the kernels, and counting the tokens of the rows.
 - ``attention``: everything else between the projections, appending to the cache included. The
-  kernels' merge of partial results is in there too: one operator does both.
+  kernels' combining of splits is in there too: one operator does both.
 """
 
 import time

@@ -113,7 +113,7 @@ def page_spec(layer: Any, plan: Plan, config: Any) -> FullAttentionSpec:
 
 
 def tell_tokens(plan: Plan, config: Any, pages: int) -> None:
-    """Say how many tokens of cache fit, against full width in the same memory."""
+    """Say how many tokens of cache fit, against uncompressed in the same memory."""
     ranks, itemsize = (
         config.parallel_config.tensor_parallel_size,
         config.model_config.dtype.itemsize,

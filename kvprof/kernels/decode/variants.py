@@ -48,7 +48,7 @@ def decode_form(
     return Variant(f"decode {name} {dtype}", decode_pieces, types, constants, tuning.warps)
 
 
-def _merge(width: int, most: int, *, beside: bool) -> Variant:
+def _combine(width: int, most: int, *, beside: bool) -> Variant:
     types = {
         "partial": "*fp32",
         "logs": "*fp32",
@@ -89,7 +89,7 @@ def _cut(name: str, tasks: int) -> Variant:
 
 _RAGGED = ((112, 32), (96, 48), (80, 64), (64, 64), (48, 112), (48, 80), (32, 64), (32, 48))
 
-#: Full width, a ragged layer, the odd widths at both ends, pages, and what options and groups add.
+#: Uncompressed, a ragged layer, the odd widths at both ends, pages, what options and groups add.
 VARIANTS = (
     decode_form("full", "bf16", ((128, 128),)),
     decode_form("ragged", "bf16", _RAGGED),
@@ -99,8 +99,8 @@ VARIANTS = (
     decode_form("latents", "bf16", ((512, 480), (128, 512)), group=16),
     decode_form("latents, large group", "bf16", ((256, 256), (240, 128)), group=32),
     decode_form("ragged", "fp32", _RAGGED[:3]),
-    _merge(32, 256, beside=False),
-    _merge(128, 16, beside=True),
+    _combine(32, 256, beside=False),
+    _combine(128, 16, beside=True),
     Variant("decode share", share_equal, _TASKS, {**_CUT, "BLOCK": 1024}, 8),
     _cut("decode cut", CUT_ALONE + 1),
     _cut("decode share and cut", CUT_ALONE),

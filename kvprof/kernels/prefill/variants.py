@@ -61,7 +61,7 @@ def _cut() -> Variant:
     return Variant("prefill cut", cut_rows, types, constants, 1)
 
 
-#: Full width, the uniform half, the most chunks, everything that models add, a wide latent, wide
+#: Uncompressed, the uniform half, the most chunks, everything that models add, a wide latent, wide
 #: heads and pages.
 VARIANTS = (
     _prefill("full", "bf16", 128, 128),

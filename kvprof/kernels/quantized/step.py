@@ -357,7 +357,7 @@ class SegmentsStep:
             ``[rows, most pages]`` int32, for a pool of pages. What it names is not checked; a row's
             tokens behind its last page are left out.
         beside : Attended, optional
-            What each row sees beside its segments, merged by the logarithms: a row without any
+            What each row sees beside its segments, combined by the logarithms: a row without any
             tokens in these has it alone.
 
         Returns

@@ -32,8 +32,8 @@ __all__ = [
     "KernelLayer",
     "attended",
     "by_latent",
+    "combined",
     "cut",
-    "merged",
     "prefilled",
 ]
 
@@ -301,7 +301,7 @@ def attended(
     scoring: dict[str, Any],
     window: int = 0,
 ) -> "Attended":
-    """Attend as `prefilled` does, to be merged with what is attended to beside."""
+    """Attend as `prefilled` does, to be combined with what is attended to beside."""
     from kvprof.kernels.split_kv import Attended  # Triton is for Linux only
 
     batch, tokens, _ = query.shape
@@ -313,7 +313,7 @@ def attended(
     return Attended(output.unflatten(0, (batch, tokens)), logs.unflatten(0, (batch, tokens)))
 
 
-def merged(layout: RaggedLayout, found: "Attended", beside: "Attended") -> Tensor:
+def combined(layout: RaggedLayout, found: "Attended", beside: "Attended") -> Tensor:
     """Return what queries see of both; the first is overwritten."""
     # Nothing of what is -inf, where there is anything.
     shares = torch.sigmoid((beside.logs - found.logs) * math.log(2))

@@ -23,7 +23,7 @@ from kvprof.methods.plan import LayerPlan, Plan
 from kvprof.methods.tokens import segments
 from kvprof.models.layout import LayerLayout
 from kvprof.runtime.attention import GroupStack
-from kvprof.runtime.backends.layer import KernelLayer, attended, by_latent, merged, prefilled
+from kvprof.runtime.backends.layer import KernelLayer, attended, by_latent, combined, prefilled
 from kvprof.runtime.backends.matrices import Matrices, exact_matrices
 from kvprof.runtime.backends.ragged import rows_alike
 from kvprof.runtime.backends.segment_store import (
@@ -270,7 +270,7 @@ class SegmentKernelLayer(KernelLayer):
         # What a sink takes it has taken.
         older = attended(queries, buffer, layout, lengths - exact, {**scoring, "sinks": None})
         with part("merge"):
-            return merged(layout, recent, older)
+            return combined(layout, recent, older)
 
     def _take(
         self,
