@@ -91,7 +91,7 @@ class LayerRuntime:
         self.plan = plan
         self.layer: LayerPlan = plan.layers[index]
         self.facts = facts  # the model's layer
-        self.keeper = EvictionPolicy(plan, self.layer, facts)
+        self.policy = EvictionPolicy(plan, self.layer, facts)
         if plan.lazy and (self.layer.keys.fold_down or self.layer.keys.fold_up):
             raise UsageError(
                 f"layer {index}: a lazy prefill needs uncompressed Q and K; leave out fold_down "
@@ -144,10 +144,10 @@ class LayerRuntime:
                 self._value_side(row_group, index, stack, latent, own, exact)
                 for index, (stack, latent) in enumerate(zip(values, latents[1], strict=True))
             ]
-            if self.keeper.scoring:
-                scoring = self.keeper.scored(row_group, own, key_sides, scoring, exact)
+            if self.policy.scoring:
+                scoring = self.policy.scored(row_group, own, key_sides, scoring, exact)
             output = attend(key_sides, value_sides, scoring, own.query.dtype)
-        self.keeper.store(row_group, own, keys, latents[0], values, latents[1])
+        self.policy.store(row_group, own, keys, latents[0], values, latents[1])
         return output
 
     def run_whole(self, row_group: RowGroup, own: OwnTokens, prompt: int) -> Tensor:
@@ -232,8 +232,8 @@ class LayerRuntime:
         positions = self._positions(row_group, own, tokens, None)
         cos, sin = own.angles.at(index_of(tuple(row_group.rows), own.key.device), positions)
         angles = pairs.angles(cos.to(dtype), sin.to(dtype))
-        if len(self.keeper.units) > 1 and angles.shape[1] > 1:
-            heads = [size for _, size in self.keeper.units]
+        if len(self.policy.units) > 1 and angles.shape[1] > 1:
+            heads = [size for _, size in self.policy.units]
             every = torch.tensor(heads, device=angles.device)
             angles = angles.repeat_interleave(every, dim=1)
         return angles
@@ -356,7 +356,7 @@ class LayerRuntime:
         start = 0 if plain else min(self.plan.levels.sink, rows.shape[-2])
         start += sum(x.tokens for x in parts if x.codec is not PLAIN)
         for level in form.quantised:
-            codec, width = self.keeper.codec(side, level, stack), stack.ranks[level]
+            codec, width = self.policy.codec(side, level, stack), stack.ranks[level]
             rows = rows[..., :width]
             new = rows[..., start:, :]
             if codec is not PLAIN and new.shape[-2]:
@@ -486,7 +486,7 @@ class LayerRuntime:
             return torch.cat([old, fresh]).expand(len(row_group.rows), groups, -1)
         old = row_group.positions.long()
         if stack is not None:
-            old = old[:, self.keeper.units_of(stack)]
+            old = old[:, self.policy.units_of(stack)]
         return torch.cat([old, fresh.expand(*old.shape[:2], -1)], dim=-1)
 
     def _scaling(self, options: dict[str, Any]) -> float:
