@@ -12,6 +12,10 @@ from kvprof.commands.output import ForceOption, JsonOption
 from kvprof.commands.recipe_run import RunRequest, check_command, run_recipes
 from kvprof.errors import KvprofError, UsageError
 from kvprof.methods.named import SOURCES, papers_named
+from kvprof.recipes.check import InvalidRecipeError, load_recipe
+from kvprof.recipes.find import find_recipes, template
+from kvprof.recipes.ledger import ledger_data, merge_entries
+from kvprof.recipes.recipe import Recipe, read_text
 from kvprof.records.files import (
     RESULT_NAME,
     ensure_writable,
@@ -19,10 +23,6 @@ from kvprof.records.files import (
     what_was_read,
     write_text_atomic,
 )
-from kvprof.reproduction.check import InvalidRecipeError, load_recipe
-from kvprof.reproduction.find import find_recipes, template
-from kvprof.reproduction.ledger import ledger_data, merge_entries
-from kvprof.reproduction.recipe import Recipe, read_text
 from kvprof.views.export import page_html, page_markdown
 from kvprof.views.ledger import ledger, table
 from kvprof.views.recipe import lines, listing
@@ -94,7 +94,6 @@ def list_recipes(
 
 
 def _listed(one: Recipe) -> dict[str, object]:
-
     return {
         "name": one.name,
         "paper": one.paper,

@@ -27,6 +27,22 @@ from kvprof.errors import (
 )
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.named import method_entries
+from kvprof.recipes.allowed import REMOTE_CODE
+from kvprof.recipes.check import load_recipe
+from kvprof.recipes.find import find_recipes
+from kvprof.recipes.ledger import NOT_REPRODUCED, NOT_TESTABLE, ledger_data, merge_entries
+from kvprof.recipes.machine import Machine, this_machine
+from kvprof.recipes.on_ray import ray_runner
+from kvprof.recipes.resolve import Planned
+from kvprof.recipes.runs import (
+    CellStore,
+    CommandRunner,
+    code_version,
+    one_by_one,
+    prepare,
+    run_child,
+    run_planned,
+)
 from kvprof.records.files import (
     RESULT_NAME,
     read_result,
@@ -35,21 +51,11 @@ from kvprof.records.files import (
     write_beside,
     write_result,
 )
-from kvprof.reproduction.allowed import REMOTE_CODE
-from kvprof.reproduction.cells import CellStore, Runner, code_version, one_by_one, run_child
-from kvprof.reproduction.check import load_recipe
-from kvprof.reproduction.find import find_recipes
-from kvprof.reproduction.ledger import NOT_REPRODUCED, NOT_TESTABLE, ledger_data, merge_entries
-from kvprof.reproduction.machine import Machine, this_machine
-from kvprof.reproduction.on_ray import ray_pool
-from kvprof.reproduction.resolve import Planned
-from kvprof.reproduction.run import prepare, run_planned
 from kvprof.scratch import alone_in
 
 __all__ = ["RunRequest", "check_command", "run_recipes"]
 
-# --- Whether a recipe's cell is a command that there is, asked of the command, which is not
-# run.
+# --- Whether a recipe's cell is a command that there is; the command is not run.
 
 
 # Of everything that a wrong command line raises; see kvprof.cli.
@@ -136,7 +142,7 @@ class RunRequest:
 
 
 def run_recipes(
-    request: RunRequest, *, runner: Runner = run_child, machine: Machine | None = None
+    request: RunRequest, *, run: CommandRunner = run_child, machine: Machine | None = None
 ) -> None:
     """Run recipes and show what became of them."""
     outputs = Outputs(json=request.json, force=request.force)
@@ -144,9 +150,9 @@ def run_recipes(
     folder = request.out if request.out is not None else _default_folder()
     _older(folder)  # before the work: a folder of something else is refused
     recipes = [load_recipe(path, check_command) for path in find_recipes(list(request.names))]
-    machine, pool = machine or this_machine(), one_by_one(runner)
+    machine, runner = machine or this_machine(), one_by_one(run)
     if request.ray is not None:
-        pool, gpus = ray_pool(request.ray)
+        runner, gpus = ray_runner(request.ray)
         machine = replace(machine, gpus=("a GPU of the cluster",) * gpus)
     settings = dict(request.settings)
     planned = prepare(
@@ -175,7 +181,7 @@ def run_recipes(
         finished = run_planned(
             planned,
             CellStore(folder / "cells"),
-            pool,
+            runner,
             machine=machine,
             settings=known,
             fresh=request.fresh,

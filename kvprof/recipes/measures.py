@@ -9,10 +9,10 @@ from statistics import fmean, median
 from typing import Any
 
 from kvprof.analysis.stats import LEAST_SEQUENCES, binomial_interval, normal_interval
+from kvprof.recipes.recipe import Measure
 from kvprof.records.cases import MOST_UNATTRIBUTED
 from kvprof.records.figures import Figure, figures_of
 from kvprof.records.load_names import baseline_of
-from kvprof.reproduction.recipe import Measure
 
 __all__ = [
     "Found",
@@ -116,11 +116,11 @@ def _step(value: Any, kind: str, what: Any) -> list[Found]:
     return [
         Found(one)
         for one in entries
-        if isinstance(one, Mapping) and all(alike(one.get(key), said) for key, said in what)
+        if isinstance(one, Mapping) and all(matches(one.get(key), said) for key, said in what)
     ]
 
 
-def alike(value: Any, said: Any) -> bool:
+def matches(value: Any, said: Any) -> bool:
     """Tell whether a value of a result is the one that a recipe writes: 0.3 is 0.30."""
     if value is None or isinstance(value, bool):
         return str(value).lower() == str(said).lower() or (value is None and said in ("null", ""))
@@ -338,7 +338,7 @@ def _in_result(one: Measure, result: Mapping[str, Any]) -> list[Found]:
 
 
 def _is_of(key: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    return all(name in key and alike(key[name], said) for name, said in where.items())
+    return all(name in key and matches(key[name], said) for name, said in where.items())
 
 
 def _said(one: Measure) -> str:

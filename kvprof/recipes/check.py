@@ -13,9 +13,9 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from kvprof.errors import UsageError
-from kvprof.reproduction.allowed import forbidden
-from kvprof.reproduction.measures import matching, parse_path
-from kvprof.reproduction.recipe import (
+from kvprof.recipes.allowed import forbidden
+from kvprof.recipes.measures import matching, parse_path
+from kvprof.recipes.recipe import (
     CHECKS,
     Line,
     Measure,
@@ -25,7 +25,7 @@ from kvprof.reproduction.recipe import (
     placeholders,
     read_yaml,
 )
-from kvprof.reproduction.resolve import expand, filled_measures
+from kvprof.recipes.resolve import expand, filled_measures
 from kvprof.requirements import extra_names
 
 __all__ = ["CommandCheck", "InvalidRecipeError", "load_recipe", "recipe_schema"]
@@ -47,7 +47,7 @@ class InvalidRecipeError(UsageError):
 @cache
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON Schema of recipe files."""
-    file = resources.files("kvprof.reproduction") / "recipe-file.schema.json"
+    file = resources.files("kvprof.recipes") / "recipe-file.schema.json"
     schema: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return schema
 
@@ -139,7 +139,7 @@ def _profile_problems(
         yield f"{at}: requires a cell and a verdict"
     for name in profile.needs.extras:
         if name not in extra_names():
-            yield f"{at}: kvprof has no extra {name!r}{_there_are(extra_names())}"
+            yield f"{at}: kvprof has no extra {name!r}{_choices_hint(extra_names())}"
     if both := {*profile.set} & {*profile.matrix}:
         yield f"{at}: {min(both)!r} is in both set and matrix; use one"
     known = {*profile.set, *profile.matrix, "model", "data"}
@@ -189,7 +189,7 @@ def _of_measure(one: Measure, above: Sequence[str], cells: Sequence[str]) -> Ite
         yield "requires a cell"
     else:
         if not matching(one.cell, cells):
-            yield f"no such cell: {one.cell!r}{_there_are(cells)}"
+            yield f"no such cell: {one.cell!r}{_choices_hint(cells)}"
         if one.data is not None:
             if one.where:
                 yield "where requires figure; write [key=value]"
@@ -201,9 +201,9 @@ def _of_measure(one: Measure, above: Sequence[str], cells: Sequence[str]) -> Ite
 
 def _of_line(line: Line, measures: Sequence[str], recipe: Recipe) -> Iterator[str]:
     if line.measure not in measures:
-        yield f"no such measure{_there_are(measures)}"
+        yield f"no such measure{_choices_hint(measures)}"
     if line.published is not None and line.published not in recipe.published:
-        yield f"no published number {line.published!r}{_there_are(list(recipe.published))}"
+        yield f"no published number {line.published!r}{_choices_hint(list(recipe.published))}"
     given = [one for one in (line.tolerance, line.tolerance_share) if one is not None]
     # A limit that nobody published decides nothing; a direction's is where there is no effect.
     if line.direction:
@@ -221,6 +221,6 @@ def _of_line(line: Line, measures: Sequence[str], recipe: Recipe) -> Iterator[st
         yield "between requires the smaller number first"
 
 
-def _there_are(known: Sequence[str]) -> str:
+def _choices_hint(known: Sequence[str]) -> str:
     """Return the end of a complaint about a name: which ones there are."""
     return f": use {', '.join(known)}" if known else ": none exists"

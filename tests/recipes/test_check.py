@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from kvprof.reproduction.check import InvalidRecipeError, load_recipe
-from kvprof.reproduction.find import recipe_files
-from tests.reproduction.written import TEXT, write
+from kvprof.recipes.check import InvalidRecipeError, load_recipe
+from kvprof.recipes.find import recipe_files
+from tests.recipes.written import TEXT, write
 
 
 def wrong(folder: Path, old: str, new: str) -> list[str]:
