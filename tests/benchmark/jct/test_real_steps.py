@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.jct.interleaved import (
+from kvprof.benchmark.jct.paired_runs import (
     CaseEvents,
-    InterleavedRuns,
+    PairedRuns,
     RequestRun,
     run_warnings,
     told_steps,
@@ -213,12 +213,12 @@ class Paced:
         return Step(self.now, 0.0, [1], parts)
 
 
-def turned(*runs: float, repeats: int, most: int) -> tuple[InterleavedRuns, list[Any]]:
+def turned(*runs: float, repeats: int, most: int) -> tuple[PairedRuns, list[Any]]:
     events: list[Any] = []
     told = case_events(2, events, False)
     told._memory_at = set()
     runner: Any = Paced(*runs)
-    made = InterleavedRuns(runner, told, 2, lambda: False, lambda: 0.0)
+    made = PairedRuns(runner, told, 2, lambda: False, lambda: 0.0)
     made.run(repeats, most)
     return made, events
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from kvprof.analysis.stats import median_ends
-from kvprof.benchmark.jct.held import memory_sample, peak_bytes
+from kvprof.benchmark.jct.cache_memory import memory_sample, peak_bytes
 from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.errors import Interrupted
 from kvprof.methods.plan import Plan
@@ -22,7 +22,7 @@ from kvprof.runtime.clock import REST, Stretch
 
 __all__ = [
     "CaseEvents",
-    "InterleavedRuns",
+    "PairedRuns",
     "RequestRun",
     "interval",
     "run_warnings",
@@ -302,7 +302,7 @@ _SILENCE = 1.0  # seconds of a long run of the request between two words on how 
 _LONG_SECONDS = 60.0  # after which no more rounds are made than were asked for
 
 
-class InterleavedRuns:
+class PairedRuns:
     """Runs of one request."""
 
     def __init__(
