@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from kvprof.cli import COMMANDS, app
-from kvprof.commands.recipe_run import check_command
+from kvprof.commands.recipe import check_command
 from kvprof.recipes.allowed import CELL_COMMANDS
 from kvprof.triton_probe import probe_triton
 from tests.commands.running import Finished, kvprof

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvprof.commands.recipe_run import RunRequest, run_recipes
+from kvprof.commands.recipe import RunRequest, run_recipes
 from kvprof.errors import ClaimNotMetError, ExitCode, FailedError, LackingError
 from kvprof.printable import UNPRINTABLE
 from kvprof.recipes import find
@@ -204,7 +204,7 @@ def test_a_ledger_that_cannot_be_written_is_shown_and_told(
     def full(*_arguments: Any, **_options: Any) -> None:
         raise FailedError("cannot write it: No space left on device")
 
-    monkeypatch.setattr("kvprof.commands.recipe_run.write_result", full)
+    monkeypatch.setattr("kvprof.commands.recipe.write_result", full)
     with pytest.raises(FailedError, match="No space left"):
         run(write(tmp_path), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
     assert "reproduced" in capsys.readouterr().out

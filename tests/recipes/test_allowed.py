@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprof.commands.recipe_run import _command
+from kvprof.commands.recipe import _command
 from kvprof.errors import UsageError
 from kvprof.recipes.allowed import _FREE, _KEPT, _READ, CELL_COMMANDS, _options, forbidden
 from kvprof.recipes.check import InvalidRecipeError, load_recipe

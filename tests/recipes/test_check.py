@@ -85,7 +85,7 @@ def test_every_mistake_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", recipe_files(), ids=lambda path: path.stem)
 def test_the_recipes_that_ship_are_valid(path: Path) -> None:
-    from kvprof.commands.recipe_run import check_command
+    from kvprof.commands.recipe import check_command
 
     load_recipe(path, check_command)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvprof.commands.recipe_run import run_recipes
+from kvprof.commands.recipe import run_recipes
 from kvprof.errors import ExitCode
 from kvprof.recipes.ledger import NOT_REPRODUCED, NOT_TESTABLE
 from kvprof.recipes.runs import Outcome
