@@ -97,7 +97,7 @@ def run_engine(name: str, folder: Path, arguments: argparse.Namespace) -> None:
             drawn=drawn,
             enough=lambda runs: runs >= _REPEATS,
         )
-        row = {"method": name, "context": context, "batch": batch, "tbt_s": times.tbt}
+        row = {"method": name, "context": context, "batch": batch, "tbt_s": times.tpot}
         row["ttft_s"] = times.ttft if batch == 1 else None
         print(json.dumps(row), flush=True)
 

@@ -367,8 +367,8 @@ def _listed(text: str, option: str) -> tuple[str, ...]:
 def _asked(methods: str | None, plans: list[Path] | None, *, load: bool) -> tuple[str, ...]:
     """Return what is measured: methods with their options, then saved plans by name.
 
-    Plans alone stand beside full width; empty where nothing was asked for. A load also has the
-    types of cache that its engine names.
+    Plans alone are compared with the uncompressed cache; empty where nothing was asked for. A load
+    also has the types of cache that its engine names.
     """
     entries = method_entries(methods) if methods is not None else []
     # Now, while torch is not loaded yet.

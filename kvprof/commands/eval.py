@@ -314,7 +314,7 @@ def _evaluate(run: _Run, sample: "Sample", plans: "list[Plan]", stop: Stop) -> N
                     "made": _public(plan.made),
                 }
                 rows[id(plan)] = {**evaluation, "plan": facts}
-    # Asked for by name, full width runs through the compressed cache like any other plan.
+    # Asked for by name, the uncompressed plan runs through the compressed cache like any other.
     own = [{**baseline, "plan": None}] if all(plan.method != "full" for plan in plans) else []
     run.data = {
         "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -327,7 +327,7 @@ def _evaluate(run: _Run, sample: "Sample", plans: "list[Plan]", stop: Stop) -> N
 def _run_harness(
     run: _Run, loaded: "LoadedModel", plans: "list[Plan]", settings: "HarnessSettings", stop: Stop
 ) -> None:
-    from kvprof.evaluation.evaluator import hidden_in_one_pass
+    from kvprof.evaluation.evaluator import affected_by_teacher_forcing
     from kvprof.evaluation.harness import harness_rows, settings_described
 
     rows: list[dict[str, Any]] = []
@@ -337,7 +337,7 @@ def _run_harness(
             run.complete = False
             return
         name = "uncompressed" if plan is None else plan.method
-        hidden = None if plan is None else hidden_in_one_pass(plan)
+        hidden = None if plan is None else affected_by_teacher_forcing(plan)
         blind = list(dict.fromkeys(row["task"] for row in rows if row["single_pass"]))
         if hidden and blind:
             text = (

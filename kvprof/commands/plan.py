@@ -167,8 +167,8 @@ def plan(request: PlanRequest) -> Outcome:
         check_names(name for _, name, _ in method_entries(named))
     links = parse_links(request.link or ())
     with loading():
-        from kvprof.commands.plan_several import several
-    return several(request, named, links)
+        from kvprof.commands.plan_transfer import plan_transfer
+    return plan_transfer(request, named, links)
 
 
 def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:

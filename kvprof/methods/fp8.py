@@ -1,4 +1,4 @@
-"""``fp8``: full width in FP8 (e4m3), what most people would use instead of a low rank.
+"""``fp8``: full rank in FP8 (e4m3), what most people would use instead of a low rank.
 
 A saturating cast, K after RoPE and V as it is. Each KV head's keys, and its values, are divided by
 a power of two before it, found on calibration data once and for all: queries and outputs take it
@@ -36,7 +36,7 @@ _DEVIATIONS = 32
 def fp8(
     inputs: MethodInputs, *, scale: Annotated[str, Among("head", "none")] = "head"
 ) -> PlanFamily:
-    """Return the one plan of full width in 8 bits: half the bytes of bfloat16.
+    """Return the one plan of full rank in 8 bits: half the bytes of bfloat16.
 
     Parameters
     ----------

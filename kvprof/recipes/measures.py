@@ -163,7 +163,7 @@ def implied_value(value: Any, row: Row | None, name: str | None) -> Any:
     """Return a value, or what its absence means: no rate that meets a target is a rate of 0."""
     if value is not None or row is None or not row.get("points"):
         return value
-    # Without intervals nobody knows which rate surely holds.
+    # Without intervals no rate is known to hold.
     known = name == "max_rate" or (name == "sure_rate" and row["max_rate_interval"] is not None)
     return 0.0 if known else None
 
@@ -290,9 +290,9 @@ def _from_cells(
             if (doubt := why_unsure(results[cell], entry.row, name)) is not None
         ]
     doubt = unsure[0] if unsure else None
-    wanted = one.data if one.data is not None else _said(one)
+    wanted = one.data if one.data is not None else _figure_text(one)
     if not found:
-        return _missing(f"{', '.join(cells)}: no {wanted}{_there(one, results[cells[0]])}")
+        return _missing(f"{', '.join(cells)}: no {wanted}{_available_hint(one, results[cells[0]])}")
     if any(entry.value is None for entry in found):
         why = f"{wanted} was not measured" if doubt is None else f"no {wanted}: {doubt}"
         return _missing(f"{', '.join(cells)}: {why}")
@@ -341,12 +341,12 @@ def _is_of(key: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     return all(name in key and matches(key[name], said) for name, said in where.items())
 
 
-def _said(one: Measure) -> str:
+def _figure_text(one: Measure) -> str:
     where = ", ".join(f"{key} {value}" for key, value in one.where.items())
     return f"figure {one.figure}" + (f" of {where}" if where else "")
 
 
-def _there(one: Measure, result: Mapping[str, Any]) -> str:
+def _available_hint(one: Measure, result: Mapping[str, Any]) -> str:
     """Return what there is instead of a figure that is not found."""
     if one.data is not None:
         return f"; its data has {', '.join(list(result['data'])[:_SHOWN])}"

@@ -1,4 +1,4 @@
-"""Results held against each other: what differs, by how much, and how surely."""
+"""Results held against each other: what differs, by how much, and with what interval."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -61,7 +61,7 @@ LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFi
 LOAD_EVENTS = (LoadServer, LoadRateStarted, LoadRequest, LoadSample, LoadRateFinished)
 
 
-#: Intervals of a rate that is not surely served: of nothing that stays the same.
+#: Intervals of a rate not shown to be served: of nothing that stays the same.
 _UNTOLD = dict.fromkeys(f"{name}_interval" for name in ("mean", *LATENCIES))
 #: Share of the tokens that were asked for below which answers are called short.
 _SHORT = 0.9
@@ -463,7 +463,7 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
         if any(_lost(one) > LOSSY for one in (case, theirs[rate])):
             lossy.add(rate)
         both = _both(case, theirs[rate])
-        ttft, tbt, latency = (
+        ttft, tpot, latency = (
             mean_ratio(
                 [
                     (mine[name], other[name])
@@ -476,7 +476,7 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
         if latency is None:
             continue
         row = {"rate": rate, **latency}
-        for name, found in (("ttft", ttft), ("tbt", tbt)):
+        for name, found in (("ttft", ttft), ("tbt", tpot)):
             known = found or {"ratio": None, "interval": None}
             row |= {f"{name}_ratio": known["ratio"], f"{name}_ratio_interval": known["interval"]}
         ratios.append(row)

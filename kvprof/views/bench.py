@@ -43,7 +43,7 @@ class Group:
     batch: int
     seq: int
     rows: list[Row]  # of `data.rows`
-    baselines: list[Row]  # of `data.baselines`: full-width kernels, also those that could not run
+    baselines: list[Row]  # of `data.baselines`: uncompressed kernels, also those that could not run
 
     @property
     def name(self) -> str:
@@ -169,7 +169,7 @@ def _measured(
 
 
 def _absent(found: list[Group]) -> list[str]:
-    """Say which full-width kernels did not run and why, each reason once."""
+    """Say which uncompressed kernels did not run and why, each reason once."""
     found_at: dict[tuple[str, str], list[str]] = {}
     tried: dict[str, int] = {}
     for group in found:
@@ -333,7 +333,7 @@ def _rate_unit(values: Iterable[float | None], of: str = "B") -> tuple[float, st
 
 
 def _best_baseline(group: Group) -> tuple[str, float] | None:
-    """Return the name and the median of the fastest full-width kernel; None where none ran."""
+    """Return the name and the median of the fastest uncompressed kernel; None where none ran."""
     known = [
         (seconds, row["name"])
         for row in group.baselines
@@ -390,7 +390,7 @@ def _widths(ranks: Mapping[str, Any] | None, heads: int | None = None) -> str:
 
 
 def context_curves(members: Sequence[Group]) -> list[Series]:
-    """Return the time in milliseconds against the context, a curve per method and full width."""
+    """Return the time in milliseconds against the context, a curve per method and uncompressed."""
     curves: dict[str, dict[int, tuple[float | None, Sequence[float | None]]]] = {}
     for group in members:
         best = _best_baseline(group)
@@ -584,7 +584,7 @@ def _beside(group: Group, row: Mapping[str, Any], scale: float) -> str:
 
 
 def _baseline_table(group: Group) -> Together | None:
-    """Return the fastest full-width kernels of this machine; the others in a line below.
+    """Return the fastest uncompressed kernels of this machine; the others in a line below.
 
     None where none ran.
     """
@@ -640,7 +640,7 @@ def _bytes(value: float | None) -> str:
     return MISSING if known is None else format_bytes(known)
 
 
-# --- A bench result as one tidy table: the methods' rows and the full-width kernels'.
+# --- A bench result as one tidy table: the methods' rows and the uncompressed kernels'.
 
 _STEP = ("method", "phase", "batch", "seq", "dtype", "schedule")
 _FIGURES = (
@@ -664,12 +664,12 @@ _WIDTHS = tuple(
 
 
 def to_csv(result: Mapping[str, Any]) -> str:
-    """Return one row per method, phase, batch and context, and per full-width kernel.
+    """Return one row per method, phase, batch and context, and per uncompressed kernel.
 
     ``kind`` is ``method`` or ``baseline``; a baseline that could not run has no time and a
     ``reason``. ``seconds`` is the median of ``samples`` samples, ``seconds_low`` and
     ``seconds_high`` its 95 % interval; ``baseline_seconds`` is the median of
-    the full-width kernel in turn with it. Floats are written in full (`repr`).
+    the uncompressed kernel in turn with it. Floats are written in full (`repr`).
     """
     columns = (
         "kind",

@@ -311,12 +311,13 @@ def _change(name: str, change: Mapping[str, Any] | None) -> list[str]:
 def _differences(entries: Sequence[Mapping[str, Any]], letters: Sequence[str]) -> DataTable:
     columns = [Column("what", words=True), *(Column(letter, words=True) for letter in letters)]
     rows = [
-        [entry["path"], *(_shown(value) for value in entry["values"])] for entry in entries[:_SHOWN]
+        [entry["path"], *(_value_text(value) for value in entry["values"])]
+        for entry in entries[:_SHOWN]
     ]
     return DataTable(columns, rows)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     text = MISSING if value is None else str(value)

@@ -350,7 +350,7 @@ def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
         rows.append(
             (
                 name,
-                *(_kept(layers, key, heads) for key in ("key_ranks", "value_ranks")),
+                *(_rank_span(layers, key, heads) for key in ("key_ranks", "value_ranks")),
                 *([span(seconds)] if timed else []),
             )
         )
@@ -359,7 +359,7 @@ def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
     return DataTable(columns("method", figures=titles), rows) if rows else None
 
 
-def _kept(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> str:
+def _rank_span(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> str:
     known = [row[key] for row in layers if row[key]]
     return shared(
         span([rank for ranks in known for rank in ranks]), heads, len(known[0]) if known else 0

@@ -85,7 +85,7 @@ def around(rungs: Sequence[int], tokens: int) -> list[int]:
 
 
 def layer_flops(model: ModelShape, batch: int, tokens: int) -> float:
-    """Return about how many flops one layer's prefill takes at full width."""
+    """Return about how many flops one layer's uncompressed prefill takes."""
     shape, dense = model.attention, model.dense
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     mlp = (3 if dense.gated else 2) * dense.intermediate_size * max(1, dense.experts_per_token)

@@ -11,8 +11,8 @@ from kvprof.benchmark.jct.paired_runs import (
     CaseEvents,
     PairedRuns,
     RequestRun,
+    reported_steps,
     run_warnings,
-    told_steps,
 )
 from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.runtime.clock import REST, Stretch, WallClock
@@ -66,7 +66,7 @@ def test_a_marked_step_times_every_layer_and_what_belongs_to_none(
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 31, 255, 256, 257, 1000, 5000])
 def test_few_steps_stand_for_all(steps: int) -> None:
-    told = told_steps(steps)
+    told = reported_steps(steps)
     assert len(told) <= 257
     assert told.pop(0) == 1
     assert sum(told.values()) == steps
