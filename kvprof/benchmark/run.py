@@ -80,7 +80,7 @@ def measure(point: Point, methods: list[Method]) -> None:
     """Measure one workload and add what is found to `point.found`."""
     workload, found = point.workload, point.found
     best: _Full | None = None
-    with _spared(point, "uncompressed (BF16)"):
+    with _row_may_fail(point, "uncompressed (BF16)"):
         best = _baselines(point)
     point.advance()
     if best is None:
@@ -88,7 +88,7 @@ def measure(point: Point, methods: list[Method]) -> None:
     try:
         for method in methods:
             if method.form != "full":
-                with _spared(point, method.name):
+                with _row_may_fail(point, method.name):
                     _method(point, method, best)
             elif best is not None:
                 timed = Timed(
@@ -121,7 +121,7 @@ def _add(point: Point, timed: Timed) -> None:
 
 
 @contextmanager
-def _spared(point: Point, name: str) -> Iterator[None]:
+def _row_may_fail(point: Point, name: str) -> Iterator[None]:
     """Let one row fail, for lack of memory or because a kernel does not run, and go on."""
     workload = point.workload
     try:
@@ -137,7 +137,7 @@ def _spared(point: Point, name: str) -> Iterator[None]:
                 f"{name}, {workload.name}: not enough memory; about {most:,} tokens would fit at "
                 f"batch {workload.batch}"
             )
-        elif _lost(problem):
+        elif _is_cuda_failure(problem):
             raise DeviceLost(f"{name}, {workload.name}: {_words(problem)}") from problem
         else:
             point.found.warn(f"{name}, {workload.name}: failed: {_words(problem)}")
@@ -147,7 +147,7 @@ def _spared(point: Point, name: str) -> Iterator[None]:
                 torch.cuda.empty_cache()
 
 
-def _lost(problem: Exception) -> bool:
+def _is_cuda_failure(problem: Exception) -> bool:
     """Whether CUDA itself failed: every later call in this process fails too."""
     return "CUDA error" in str(problem) or "illegal memory access" in str(problem)
 
@@ -177,7 +177,7 @@ def _baselines(point: Point) -> _Full | None:
         except (Lack, UsageError) as why:
             entry["reason"] = str(why)
         except (MemoryError, RuntimeError, TritonError) as problem:
-            if _lost(problem):
+            if _is_cuda_failure(problem):
                 raise
             short = no_memory(problem)
             entry["reason"] = "it needs more memory than is free" if short else _words(problem)

@@ -156,7 +156,7 @@ def shape_plan(
         )
     # Layers that are left out need others beside them.
     whole = needs is None or "skip" in options
-    bare = Bare(layout_of(shape), shape.name) if whole else _standing(shape)
+    bare = Bare(layout_of(shape), shape.name) if whole else _one_layer(shape)
     family = stand_in_family(laid or bare, asked.registered, **options)
     plan = plan_for_rate(family, rate, tokens, alone=alone)
     said = (
@@ -174,7 +174,7 @@ def plan_of_widths(
     method: str, shape: Shape, widths: Sequence[Widths], laid: Laid | None = None
 ) -> Plan:
     """Return a low-rank method's plan on a shape with ranks that are given."""
-    where = Bare(laid.layout, laid.fingerprint) if laid else _standing(shape)
+    where = Bare(laid.layout, laid.fingerprint) if laid else _one_layer(shape)
     family = _low_rank(where, method, shape.num_kv_heads // len(widths[0].values))
     assert family.at_ranks is not None  # of low ranks all can be given them
     plan = family.at_ranks(
@@ -183,7 +183,7 @@ def plan_of_widths(
     return plan if laid is not None else of_shape(plan, shape)
 
 
-def _standing(shape: Shape) -> Bare:
+def _one_layer(shape: Shape) -> Bare:
     """Return one layer, which stands for all of a shape's."""
     one = replace(shape, layers=1, sliding_window=None, window_pattern="F")
     return Bare(layout_of(one), shape.name)

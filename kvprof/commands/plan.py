@@ -298,11 +298,13 @@ def _rounded(
                 )
                 options = {**options, "centre": made.made["centre"]}
         with console.status(f"planning {method}"):
-            fine = _fine(calibrator, family, made, options)
+            fine = _unrounded_plan(calibrator, family, made, options)
     return made, fine, family.knob if fine is not None else None
 
 
-def _fine(calibrator: Any, family: Any, made: "Plan", options: dict[str, Any]) -> "Plan | None":
+def _unrounded_plan(
+    calibrator: Any, family: Any, made: "Plan", options: dict[str, Any]
+) -> "Plan | None":
     """Return the plan with the ranks that its knob asks for, or None where it asks for none."""
     own, value = made.made.get("options", {}), made.made.get(family.knob)
     if own.get("allocation") not in _ROUNDED_UP or value is None:

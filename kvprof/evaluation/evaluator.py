@@ -103,7 +103,7 @@ class Found:
         return pairs
 
 
-def _because(notes: list[str]) -> str:
+def _in_brackets(notes: list[str]) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
@@ -143,7 +143,7 @@ def assembled(
     if found.measured and abs(measured - account) > _DEVIATION * account:
         warnings.append(
             f"{plan.method}: the cache took {measured:,.0f} bytes per sequence of {seen:,} "
-            f"tokens, its plan accounts for {account:,}{_because(found.notes)}; rates use the "
+            f"tokens, its plan accounts for {account:,}{_in_brackets(found.notes)}; rates use the "
             "account"
         )
     return {

@@ -249,7 +249,7 @@ def holds(kept: Mapping[str, Mapping[str, Any]], targets: Sequence[Target]) -> b
 
 def joint_rate(points: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> float | None:
     """Return the largest tested rate at which all targets hold, with every lower tested rate."""
-    return _least([max_rate(_of(points, target), target.share) for target in targets])
+    return _least([max_rate(_kept_at(points, target), target.share) for target in targets])
 
 
 def joint_interval(
@@ -260,7 +260,7 @@ def joint_interval(
     Every target is shown to hold up to the lower end, and one to be missed at the upper end; see
     `max_rate_interval`.
     """
-    each = [max_rate_interval(_of(points, target), target.share) for target in targets]
+    each = [max_rate_interval(_kept_at(points, target), target.share) for target in targets]
     known = [bounds for bounds in each if bounds is not None]
     if len(known) < len(each):
         return None
@@ -277,7 +277,7 @@ def binding(points: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> l
     return []
 
 
-def _of(points: Sequence[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
+def _kept_at(points: Sequence[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
     return [{"rate": point["rate"], **kept_of(point, target.metric)} for point in points]
 
 

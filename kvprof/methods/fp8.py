@@ -72,7 +72,7 @@ def fp8(
     ones = {name: [[1.0] * len(row) for row in rows] for name, rows in found.items()}
     if scale == "head":
         plan = _scaled(plan, found)
-    notes, worst = _lost(inputs, scale, ones if scale == "none" else found, found)
+    notes, worst = _cast_losses(inputs, scale, ones if scale == "none" else found, found)
     made = {
         **plan.made,
         "calibration": {**moments.info, "tokens": moments.tokens},
@@ -132,7 +132,7 @@ class _Head:
     head: int
 
 
-def _lost(
+def _cast_losses(
     inputs: MethodInputs,
     scale: str,
     used: dict[str, list[list[float]]],

@@ -91,7 +91,7 @@ def _file_problems(data: Mapping[str, Any], path: Path) -> Iterator[str]:
     if data["name"] != path.stem:
         yield f"name is {data['name']!r}, but the file is {path.name}"
     ids = [one["id"] for one in data.get("published", [])]
-    yield from (f"published: the id {one!r} appears twice" for one in _twice(ids))
+    yield from (f"published: the id {one!r} appears twice" for one in _duplicates(ids))
     for one in data.get("published", []):
         ends = [key for key in ("low", "high") if key in one]
         if ("value" in one) == bool(ends) or len(ends) == 1:
@@ -119,7 +119,7 @@ def _parts(data: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from profile.get("models", {}).values()
 
 
-def _twice(ids: Sequence[str]) -> list[str]:
+def _duplicates(ids: Sequence[str]) -> list[str]:
     return [one for index, one in enumerate(ids) if one in ids[:index]]
 
 
@@ -152,7 +152,7 @@ def _profile_problems(
                 )
     cells = expand(profile, {})
     ids = [one.id for one in cells]
-    for one in dict.fromkeys(_twice(ids)):
+    for one in dict.fromkeys(_duplicates(ids)):
         yield f"{at}: two cells have the id {one!r}; put the matrix's {{names}} into the id"
     for cell in cells:
         if cell.lacking:
@@ -166,7 +166,7 @@ def _profile_problems(
     for measure in filled_measures(profile, {}):
         yield from (f"{at}, {measure.id}: {one}" for one in _of_measure(measure, measures, ids))
         measures.append(measure.id)
-    yield from (f"{at}: the id {one!r} appears twice" for one in _twice(measures))
+    yield from (f"{at}: the id {one!r} appears twice" for one in _duplicates(measures))
     for line in profile.verdict:
         found = _of_line(line, measures, recipe)
         yield from (f"{at}, verdict {line.measure}: {one}" for one in found)

@@ -261,9 +261,9 @@ def measure_all(
     found: dict[str, Measured] = {}
     for one in measures:
         if one.divide is not None:
-            found[one.id] = _together(found, one.divide, _quotient)
+            found[one.id] = _combine(found, one.divide, _quotient)
         elif one.subtract is not None:
-            found[one.id] = _together(found, one.subtract, _difference)
+            found[one.id] = _combine(found, one.subtract, _difference)
         else:
             found[one.id] = _from_cells(one, results, failures)
     return found
@@ -358,7 +358,7 @@ def _available_hint(one: Measure, result: Mapping[str, Any]) -> str:
     return f"; it is there of {'; '.join(keys[:_SHOWN])}"
 
 
-def _together(
+def _combine(
     found: Mapping[str, Measured],
     pair: tuple[str | float, str | float],
     make: Callable[[Measured, Measured], Measured],

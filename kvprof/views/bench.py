@@ -68,7 +68,7 @@ def report(
     parts: list[RenderableType] = []
     for group in found:
         parts += _measured(group, result["data"]["shape"], result["data"]["bandwidth"]["tb_per_s"])
-    if lines := _absent(found):
+    if lines := _missing_kernel_notes(found):
         parts += [heading("Uncompressed kernels that did not run"), bullets(lines)]
     for members in sweeps(result):
         parts += [Text(), _sweep(members)]
@@ -94,7 +94,7 @@ def _answer(found: list[Group]) -> str:
             continue
         best = _best_baseline(group)
         timed = _fits(group)
-        undecided = [row for row in timed if not _decided(row)]
+        undecided = [row for row in timed if not _is_significant(row)]
         sure = [row for row in timed if row not in undecided]
         first, *rest = sure if sure and (sure[0]["speedup"] > 1 or not undecided) else undecided
         against = ""
@@ -105,12 +105,11 @@ def _answer(found: list[Group]) -> str:
         where, full = group.name, f"the fastest uncompressed kernel{against}"
         if first["speedup"] > 1 and first not in undecided:
             line = f"{where}: {first['method']} is {_speedup_words(first)} as fast as {full}"
-            line += f"; then {_listed(rest[:3])}" if rest else ""
-            line += f"; not significant: {_listed(undecided[:3])}" if undecided else ""
+            line += f"; then {_speedup_list(rest[:3])}" if rest else ""
+            line += f"; not significant: {_speedup_list(undecided[:3])}" if undecided else ""
         elif undecided:
-            line = (
-                f"{where}: no method is significantly faster than {full}: {_listed(undecided[:4])}"
-            )
+            few = _speedup_list(undecided[:4])
+            line = f"{where}: no method is significantly faster than {full}: {few}"
         else:
             line = (
                 f"{where}: no method beats {full}; closest: {first['method']}, "
@@ -120,11 +119,11 @@ def _answer(found: list[Group]) -> str:
     return "\n".join(lines) or "No speed-up was measured."
 
 
-def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
+def _speedup_list(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{row['method']} {_speedup_words(row)}" for row in rows)
 
 
-def _decided(row: Mapping[str, Any]) -> bool:
+def _is_significant(row: Mapping[str, Any]) -> bool:
     """Tell whether a speed-up's whole interval lies on one side of 1; without one it is taken."""
     known = _finite_of(row.get("speedup_interval"))
     return len(known) < 2 or not known[0] <= 1 <= known[1]
@@ -168,7 +167,7 @@ def _measured(
     return parts
 
 
-def _absent(found: list[Group]) -> list[str]:
+def _missing_kernel_notes(found: list[Group]) -> list[str]:
     """Say which uncompressed kernels did not run and why, each reason once."""
     found_at: dict[tuple[str, str], list[str]] = {}
     tried: dict[str, int] = {}
@@ -432,7 +431,7 @@ def roofline_points(result: Mapping[str, Any]) -> list[Series]:
             if rate and moved and rate > 0 and moved > 0:
                 found = points.setdefault(row["method"], [])
                 found.append((rate / (moved * 1e12), rate / 1e12))
-    return [_apart(name, sorted(found)) for name, found in points.items()]
+    return [_point_series(name, sorted(found)) for name, found in points.items()]
 
 
 def _roofline_unit(points: Iterable[Series]) -> tuple[float, str]:
@@ -473,7 +472,7 @@ def roofs(points: Iterable[Series], data: Row) -> list[Series]:
     return found
 
 
-def _apart(name: str, points: Sequence[tuple[float, float]]) -> Series:
+def _point_series(name: str, points: Sequence[tuple[float, float]]) -> Series:
     x: list[float] = []
     y: list[float | None] = []
     for intensity, rate in points:
@@ -518,7 +517,7 @@ def _method_table(
         # Where it moved, the row's time alone would belie the speed-up.
         Ranked(
             Column(f"paired baseline ({unit})"),
-            [_beside(group, row, scale) for row in rows],
+            [_paired_baseline(group, row, scale) for row in rows],
             0 if any(_drift(group, row) for row in rows) else 2,
         ),
         Ranked(Column("speed-up"), [_speedup_words(row) for row in rows]),
@@ -578,7 +577,7 @@ def _speedup_words(row: Mapping[str, Any]) -> str:
     return f"{_times(row['speedup'])} [{number(known[0])}, {number(known[1])}]"
 
 
-def _beside(group: Group, row: Mapping[str, Any], scale: float) -> str:
+def _paired_baseline(group: Group, row: Mapping[str, Any], scale: float) -> str:
     beside, by = _beside_seconds(row), _drift(group, row)
     return _scaled(beside, scale) + ("" if by is None else f" (drift {signed_percent(by)})")
 

@@ -260,7 +260,7 @@ def _decode(workload: Workload, layout: RaggedLayout, balanced: bool) -> list[Pa
     sinks = sinks_of(workload, layout.heads, layout.group)
     step = decode_step(layout, workload.device)
     lengths = torch.full((workload.batch,), workload.seq, dtype=torch.int32, device=workload.device)
-    cut = step.cut(lengths) if balanced else _even(step, workload)
+    cut = step.cut(lengths) if balanced else _equal_split(step, workload)
 
     def run(buffer: Tensor) -> Tensor:
         return step.run(query, buffer, cut, shape.scaling, softcap=shape.softcap, sinks=sinks)
@@ -290,7 +290,7 @@ def _bound(run: Callable[[Tensor], Tensor], buffer: Tensor) -> Callable[[], Tens
     return lambda: run(buffer)
 
 
-def _even(step: DecodeStep, workload: Workload) -> Schedule:
+def _equal_split(step: DecodeStep, workload: Workload) -> Schedule:
     """Cut every head into as many pieces whatever its width: what a kernel for equal heads does."""
     layout, tile = step.layout, step.tuning.tile
     tasks = workload.batch * layout.heads

@@ -80,10 +80,10 @@ def next_rate(
         return _rounded(measured[0] / 2)
     elif not grown and within and len(known) < _MOST_RATES and not any(map(is_unsettled, known)):
         return _rounded(measured[-1] * 2)
-    return _between(known, measured, within, options, share)
+    return _middle_rate(known, measured, within, options, share)
 
 
-def _between(
+def _middle_rate(
     known: Sequence[Mapping[str, Any]],
     measured: Sequence[float],
     within: Sequence[float],
