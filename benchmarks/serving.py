@@ -1,4 +1,4 @@
-"""Time between tokens inside vLLM: full width, its own small caches, and plans that kvprof serves.
+"""Time between tokens inside vLLM: uncompressed, its own small caches, and plans of kvprof.
 
 A decoder of a shape with vLLM's dummy weights; prompts are random token ids. Every cache runs in an
 engine of a process of its own, with the same share of the memory, decoding steps in CUDA graphs, no

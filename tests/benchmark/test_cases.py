@@ -149,7 +149,7 @@ def test_inputs_are_copied_until_no_cache_holds_them():
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_torchs_forms_of_full_width_agree_with_float64(phase):
+def test_torchs_uncompressed_forms_agree_with_float64(phase):
     where = workload(phase=phase, seq=70)
     inputs = uncompressed_inputs(where)
     found = {}
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
     assert "100.0 GiB are free" in said
     assert shortage(replace(where, seq=most), free) is None
     assert "try --batch 1" in shortage(where, 1)
-    # K and V at full width are the least that must fit.
+    # Uncompressed K and V are the least that must fit.
     assert needed_bytes(where) > 2 * where.full_bytes
 
 

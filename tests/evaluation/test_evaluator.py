@@ -104,7 +104,7 @@ def test_the_baseline_is_the_models_own_prediction_of_the_second_half() -> None:
 
 
 @pytest.mark.parametrize("decode", [False, True])
-def test_full_width_changes_nothing(decode: bool) -> None:
+def test_full_changes_nothing(decode: bool) -> None:
     found = evaluator(decode=decode).evaluate(plan("full", 0, 15))
     assert found["kl"]["worst"] < 1e-9
     assert found["accuracy"] == found["baseline_accuracy"]

@@ -134,7 +134,7 @@ def test_sizes_of_parts_are_the_bytes_of_the_plan(by: str, quantiser: str) -> No
 def test_decoding_through_the_plan_costs_what_was_measured(
     quantiser: str, tokens: int, tmp_path: Path
 ) -> None:
-    """Bits, ranks and full width side by side, by head; and the file gives it again."""
+    """Bits, ranks and no compression side by side, by head; and the file gives it again."""
     loaded, own = model("Llama"), inputs("Llama")
     sample = TextSample("x", token_ids(2, tokens, seed=4))
     measuring = Sensitivity(loaded, [sample], None)
@@ -163,7 +163,7 @@ def test_decoding_through_the_plan_costs_what_was_measured(
 
 
 @pytest.mark.parametrize("folds", [(True, True), (False, False)])
-def test_kernels_run_ranks_beside_full_width(folds: tuple[bool, bool]) -> None:
+def test_kernels_run_ranks_beside_full(folds: tuple[bool, bool]) -> None:
     """In a plan without a quantiser heads of a layer may be unlike."""
     loaded = model_of("Llama")
     plan = make_plan(loaded, ranks=lambda *_: (16,), fold_values=folds)
