@@ -1,9 +1,9 @@
-"""What decoding over columns with bits of their own reaches on a GPU, beside full width and 4 bits.
+"""Decoding over columns with bits of their own on a GPU, against no compression and 4 bits.
 
 Plans of Llama-3.1-8B's shape with about 2.3 bits a value, 4 exact sinks and 32 exact newest tokens,
 as `kq-wf` makes them: bits that fall slowly or fast, alike in all heads, and heads of two and of
-four kinds. Rows come from `kvprof.benchmark.run.run_bench`, so the best full-width kernel that
-there is has its turn between the samples of each. Before that, attention over random shapes in
+four kinds. Rows come from `kvprof.benchmark.run.run_bench`, so samples of each alternate with
+the fastest uncompressed kernel's. Before that, attention over random shapes in
 float64, and each way to build the kernel, timed by itself.
 
     python benchmarks/column_bits.py
@@ -235,7 +235,7 @@ def plan_of(kinds: list[tuple[Runs, Runs]]) -> Plan:
 
 
 def decode(run: Run) -> dict[str, Any]:
-    """Time plans, 4 bits of 112 columns, the best full-width kernel; 4 bits in as many bytes."""
+    """Time plans, 4 bits of 112 columns, the best uncompressed kernel; 4 bits in as many bytes."""
     files = []
     for name, kinds in KINDS.items():
         files.append(run.folder / f"{name}.plan")

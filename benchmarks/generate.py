@@ -3,7 +3,7 @@
 A decoder of a shape, with random weights and heads of unlike rank, unlike in every layer
 (`fdc:kinds=4` has at most four kinds of head), reads a prompt of random tokens and writes greedily:
 as transformers runs it (`uncompressed`), and inside `kvprof.compressed` with the plan of `full`,
-which is the baseline (full width, the same kernels, the same CUDA graphs), and of each method. What
+which is the baseline (uncompressed, the same kernels and CUDA graphs), and of each method. What
 is timed is the gap between two tokens as they reach a streamer, with the device idle at each; what
 of it the device spends in the replayed graph, the prompt's pass and the first call's compiling
 stand beside it. `full` runs before and after the others, so that drift shows; a method's time is

@@ -1,7 +1,7 @@
 """What kvprof's kernels reach on a GPU: decode, prefill and what a step adds.
 
 Rows come from `kvprof.benchmark.run.run_bench`, which is what ``kvprof bench`` runs: the best
-full-width kernel found is sampled in turn with each method. What that command does not time (the
+uncompressed kernel found is sampled in turn with each method. What that command does not time (the
 projection of a step, cutting its work, torch's product with full keys) is timed here in the same
 way. Each part is written as soon as it is measured; one that fails says why and the rest goes on.
 

@@ -137,7 +137,7 @@ def compact(value: Any, key: str = "", digits: int = _DIGITS) -> Any:
 
 
 def speedups(part: Mapping[str, Any]) -> dict[str, float]:
-    """Return a headline: what rows of `kvprof bench` say of speed, without those of full width."""
+    """Return a headline: what rows of `kvprof bench` say of speed, without the uncompressed."""
     return {
         f"{row['method'].removesuffix('.plan')} {row['phase']} b{row['batch']} {row['seq']}: "
         "speed-up": round(row["speedup"], 3)
@@ -147,7 +147,7 @@ def speedups(part: Mapping[str, Any]) -> dict[str, float]:
 
 
 def times_of_full(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return a headline: times between tokens over full width's."""
+    """Return a headline: times between tokens over the uncompressed cache's."""
     return {
         f"{row['method']} {row['context']} x {row['batch']}: of full's time": round(
             row["times_full"], 3

@@ -1,4 +1,4 @@
-"""Time between tokens inside vLLM: full width, its own small caches, and plans that kvprof serves.
+"""Time between tokens inside vLLM: uncompressed, its own small caches, and plans of kvprof.
 
 A decoder of a shape with vLLM's dummy weights; prompts are random token ids. Every cache runs in an
 engine of a process of its own, with the same share of the memory, decoding steps in CUDA graphs, no
@@ -97,7 +97,7 @@ def run_engine(name: str, folder: Path, arguments: argparse.Namespace) -> None:
             drawn=drawn,
             enough=lambda runs: runs >= _REPEATS,
         )
-        row = {"method": name, "context": context, "batch": batch, "tbt_s": times.tbt}
+        row = {"method": name, "context": context, "batch": batch, "tbt_s": times.tpot}
         row["ttft_s"] = times.ttft if batch == 1 else None
         print(json.dumps(row), flush=True)
 

@@ -38,13 +38,13 @@ class CaseTimes:
 
     Attributes
     ----------
-    tbt : list of float
+    tpot : list of float
         Of each run the mean over the last request's tokens.
     ttft : list of float
         Of each run the first request's time to its first token.
     """
 
-    tbt: list[float]
+    tpot: list[float]
     ttft: list[float]
 
 
@@ -93,7 +93,7 @@ def case_times(
         runs += 1
         if runs:
             last = marks[-1]
-            found.tbt.append((last.last_token_ts - last.first_token_ts) / (tokens - 1))
+            found.tpot.append((last.last_token_ts - last.first_token_ts) / (tokens - 1))
             found.ttft.append(marks[0].first_token_latency)
     return found
 
@@ -176,8 +176,8 @@ def main() -> None:
                 return runs >= most or (runs >= least and spent > arguments.seconds)
 
             times = case_times(engine, context, batch, arguments.tokens, drawn=drawn, enough=enough)
-            row: dict[str, Any] = {"context": context, "batch": batch, "tbt_s": times.tbt}
-            row["tbt_median_s"] = statistics.median(times.tbt)
+            row: dict[str, Any] = {"context": context, "batch": batch, "tbt_s": times.tpot}
+            row["tbt_median_s"] = statistics.median(times.tpot)
             # In a batch the first answer waits for other prompts.
             row["ttft_s"] = times.ttft if batch == 1 else None
             print(json.dumps(row), flush=True)

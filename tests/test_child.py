@@ -12,7 +12,7 @@ import pytest
 import kvprof
 from kvprof.child import child_environment, child_python, module_command
 from kvprof.environment import package_version
-from kvprof.reproduction.cells import run_child
+from kvprof.recipes.runs import run_child
 from kvprof.triton_probe import TritonState, probe_triton
 
 TRACE = "trace"

@@ -20,8 +20,8 @@ import pytest
 import typer
 
 from kvprof.cli import COMMANDS, app
-from kvprof.commands.recipe_run import check_command
-from kvprof.reproduction.allowed import CELL_COMMANDS
+from kvprof.commands.recipe import check_command
+from kvprof.recipes.allowed import CELL_COMMANDS
 from kvprof.triton_probe import probe_triton
 from tests.commands.running import Finished, kvprof
 from tests.conftest import calibrate_on_few, few_layers, share_models, share_moments

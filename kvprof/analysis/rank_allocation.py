@@ -71,7 +71,7 @@ class RankTarget:
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks that are allowed: multiples of `step` from `minimum` on, and the full width."""
+    """Ranks that are allowed: multiples of `step` from `minimum` on, and the full rank."""
 
     step: int = 1
     minimum: int = 1

@@ -28,7 +28,7 @@ __all__ = [
     "quantile_interval",
     "ratio_interval",
     "share_interval",
-    "surely_above",
+    "significantly_above",
     "unseen_share",
 ]
 
@@ -127,7 +127,7 @@ def normal_interval(value: float, error: float) -> Interval:
     return value - half, value + half
 
 
-def surely_above(heads: Sequence[float], seeds: Sequence[float], weight: int = 1) -> bool:
+def significantly_above(heads: Sequence[float], seeds: Sequence[float], weight: int = 1) -> bool:
     """Whether the mean of heads lies above 0 by two standard errors, those of both together.
 
     `weight` is how often the squared error of the seeds counts.

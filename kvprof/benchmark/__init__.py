@@ -1,1 +1,1 @@
-"""How fast attention over a compressed cache is, against the best full-width kernel there is."""
+"""How fast attention over a compressed cache is, against the fastest uncompressed kernel."""

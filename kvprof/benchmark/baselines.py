@@ -21,7 +21,7 @@ from kvprof.benchmark.cases import ragged_case
 from kvprof.benchmark.plans import full_widths
 from kvprof.sizes import format_bytes
 
-__all__ = ["FullWidth", "baseline_builders", "flashinfer_case", "full_width"]
+__all__ = ["UncompressedInputs", "baseline_builders", "flashinfer_case", "uncompressed_inputs"]
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
@@ -34,8 +34,8 @@ _EXTRA_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class FullWidth:
-    """Full-width inputs that all of torch's forms share."""
+class UncompressedInputs:
+    """Uncompressed inputs that all of torch's forms share."""
 
     workload: Workload
     query: Tensor  # `[batch, heads, queries, d]`
@@ -43,11 +43,11 @@ class FullWidth:
     copies: list[tuple[Tensor, Tensor]]
 
 
-def full_width(workload: Workload) -> FullWidth:
-    """Make random queries, keys and values at full width."""
+def uncompressed_inputs(workload: Workload) -> UncompressedInputs:
+    """Make random uncompressed queries, keys and values."""
     shape, source = workload.shape, workload.generator()
     size = (workload.batch, shape.num_kv_heads, workload.seq, shape.head_dim)
-    return FullWidth(
+    return UncompressedInputs(
         workload,
         workload.random(source, workload.batch, shape.num_heads, workload.queries, shape.head_dim),
         [
@@ -57,11 +57,13 @@ def full_width(workload: Workload) -> FullWidth:
     )
 
 
-def baseline_builders(workload: Workload, free: int) -> dict[str, Callable[[FullWidth], Case]]:
+def baseline_builders(
+    workload: Workload, free: int
+) -> dict[str, Callable[[UncompressedInputs], Case]]:
     """Return what can be tried here, by name; a builder raises `Lack` where it cannot run."""
     gpu = workload.device.type == "cuda"
     # First: what is much slower than one that was timed before it is given up after few samples.
-    found: dict[str, Callable[[FullWidth], Case]] = {"kvprof": _own_full_width}
+    found: dict[str, Callable[[UncompressedInputs], Case]] = {"kvprof": _own_uncompressed}
     grouped = workload.shape.group > 1
     has_rows = grouped and workload.phase == "decode"
     for name in _BACKENDS if gpu else _CPU_BACKENDS:
@@ -78,15 +80,15 @@ def baseline_builders(workload: Workload, free: int) -> dict[str, Callable[[Full
     return found
 
 
-def _own_full_width(inputs: FullWidth) -> Case:
-    """Return kvprof's own kernel at full width, as one of the baselines."""
+def _own_uncompressed(inputs: UncompressedInputs) -> Case:
+    """Return kvprof's own uncompressed kernel, as one of the baselines."""
     return ragged_case("kvprof", inputs.workload, full_widths(inputs.workload.shape))
 
 
-def _form(backend: str, form: str, free: int) -> Callable[[FullWidth], Case]:
+def _form(backend: str, form: str, free: int) -> Callable[[UncompressedInputs], Case]:
     """Return a torch back end's case: ``grouped`` (enable_gqa), ``rows`` or ``expanded``."""
 
-    def build(inputs: FullWidth) -> Case:
+    def build(inputs: UncompressedInputs) -> Case:
         workload = inputs.workload
         shape = workload.shape
         copies = inputs.copies
@@ -181,8 +183,8 @@ def _try(run: Callable[[], Tensor]) -> None:
         raise Lack(words.split(" (Triggered internally")[0][:200])
 
 
-def full_samples(inputs: FullWidth, output: Tensor) -> Iterator[Sample]:
-    """Return what is checked of a full-width output, whose values lie in its queries' order."""
+def full_samples(inputs: UncompressedInputs, output: Tensor) -> Iterator[Sample]:
+    """Return what is checked of an uncompressed output, whose values lie in its queries' order."""
     workload = inputs.workload
     shape = workload.shape
     keys, values = inputs.copies[0]
@@ -201,14 +203,14 @@ def full_samples(inputs: FullWidth, output: Tensor) -> Iterator[Sample]:
         )
 
 
-# --- FlashInfer at full width, where it is installed: its decode through its own paged wrapper.
+# --- FlashInfer, uncompressed, where it is installed: its decode through its own paged wrapper.
 
 
 _PAGE = 16
 _WORKSPACE = 256 * 2**20
 
 
-def flashinfer_case(inputs: FullWidth) -> Case:
+def flashinfer_case(inputs: UncompressedInputs) -> Case:
     """Return FlashInfer's attention; decode on pages of 16 tokens, planned beforehand."""
     try:
         library = import_module("flashinfer")
@@ -267,14 +269,14 @@ def _decode(library: Any, workload: Workload, copies: int) -> Case:
         keys, values = (
             cache[:, :, side].transpose(1, 2).flatten(2, 3)[:, :, : workload.seq] for side in (0, 1)
         )
-        shared = FullWidth(workload, query.unsqueeze(2), [(keys, values)])
+        shared = UncompressedInputs(workload, query.unsqueeze(2), [(keys, values)])
         return full_samples(shared, output)
 
     runs = [run(cache) for cache in caches]
     return _flashinfer(workload, query, runs, caches[0].nbytes, samples)
 
 
-def _prefill(library: Any, inputs: FullWidth) -> Case:
+def _prefill(library: Any, inputs: UncompressedInputs) -> Case:
     workload = inputs.workload
     shape = workload.shape
     if workload.batch > 1:

@@ -46,7 +46,7 @@ class Workload:
     batch, seq : int
         Sequences, and tokens of each.
     dtype : torch.dtype
-        Of queries, outputs and full width.
+        Of queries, outputs and the uncompressed cache.
     device : torch.device
     device_cache_bytes : int
         Of the device's own largest cache, out of which no input may be read.
@@ -59,7 +59,7 @@ class Workload:
     phase: str
     batch: int  # sequences, and tokens of each
     seq: int
-    dtype: torch.dtype  # of queries, outputs and full width
+    dtype: torch.dtype  # of queries, outputs and the uncompressed cache
     device: torch.device
     #: Of the device's own largest cache, out of which no input may be read.
     device_cache_bytes: int = 0
@@ -77,7 +77,7 @@ class Workload:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of K and V at full width in `dtype`, of the layer that is measured."""
+        """Bytes of uncompressed K and V in `dtype`, of the layer that is measured."""
         layer = identity_layer(replace(layout_of(self.shape).layers[0], sliding_window=None))
         return self.batch * full_layer_bytes(layer, self.seq, itemsize=self.dtype.itemsize)
 
@@ -129,7 +129,7 @@ class Sample:
 class Case:
     """One call that is timed."""
 
-    name: str  # of the method, or of the full-width kernel
+    name: str  # of the method, or of the uncompressed kernel
     workload: Workload
     #: The call on each copy of its inputs; each returns its output.
     runs: Sequence[Callable[[], Tensor]]
@@ -146,7 +146,7 @@ class Case:
     schedule: str | None = None  # how the work was cut
     #: The busiest multiprocessor's work over the mean of all, by the cost model.
     makespan_over_mean: float | None = None
-    #: `keys` and `values`: widths per stored head; None for full width.
+    #: `keys` and `values`: widths per stored head; None for the uncompressed.
     ranks: dict[str, list[int]] | None = None
     note: str | None = None  # what the reader should know about the figure
 

@@ -32,7 +32,7 @@ __all__ = [
     "sinks_of",
 ]
 
-# --- kvprof's own kernels on ragged widths, at full width too: decode and prefill.
+# --- kvprof's own kernels on ragged widths, uncompressed ones too: decode and prefill.
 
 
 _Run = Callable[[Tensor], Tensor]
@@ -269,7 +269,7 @@ def _samples(
         )
 
 
-# --- Caches in segments: FP8 at full width, quantised latents, TALE.
+# --- Caches in segments: FP8 at full rank, quantised latents, TALE.
 
 
 #: Tokens of a segment that are drawn: whole blocks of any format, and no power of two of them, so

@@ -18,8 +18,8 @@ _CPU_SECONDS = 0.4
 _LEAST_PREFILL = 512
 #: Share of a plain matrix product's rate that attention reaches.
 _ATTENTION_SHARE = 0.5
-# torch's inputs, kvprof's own at full width or a method's, and what building them holds for a time.
-_FULL_WIDTHS = 3
+# torch's inputs, kvprof's own uncompressed or a method's, and what building them holds for a time.
+_COPIES = 3
 
 
 def needed_bytes(workload: Workload) -> int:
@@ -29,9 +29,7 @@ def needed_bytes(workload: Workload) -> int:
     # The reference in float64: K, V and the scores of a head.
     reference = 8 * workload.seq * (2 * shape.head_dim + 32 * shape.group)
     full = workload.full_bytes
-    return (
-        _FULL_WIDTHS * workload.copies(full) * full + states * workload.dtype.itemsize + reference
-    )
+    return _COPIES * workload.copies(full) * full + states * workload.dtype.itemsize + reference
 
 
 def largest_context(workload: Workload, free: int) -> int:

@@ -46,7 +46,7 @@ class Widths:
 
 
 def full_widths(shape: Shape) -> Widths:
-    """Return every head at full width."""
+    """Return every head at full rank."""
     whole = (shape.head_dim,) * shape.num_kv_heads
     return Widths(whole, whole, "uncompressed")
 

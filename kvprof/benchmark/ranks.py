@@ -99,10 +99,10 @@ def resampled_layers(
     now = _at_rate(rates, recorded, rate)  # [heads of the profile, 2], as shares of head_dim
     order = np.argsort(now.sum(axis=1), kind="stable")  # least first
     positions = (np.arange(heads) + 0.5) / heads * len(order) - 0.5
-    drawn = _between(now[order], positions)
+    drawn = _interpolate(now[order], positions)
     units = _rounded(drawn, total, full)
     if kinds and len(np.unique(units, axis=0)) > kinds:
-        curves = np.stack([_between(kept[order], positions) for kept in recorded])
+        curves = np.stack([_interpolate(kept[order], positions) for kept in recorded])
         units = _of_few_kinds(rates, curves, units, full, kinds)
     units = units[np.random.default_rng(seed).permutation(heads)]
     source = (
@@ -121,7 +121,9 @@ def resampled_layers(
     ]
 
 
-def _between(shares: NDArray[np.float64], positions: NDArray[np.float64]) -> NDArray[np.float64]:
+def _interpolate(
+    shares: NDArray[np.float64], positions: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return shares of K and of V at places between the profile's heads."""
     known = np.arange(len(shares))
     return np.stack([np.interp(positions, known, shares[:, side]) for side in (0, 1)], axis=1)
@@ -197,7 +199,7 @@ def ranks_from(path: str | Path, shape: Shape) -> Widths:
     if not file.is_file():
         raise UsageError(f"--ranks {path}: no such file")
     if file.suffix == ".json":
-        return _fitted(_listed(file), shape, f"given in {file.name}")
+        return _fitted(_read_pairs(file), shape, f"given in {file.name}")
     try:
         pairs, words = plan_pairs(file, shape)
     except UsageError:
@@ -209,7 +211,7 @@ def ranks_from(path: str | Path, shape: Shape) -> Widths:
     return _fitted(pairs, shape, words)
 
 
-def _listed(file: Path) -> Pairs:
+def _read_pairs(file: Path) -> Pairs:
     try:
         given = parse_json(file.read_bytes())
     except OSError as problem:

@@ -81,7 +81,7 @@ class Timed:
     rate: float  # of the plan, as it serves (`kvprof.methods.accounting.rate`)
     seconds: list[float]
     error: float  # against float64
-    #: Samples of the best full-width kernel, taken in turn; None where none ran.
+    #: Samples of the fastest uncompressed kernel, taken in turn; None where none ran.
     beside: list[float] | None = None
     baseline: str | None = None  # its name
 

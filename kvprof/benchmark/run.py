@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from kvprof.benchmark.baselines import FullWidth, baseline_builders, full_width
+from kvprof.benchmark.baselines import UncompressedInputs, baseline_builders, uncompressed_inputs
 from kvprof.benchmark.case import Case, Lack, Workload
 from kvprof.benchmark.cases import build_case, ragged_case
 from kvprof.benchmark.limits import flop_rate, largest_context, prefill_length, shortage
@@ -33,7 +33,7 @@ __all__ = ["BenchRequest", "Budget", "Point", "measure", "run_bench"]
 # --- All rows of one phase, batch and context: the baselines first, then each method against
 # the best.
 #
-# The fastest full-width kernel is kept beside every method and sampled in turn with it, so a
+# The fastest uncompressed kernel is kept beside every method and sampled in turn with it, so a
 # speed-up is a ratio of medians of the same minutes.
 
 
@@ -68,7 +68,7 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class _Full:
-    """A full-width kernel that ran, with its first samples."""
+    """An uncompressed kernel that ran, with its first samples."""
 
     case: Case
     sampler: Sampler
@@ -80,7 +80,7 @@ def measure(point: Point, methods: list[Method]) -> None:
     """Measure one workload and add what is found to `point.found`."""
     workload, found = point.workload, point.found
     best: _Full | None = None
-    with _spared(point, "uncompressed (BF16)"):
+    with _row_may_fail(point, "uncompressed (BF16)"):
         best = _baselines(point)
     point.advance()
     if best is None:
@@ -88,7 +88,7 @@ def measure(point: Point, methods: list[Method]) -> None:
     try:
         for method in methods:
             if method.form != "full":
-                with _spared(point, method.name):
+                with _row_may_fail(point, method.name):
                     _method(point, method, best)
             elif best is not None:
                 timed = Timed(
@@ -121,7 +121,7 @@ def _add(point: Point, timed: Timed) -> None:
 
 
 @contextmanager
-def _spared(point: Point, name: str) -> Iterator[None]:
+def _row_may_fail(point: Point, name: str) -> Iterator[None]:
     """Let one row fail, for lack of memory or because a kernel does not run, and go on."""
     workload = point.workload
     try:
@@ -137,7 +137,7 @@ def _spared(point: Point, name: str) -> Iterator[None]:
                 f"{name}, {workload.name}: not enough memory; about {most:,} tokens would fit at "
                 f"batch {workload.batch}"
             )
-        elif _lost(problem):
+        elif _is_cuda_failure(problem):
             raise DeviceLost(f"{name}, {workload.name}: {_words(problem)}") from problem
         else:
             point.found.warn(f"{name}, {workload.name}: failed: {_words(problem)}")
@@ -147,7 +147,7 @@ def _spared(point: Point, name: str) -> Iterator[None]:
                 torch.cuda.empty_cache()
 
 
-def _lost(problem: Exception) -> bool:
+def _is_cuda_failure(problem: Exception) -> bool:
     """Whether CUDA itself failed: every later call in this process fails too."""
     return "CUDA error" in str(problem) or "illegal memory access" in str(problem)
 
@@ -159,9 +159,9 @@ def _words(problem: Exception) -> str:
 
 
 def _baselines(point: Point) -> _Full | None:
-    """Time every full-width kernel; the fastest of those that compute what they should is kept."""
+    """Time every uncompressed kernel; the fastest of those with correct results is kept."""
     workload = point.workload
-    inputs = full_width(workload)
+    inputs = uncompressed_inputs(workload)
     best: _Full | None = None
     for name, build in baseline_builders(workload, free_bytes(workload.device)).items():
         entry: dict[str, Any] = {
@@ -177,7 +177,7 @@ def _baselines(point: Point) -> _Full | None:
         except (Lack, UsageError) as why:
             entry["reason"] = str(why)
         except (MemoryError, RuntimeError, TritonError) as problem:
-            if _lost(problem):
+            if _is_cuda_failure(problem):
                 raise
             short = no_memory(problem)
             entry["reason"] = "it needs more memory than is free" if short else _words(problem)
@@ -194,8 +194,8 @@ def _baselines(point: Point) -> _Full | None:
 def _baseline(
     point: Point,
     name: str,
-    build: Callable[[FullWidth], Case],
-    inputs: FullWidth,
+    build: Callable[[UncompressedInputs], Case],
+    inputs: UncompressedInputs,
     best: _Full | None,
 ) -> _Full:
     case = build(inputs)
@@ -257,7 +257,7 @@ def run_bench(
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Time attention over compressed caches against the best full-width kernel found here."""
+    """Time attention over compressed caches against the fastest uncompressed kernel found here."""
     shape = load_shape(request.shape)
     device = main_device(request.device)
     dtype = parse_dtype(request.dtype, device)

@@ -74,7 +74,7 @@ class Asked:
     name: str  # as written, for example `fdc-4bit` or `tale:bits=none`
     base: str  # the method, without what comes on top and without options
     registered: str  # what `kvprof plan` calls it
-    modifiers: tuple[Wrapper, ...] = ()  # what comes on top
+    wrappers: tuple[Wrapper, ...] = ()  # what comes on top
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -109,7 +109,7 @@ def parse_method(text: str) -> Asked:
     found = parts_of(name, (*BENCHED, *METHODS, *installed))
     if found is None:
         raise unknown_method(name, dict.fromkeys((*BENCHED, *method_names())))
-    base, modifiers = found
+    base, wrappers = found
     registered = _BEHIND.get(base, base) + name.removeprefix(base)
     given = options_in(written)
     own = _KNOWN.get(base, {})
@@ -121,7 +121,7 @@ def parse_method(text: str) -> Asked:
         allowed = "|".join(own[wrong[0]])
         raise UsageError(f"{text}: {base} requires {wrong[0]}={allowed}, not {texts[wrong[0]]}")
     options = typed_options(registered, {key: given[key] for key in given if key not in texts})
-    return Asked(text, base, registered, tuple(modifiers), tuple({**options, **texts}.items()))
+    return Asked(text, base, registered, tuple(wrappers), tuple({**options, **texts}.items()))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def shape_plan(
         )
     # Layers that are left out need others beside them.
     whole = needs is None or "skip" in options
-    bare = Bare(layout_of(shape), shape.name) if whole else _standing(shape)
+    bare = Bare(layout_of(shape), shape.name) if whole else _one_layer(shape)
     family = stand_in_family(laid or bare, asked.registered, **options)
     plan = plan_for_rate(family, rate, tokens, alone=alone)
     said = (
@@ -174,7 +174,7 @@ def plan_of_widths(
     method: str, shape: Shape, widths: Sequence[Widths], laid: Laid | None = None
 ) -> Plan:
     """Return a low-rank method's plan on a shape with ranks that are given."""
-    where = Bare(laid.layout, laid.fingerprint) if laid else _standing(shape)
+    where = Bare(laid.layout, laid.fingerprint) if laid else _one_layer(shape)
     family = _low_rank(where, method, shape.num_kv_heads // len(widths[0].values))
     assert family.at_ranks is not None  # of low ranks all can be given them
     plan = family.at_ranks(
@@ -183,7 +183,7 @@ def plan_of_widths(
     return plan if laid is not None else of_shape(plan, shape)
 
 
-def _standing(shape: Shape) -> Bare:
+def _one_layer(shape: Shape) -> Bare:
     """Return one layer, which stands for all of a shape's."""
     one = replace(shape, layers=1, sliding_window=None, window_pattern="F")
     return Bare(layout_of(one), shape.name)
@@ -206,7 +206,7 @@ def _of_known_ranks(
         return made[knob].plan
 
     own = asked.base in ("full", "fp8", "tale") or ranks is not None
-    if not own and not asked.modifiers:
+    if not own and not asked.wrappers:
         return _of_ranks(asked, shape, laid, rate, ranks)
     settings, most = (rate,) if own else (), 1 - STEP / shape.head_dim
     family = PlanFamily(asked.name, "rate", build, (0.0, most), settings)
@@ -230,7 +230,7 @@ def _of_ranks(
         rule = _RULES[asked.base]
         widths = rule(asked, shape, rate, ranks, len(laid.layout.layers) if laid else 1)
         plan = plan_of_widths(behind, shape, widths, laid)
-        if asked.base == "tale" and not asked.modifiers and options.get("bits") != "none":
+        if asked.base == "tale" and not asked.wrappers and options.get("bits") != "none":
             plan = replace(plan, quantiser=per_token(PUBLISHED_BITS))
         source = widths[0].source
         if asked.base == "tale":
@@ -240,9 +240,9 @@ def _of_ranks(
             )
         found = ShapePlan(plan, source, widths[0].warnings)
     plan = replace(found.plan, method=asked.base)
-    if asked.modifiers:
+    if asked.wrappers:
         drawn = PlanFamily(asked.base, "rate", lambda _: plan)
-        plan = compose(asked.name, asked.base, asked.modifiers, drawn, {}).build(0.0)
+        plan = compose(asked.name, asked.base, asked.wrappers, drawn, {}).build(0.0)
     return replace(found, plan=plan)
 
 

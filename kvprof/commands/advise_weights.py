@@ -203,7 +203,7 @@ class Measuring:
                 self._finds = False
                 self.warnings.append(f"no needles: {problem}")
                 return
-            found, asked = _found(task)
+            found, asked = _needle_counts(task)
             self._put(self.rows[0], needles=[found, asked])
             if not task["judges"]:
                 self._finds = False
@@ -214,7 +214,7 @@ class Measuring:
         plan = self._plan(row.plan)
         with console.track(f"asking {row.plan}", self._needles.evaluator.steps(plan)) as bar:
             evaluation = self._needles.evaluation(plan, plan_digest(plan), bar.advance, self._ended)
-        self._put(row, needles=_found(evaluation["tasks"][_TASK]))
+        self._put(row, needles=_needle_counts(evaluation["tasks"][_TASK]))
 
     def _asking(self) -> Evaluator:
         """Return what evaluates needles; one sequence of text is there, as there must be some."""
@@ -249,6 +249,6 @@ def _users(row: AdvisedPlan) -> float:
     return row.users or 0
 
 
-def _found(task: Mapping[str, Any]) -> list[int]:
+def _needle_counts(task: Mapping[str, Any]) -> list[int]:
     """Return the needles found and asked for."""
     return [round(task["accuracy"] * task["items"]), task["items"]]

@@ -256,7 +256,7 @@ def bench(
         simulate=simulate or None,
         engine=engine,
     )
-    named, plans = _asked(joined(methods), plan, load=load), tuple(map(str, plan or ()))
+    named, plans = _entries(joined(methods), plan, load=load), tuple(map(str, plan or ()))
     if load:
         asked.refuse_beside_load(
             {
@@ -322,7 +322,7 @@ def bench(
         rate=_RATE if rate is None else rate,
         rate_given=rate is not None,
         ranks=ranks,
-        phases=_listed(phase or "decode,prefill", "--phase"),
+        phases=_split_names(phase or "decode,prefill", "--phase"),
         methods=named or DEFAULT_METHODS,
         plans=plans,
         dtype=read_dtype(dtype, resolved),
@@ -356,7 +356,7 @@ def _file_of(model: str | None, gguf: str | None) -> str | None:
     return str(gguf_file(model, gguf))
 
 
-def _listed(text: str, option: str) -> tuple[str, ...]:
+def _split_names(text: str, option: str) -> tuple[str, ...]:
     """Return the names that an option joins by commas, each once."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
@@ -364,11 +364,11 @@ def _listed(text: str, option: str) -> tuple[str, ...]:
     return names
 
 
-def _asked(methods: str | None, plans: list[Path] | None, *, load: bool) -> tuple[str, ...]:
+def _entries(methods: str | None, plans: list[Path] | None, *, load: bool) -> tuple[str, ...]:
     """Return what is measured: methods with their options, then saved plans by name.
 
-    Plans alone stand beside full width; empty where nothing was asked for. A load also has the
-    types of cache that its engine names.
+    Plans alone are compared with the uncompressed cache; empty where nothing was asked for. A load
+    also has the types of cache that its engine names.
     """
     entries = method_entries(methods) if methods is not None else []
     # Now, while torch is not loaded yet.

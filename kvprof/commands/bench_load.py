@@ -431,11 +431,11 @@ def measure_and_show(
 ) -> None:
     """Run into a journal, and show and keep what was measured, also where something failed."""
     path = outputs.events
-    earlier = _earlier(outputs, inputs)
+    earlier = _interrupted_events(outputs, inputs)
     if earlier is not None:
         # What is there is an unfinished run's: it is carried over, and then replaced.
         try:
-            _others(outputs, earlier).check()
+            _without_own_files(outputs, earlier).check()
         except UsageError as wrong:
             raise UsageError(
                 f"{wrong} and discards the interrupted run in {outputs.out}; name another file to "
@@ -454,7 +454,7 @@ def measure_and_show(
         outputs.end_recorded(journal, problem=problems[0] if problems else None, interrupted=stop())
 
 
-def _others(outputs: Outputs, earlier: Sequence[Event]) -> Outputs:
+def _without_own_files(outputs: Outputs, earlier: Sequence[Event]) -> Outputs:
     """Return the outputs without the folder and the files that an interrupted run wrote itself.
 
     Those that its command named by the same option, and whose result says that it is that run's.
@@ -499,7 +499,7 @@ def _leave_nothing(path: Path | None, journal: Journal) -> None:
             path.parent.rmdir()
 
 
-def _earlier(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
+def _interrupted_events(outputs: Outputs, inputs: Mapping[str, Any]) -> list[Event] | None:
     """Return the events of an interrupted run of the same load in the folder; None without one."""
     if outputs.out is None or outputs.force or (found := find_events(outputs.out)) is None:
         return None

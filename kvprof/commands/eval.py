@@ -262,7 +262,7 @@ def _plans(run: _Run, sample: "Sample", stop: Stop) -> "list[Plan]":
 
 
 @contextmanager
-def _keeping(run: _Run) -> Iterator[None]:
+def _end_with_results(run: _Run) -> Iterator[None]:
     """End a run with what was measured, whatever ends the body."""
     try:
         yield
@@ -299,7 +299,7 @@ def _evaluate(run: _Run, sample: "Sample", plans: "list[Plan]", stop: Stop) -> N
                 run.complete = False
                 break
             progress.describe(f"{loaded.spec}, {plan.method}")
-            with _keeping(run):
+            with _end_with_results(run):
                 evaluation = evaluator.evaluate(plan, progress.advance, stop)
                 notes = [f"{plan.method}: {one}" for one in chosen_on(plan.made, evaluator.samples)]
                 scale = plan.made.get("options", {}).get("scale", "head")
@@ -311,10 +311,10 @@ def _evaluate(run: _Run, sample: "Sample", plans: "list[Plan]", stop: Stop) -> N
                     "kernel": kernel_facts(plan, loaded),
                     "dim_rate": dim_rate(plan),
                     "paper_rate": paper_rate(plan),
-                    "made": _public(plan.made),
+                    "made": _public_part(plan.made),
                 }
                 rows[id(plan)] = {**evaluation, "plan": facts}
-    # Asked for by name, full width runs through the compressed cache like any other plan.
+    # Asked for by name, the uncompressed plan runs through the compressed cache like any other.
     own = [{**baseline, "plan": None}] if all(plan.method != "full" for plan in plans) else []
     run.data = {
         "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -327,7 +327,7 @@ def _evaluate(run: _Run, sample: "Sample", plans: "list[Plan]", stop: Stop) -> N
 def _run_harness(
     run: _Run, loaded: "LoadedModel", plans: "list[Plan]", settings: "HarnessSettings", stop: Stop
 ) -> None:
-    from kvprof.evaluation.evaluator import hidden_in_one_pass
+    from kvprof.evaluation.evaluator import affected_by_teacher_forcing
     from kvprof.evaluation.harness import harness_rows, settings_described
 
     rows: list[dict[str, Any]] = []
@@ -337,7 +337,7 @@ def _run_harness(
             run.complete = False
             return
         name = "uncompressed" if plan is None else plan.method
-        hidden = None if plan is None else hidden_in_one_pass(plan)
+        hidden = None if plan is None else affected_by_teacher_forcing(plan)
         blind = list(dict.fromkeys(row["task"] for row in rows if row["single_pass"]))
         if hidden and blind:
             text = (
@@ -348,14 +348,14 @@ def _run_harness(
             run.warnings.append(text)
         if hidden and {row["task"] for row in rows} <= set(blind):
             continue
-        with _keeping(run), console.status(f"lm-eval, {loaded.spec}, {name}"):
+        with _end_with_results(run), console.status(f"lm-eval, {loaded.spec}, {name}"):
             found = harness_rows(loaded, plan, settings)
             rows += [row for row in found if not (hidden and row["single_pass"])]
 
 
-def _public(made: dict[str, Any]) -> dict[str, Any]:
+def _public_part(made: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: _public(value) if isinstance(value, dict) else value
+        key: _public_part(value) if isinstance(value, dict) else value
         for key, value in made.items()
         if key not in _PRIVATE
     }

@@ -375,11 +375,11 @@ class Outputs:
                 except KvprofError as failure:
                     missing.append(str(failure))
         put("--json", self.json, text)
-        put("--csv", self.csv, lambda: str(_offered(kinds.csv_of(result), "--csv")()))
+        put("--csv", self.csv, lambda: str(_require_maker(kinds.csv_of(result), "--csv")()))
         if self.svg is not None or self.png is not None:
 
             def draw(form: str) -> bytes:
-                return figure_bytes(_offered(kinds.figure_of(result), f"--{form}")(), form)
+                return figure_bytes(_require_maker(kinds.figure_of(result), f"--{form}")(), form)
 
             put("--svg", self.svg, lambda: draw("svg"))
             put("--png", self.png, lambda: draw("png"))
@@ -397,7 +397,7 @@ class Outputs:
         return {option: path for option, path in named.items() if path is not None}
 
 
-def _offered(make: Callable[[], Any] | None, option: str) -> Callable[[], Any]:
+def _require_maker(make: Callable[[], Any] | None, option: str) -> Callable[[], Any]:
     if make is None:
         raise ValueError(f"this command has {option} but does not produce its output")
     return make

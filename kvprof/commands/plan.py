@@ -167,8 +167,8 @@ def plan(request: PlanRequest) -> Outcome:
         check_names(name for _, name, _ in method_entries(named))
     links = parse_links(request.link or ())
     with loading():
-        from kvprof.commands.plan_several import several
-    return several(request, named, links)
+        from kvprof.commands.plan_transfer import plan_transfer
+    return plan_transfer(request, named, links)
 
 
 def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:
@@ -298,11 +298,13 @@ def _rounded(
                 )
                 options = {**options, "centre": made.made["centre"]}
         with console.status(f"planning {method}"):
-            fine = _fine(calibrator, family, made, options)
+            fine = _unrounded_plan(calibrator, family, made, options)
     return made, fine, family.knob if fine is not None else None
 
 
-def _fine(calibrator: Any, family: Any, made: "Plan", options: dict[str, Any]) -> "Plan | None":
+def _unrounded_plan(
+    calibrator: Any, family: Any, made: "Plan", options: dict[str, Any]
+) -> "Plan | None":
     """Return the plan with the ranks that its knob asks for, or None where it asks for none."""
     own, value = made.made.get("options", {}), made.made.get(family.knob)
     if own.get("allocation") not in _ROUNDED_UP or value is None:

@@ -12,7 +12,7 @@ from kvprof.evaluation.data import TextSample, default_shape, text_samples
 from kvprof.evaluation.decode import mean_context
 from kvprof.evaluation.sensitivity import Sensitivity, answers, layers_that_stay, refuse_shared
 from kvprof.interrupt import Stop
-from kvprof.methods.budget import BitAllocation, CandidateSet, offer_of, parts_of_layers
+from kvprof.methods.budget import BitAllocation, CandidateSet, candidates_of, parts_of_layers
 from kvprof.methods.family import MethodInputs
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
@@ -88,17 +88,17 @@ def study(
         "flags": [],
     }
     if complete:
-        offer = offer_of(given, inputs, settings, rows)
+        candidates = candidates_of(given, inputs, settings, rows)
         asked = None
         if request.rate is not None:
-            asked = offer.at_rate(request.rate, measuring.context)
+            asked = candidates.at_rate(request.rate, measuring.context)
             try:  # before the wholes: an interrupt leaves the plan
                 if request.save is not None:
                     save_plan(asked.plan, request.save, force=request.force)
             except KvprofError as problem:
                 lost.append(str(problem))
                 inputs["saved"] = None
-        wanted = [*_budgets(measuring, offer, settings, data, asked)]
+        wanted = [*_budgets(measuring, candidates, settings, data, asked)]
         if len(layers) == len(loaded.layout.layers):
             wanted += _flags(loaded, request, parts, settings, rows)
         else:
@@ -145,7 +145,7 @@ def check_study(
     if request.rate is not None:
         asked = {**request.inputs(), "layers": chosen, "ranks": ()}
         context = mean_context(samples[0].ids.shape[1])
-        offer_of(given, asked, settings, ()).check_reach(request.rate, context)
+        candidates_of(given, asked, settings, ()).check_reach(request.rate, context)
 
 
 def _inputs(
@@ -223,22 +223,22 @@ def _measured(
 
 def _budgets(
     measuring: Sensitivity,
-    offer: CandidateSet,
+    candidates: CandidateSet,
     settings: list[Setting],
     data: dict[str, Any],
     asked: BitAllocation | None,
 ) -> Iterator[_Whole]:
     """Hand out settings at the rate asked for, and at the bytes of each that all could take."""
-    sizes = offer.sizes(measuring.context)
-    full = sum(sizes[part, FULL] for part in offer.parts)
+    sizes = candidates.sizes(measuring.context)
+    full = sum(sizes[part, FULL] for part in candidates.parts)
 
-    def entry(handout: BitAllocation, **more: Any) -> dict[str, Any]:
-        names = {x: FULL if one is None else one.spec.name for x, one in handout.chosen.items()}
+    def entry(allocation: BitAllocation, **more: Any) -> dict[str, Any]:
+        names = {x: FULL if one is None else one.spec.name for x, one in allocation.chosen.items()}
         own = sum(sizes[part, name] for part, name in names.items())
         return {
             **{"like": None, "rate_asked": None, "uniform": None},
             **{"rate": 1 - own / full, "bytes_per_token": own},
-            "predicted_kl": handout.predicted_kl,
+            "predicted_kl": allocation.predicted_kl,
             "choices": [{**asdict(part), "setting": name} for part, name in names.items()],
             **more,
         }
@@ -247,14 +247,14 @@ def _budgets(
         rate = asked.plan.made["rate_asked"]
         yield "budgets", entry(asked, rate_asked=rate), (asked.chosen,)
     for setting in settings:
-        size = sum(measuring.bytes_per_token(part, setting) for part in offer.parts)
-        found = None if setting.spec.exact_first else offer.within(sizes, size)
+        size = sum(measuring.bytes_per_token(part, setting) for part in candidates.parts)
+        found = None if setting.spec.exact_first else candidates.within(sizes, size)
         if found is None or size >= full:
             continue
         name = setting.spec.name
         total = sum(row["kl"] for row in _rows(data["cells"], name))
         uniform = {"rate": 1 - size / full, "bytes_per_token": size, "predicted_kl": total}
-        every = dict.fromkeys(offer.parts, setting)
+        every = dict.fromkeys(candidates.parts, setting)
         yield "budgets", entry(found, like=name, uniform=uniform), (found.chosen, every)
 
 

@@ -112,9 +112,9 @@ class EvaluationCache:
 
     def __len__(self) -> int:
         """How many evaluations of this data and these settings are on disk."""
-        if self._folder is None or not self._own.is_dir():
+        if self._folder is None or not self._data_folder.is_dir():
             return 0
-        return sum(1 for path in self._own.glob("*.json"))
+        return sum(1 for path in self._data_folder.glob("*.json"))
 
     def get(self, digest: str) -> dict[str, Any] | None:
         """Return the evaluation of a plan, or None where there is none that can be used."""
@@ -161,10 +161,10 @@ class EvaluationCache:
     def _path(self, digest: str) -> Path | None:
         if self._folder is None:
             return None
-        return self._own / f"{digest[:40]}.json"
+        return self._data_folder / f"{digest[:40]}.json"
 
     @property
-    def _own(self) -> Path:
+    def _data_folder(self) -> Path:
         """One folder per data and version, so that what is there can be counted."""
         assert self._folder is not None
         key = hashlib.sha256(f"{EVALUATION_VERSION}:{self._data}".encode()).hexdigest()

@@ -52,8 +52,8 @@ __all__ = [
     "EvaluationSettings",
     "Evaluator",
     "Found",
+    "affected_by_teacher_forcing",
     "assembled",
-    "hidden_in_one_pass",
     "needs_decoding",
     "without_intervals",
 ]
@@ -103,7 +103,7 @@ class Found:
         return pairs
 
 
-def _because(notes: list[str]) -> str:
+def _in_brackets(notes: list[str]) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
@@ -143,7 +143,7 @@ def assembled(
     if found.measured and abs(measured - account) > _DEVIATION * account:
         warnings.append(
             f"{plan.method}: the cache took {measured:,.0f} bytes per sequence of {seen:,} "
-            f"tokens, its plan accounts for {account:,}{_because(found.notes)}; rates use the "
+            f"tokens, its plan accounts for {account:,}{_in_brackets(found.notes)}; rates use the "
             "account"
         )
     return {
@@ -164,7 +164,7 @@ def assembled(
     }
 
 
-def hidden_in_one_pass(plan: Plan) -> str | None:
+def affected_by_teacher_forcing(plan: Plan) -> str | None:
     """Return in words what of a plan an ordinary pass cannot show; None where it shows all of it.
 
     A pass attends to its own tokens before they are quantised or evicted unless the plan reads by

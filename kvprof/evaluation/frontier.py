@@ -74,7 +74,7 @@ def frontier_row(
         asked = " and ".join(
             f"{target.share:g} of the baseline's {target.metric}" for target in targets
         )
-        kept = " and ".join(_kept(share_of(least, target.metric)) for target in targets)
+        kept = " and ".join(_share_text(share_of(least, target.metric)) for target in targets)
         reason = f"no tested rate reaches {asked}; the lowest, {least['rate']:.3f}: {kept}"
     interval = joint_interval(points, targets)
     return {
@@ -98,7 +98,7 @@ def _shares(evaluation: Mapping[str, Any], targets: Sequence[Target]) -> dict[st
     return {"shares": {one.metric: kept_of(evaluation, one.metric) for one in targets}}
 
 
-def _kept(share: float | None) -> str:
+def _share_text(share: float | None) -> str:
     return "nothing" if share is None else f"{share:.4f}"
 
 

@@ -217,8 +217,8 @@ def task_figures(
             "exact_match": float(np.mean([row.found.exact for row in rows])),
             "baseline_exact_match": float(np.mean([row.base.exact for row in rows])),
             "difference_interval": interval,
-            "by_depth": _by(rows, "depth"),
-            "by_length": _by(rows, "length"),
+            "by_depth": _share_by(rows, "depth"),
+            "by_length": _share_by(rows, "length"),
         }
     return tasks
 
@@ -289,7 +289,7 @@ def _answered(
     return tasks
 
 
-def _by(rows: Sequence[_Row], attribute: str) -> dict[str, Any]:
+def _share_by(rows: Sequence[_Row], attribute: str) -> dict[str, Any]:
     values = sorted({v for row in rows if (v := getattr(row.item, attribute)) is not None})
     return {
         f"{value:g}": _share([row for row in rows if getattr(row.item, attribute) == value])

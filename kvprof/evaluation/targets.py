@@ -1,9 +1,9 @@
 """Targets: what share of the uncompressed model's metrics has to be kept, and up to which rate.
 
 A frontier may have several. They hold together at a rate where each does by the rule for one, so
-that the largest rate of all is the least of theirs: of point estimates and of intervals alike. That
-every one of several targets surely holds needs no wider intervals than one of them does; that some
-one is surely missed is looked for as often as there are targets.
+that the largest rate of all is the least of theirs: of point estimates and of intervals alike. To
+show that every target holds takes no wider intervals than to show it of one; that some one is
+missed is tested as often as there are targets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -193,7 +193,7 @@ def max_rate_interval(
 ) -> tuple[float | None, float | None] | None:
     """Return between which tested rates the true largest rate lies, given the shares' intervals.
 
-    The lower end is the largest tested rate that surely meets the target, with every lower one
+    The lower end is the largest tested rate shown to meet the target, with every lower one
     doing so (None: not even the lowest): its interval lies wholly at or above the target, and its
     sample would have shown a loss as large as the target allows (`least_loss`). The upper end is
     the smallest tested rate whose interval lies wholly below it (None: no tested rate does).
@@ -204,8 +204,8 @@ def max_rate_interval(
     seen = [point["least_loss"] <= 1.0 - target + _ROUNDING for point in points]
     sure = [(rate, end[0] if fine else None) for (rate, end), fine in zip(ends, seen, strict=True)]
     low = _last_meeting(sure, target)
-    surely_below = [rate for rate, end in ends if end[1] < target]
-    return low, min(surely_below, default=None)
+    shown_below = [rate for rate, end in ends if end[1] < target]
+    return low, min(shown_below, default=None)
 
 
 def _last_meeting(figures: Sequence[tuple[float, float | None]], target: float) -> float | None:
@@ -249,7 +249,7 @@ def holds(kept: Mapping[str, Mapping[str, Any]], targets: Sequence[Target]) -> b
 
 def joint_rate(points: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> float | None:
     """Return the largest tested rate at which all targets hold, with every lower tested rate."""
-    return _least([max_rate(_of(points, target), target.share) for target in targets])
+    return _least([max_rate(_kept_at(points, target), target.share) for target in targets])
 
 
 def joint_interval(
@@ -257,10 +257,10 @@ def joint_interval(
 ) -> tuple[float | None, float | None] | None:
     """Return between which tested rates the true largest rate of all targets lies.
 
-    Up to the lower end every target surely holds, and at the upper end some one is surely missed;
-    see `max_rate_interval`.
+    Every target is shown to hold up to the lower end, and one to be missed at the upper end; see
+    `max_rate_interval`.
     """
-    each = [max_rate_interval(_of(points, target), target.share) for target in targets]
+    each = [max_rate_interval(_kept_at(points, target), target.share) for target in targets]
     known = [bounds for bounds in each if bounds is not None]
     if len(known) < len(each):
         return None
@@ -277,7 +277,7 @@ def binding(points: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> l
     return []
 
 
-def _of(points: Sequence[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
+def _kept_at(points: Sequence[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
     return [{"rate": point["rate"], **kept_of(point, target.metric)} for point in points]
 
 

@@ -146,7 +146,7 @@ def bytes_at(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> Cache
 
 
 def full_bytes(plan: Plan, tokens: int, *, itemsize: int, batch: int = 1) -> int:
-    """Return what the model's own cache would store: full width in the model's dtype.
+    """Return what the model's own cache would store, uncompressed in the model's dtype.
 
     Keys and values; a recurrent state beside them is not counted.
     """

@@ -137,13 +137,13 @@ class Question:
 
 
 @cache
-def _kept() -> list[dict[str, Any]]:
+def _accuracy_rows() -> list[dict[str, Any]]:
     text = (files("kvprof") / "assets" / "advise-kept.json").read_text("utf-8")
     found: list[dict[str, Any]] = json.loads(text)
     return found
 
 
-def _plain(name: str) -> str:
+def _normalised_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower().removesuffix(".gguf"))
 
 
@@ -153,20 +153,22 @@ def _nearest(plan: Plan, question: Question) -> Mapping[str, Any] | None:
 
     def distance(row: Mapping[str, Any]) -> tuple[bool, bool, bool, int]:
         return (
-            _plain(row["model"]) != _plain(question.model),
+            _normalised_name(row["model"]) != _normalised_name(question.model),
             row["model_type"] != question.model_type,
             (row["model_type"] == "qwen2") != question.biased,
             abs(row["head_dim"] - width),
         )
 
-    return min((row for row in _kept() if row["plan"] == plan.name), key=distance, default=None)
+    return min(
+        (row for row in _accuracy_rows() if row["plan"] == plan.name), key=distance, default=None
+    )
 
 
 def _values(layer: CacheLayer) -> int:
     return layer.heads * layer.width * (1 if layer.kind == "latent" else 2)
 
 
-def _seen(layer: CacheLayer, context: int) -> int:
+def _visible_tokens(layer: CacheLayer, context: int) -> int:
     return min(layer.reach, context) if layer.reach else context
 
 
@@ -183,7 +185,7 @@ class _Stored:
 
     def layer_bytes(self, layer: CacheLayer, context: int) -> float:
         """Return the bytes of a layer."""
-        seen = min(_seen(layer, context) + (_UBATCH if layer.reach else 0), context)
+        seen = min(_visible_tokens(layer, context) + (_UBATCH if layer.reach else 0), context)
         exact = min(self.plan.exact, seen)
         bits = self.plan.bits * (seen - exact) + 16 * exact
         return layer.state + _values(layer) * bits / 8
@@ -238,8 +240,8 @@ def _row(plan: Plan, question: Question) -> dict[str, Any]:
         return row | {"keeps": 1.0, "keeps_at_least": 1.0, "measured_here": True}
     if known is None:
         return row
-    here = _plain(known["model"]) == _plain(question.model)
-    all_of = [one for one in _kept() if one["plan"] == plan.name]
+    here = _normalised_name(known["model"]) == _normalised_name(question.model)
+    all_of = [one for one in _accuracy_rows() if one["plan"] == plan.name]
     return row | {
         "keeps": known["keeps"],
         "keeps_interval": known["interval"],
@@ -265,9 +267,10 @@ def _read(plan: Plan, question: Question, context: int) -> float:
     kept = [one for one in question.layers if one.kind != "state"]
     states = sum(one.state for one in question.layers)
     tokens = zip(kept, _token(plan, question.layers), strict=True)
-    read = sum(size * _seen(layer, context) for layer, size in tokens)
+    read = sum(size * _visible_tokens(layer, context) for layer, size in tokens)
     exact = sum(
-        _values(one) * (16 - plan.bits) / 8 * min(plan.exact, _seen(one, context)) for one in kept
+        _values(one) * (16 - plan.bits) / 8 * min(plan.exact, _visible_tokens(one, context))
+        for one in kept
     )
     return states + read + exact
 

@@ -29,9 +29,9 @@ __all__ = [
     "BitAllocation",
     "CandidateSet",
     "allocation",
+    "candidates_of",
     "heads_in",
     "in_one_plan",
-    "offer_of",
     "parts_of_layers",
     "plan_of",
 ]
@@ -87,7 +87,7 @@ def in_one_plan(settings: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def allocation(
-    cells: Mapping[tuple[Part, str], float],
+    costs: Mapping[tuple[Part, str], float],
     parts: Sequence[Part],
     settings: Sequence[Setting],
     sizes: Mapping[tuple[Part, str], float],
@@ -95,18 +95,18 @@ def allocation(
 ) -> tuple[dict[Part, Setting | None], float] | None:
     """Choose a setting for each part, by measured divergence per byte saved."""
     named = {one.spec.name: one for one in settings}
-    offered = [
+    options = [
         [
             Choice(FULL, sizes[part, FULL], 0.0),
             *(
-                Choice(name, sizes[part, name], cells[part, name])
+                Choice(name, sizes[part, name], costs[part, name])
                 for name in named
-                if (part, name) in cells
+                if (part, name) in costs
             ),
         ]
         for part in parts
     ]
-    found = cheapest(offered, size)
+    found = cheapest(options, size)
     if found is None:
         return None
     chosen = {part: named.get(choice.name) for part, choice in zip(parts, found, strict=True)}
@@ -123,7 +123,7 @@ class CandidateSet:
     parts : tuple of Part
     settings : tuple of Setting
         All that were measured but those with exact first tokens.
-    cells : mapping
+    costs : mapping
         As `allocation` takes them.
     made : dict
         JSON values that the plans carry.
@@ -132,7 +132,7 @@ class CandidateSet:
     inputs: MethodInputs
     parts: tuple[Part, ...]
     settings: tuple[Setting, ...]
-    cells: Mapping[tuple[Part, str], float]
+    costs: Mapping[tuple[Part, str], float]
     made: Mapping[str, Any]
 
     def sizes(self, tokens: int) -> dict[tuple[Part, str], float]:
@@ -151,7 +151,7 @@ class CandidateSet:
         every = [
             found
             for held in in_one_plan(self.settings)
-            if (found := allocation(self.cells, self.parts, held, sizes, size)) is not None
+            if (found := allocation(self.costs, self.parts, held, sizes, size)) is not None
         ]
         if not every:
             return None
@@ -291,7 +291,7 @@ def _layer(
     return replace(layer, keys=keys, values=values, key_mean=mean)
 
 
-def offer_of(
+def candidates_of(
     inputs: MethodInputs,
     asked: Mapping[str, Any],
     settings: Sequence[Setting],

@@ -231,8 +231,8 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool
     ----------
     family : PlanFamily
     wanted : float
-        ``1 - bytes(plan) / bytes(full width)`` at a context of `tokens` tokens; 0 is full width,
-        with what a method keeps beside it.
+        ``1 - bytes(plan) / bytes(uncompressed)`` at a context of `tokens` tokens; 0 is
+        uncompressed, with what a method keeps beside it.
     tokens : int
         Context at which bytes are counted.
     alone : bool

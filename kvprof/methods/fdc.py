@@ -39,7 +39,7 @@ def fdc(
     keys : str
         K's basis: ``svd-qk``, the sum of FDC's pairs of each query head with its key head;
         ``svd-qk-stacked``, the group's queries on its keys once; ``svd-qk-literal``, a basis and a
-        stored key per query head (no kernels); also ``svd-k``, ``kq``, ``none`` for full width.
+        stored key per query head (no kernels); also ``svd-k``, ``kq``, ``none`` for full rank.
     values : str
         V's basis: ``svd-vo`` (FDC's table 4), the default because it keeps more accuracy than
         ``weight-v`` (its §5.2); also ``svd-vo-raw``, ``svd-v``, ``vo-opt``, ``none``.
@@ -121,7 +121,7 @@ def kq(
     inputs : MethodInputs
         With moments.
     keys, values : str
-        ``kq`` and ``vo-opt``, or one of ``fdc``'s; ``none`` leaves a side at full width.
+        ``kq`` and ``vo-opt``, or one of ``fdc``'s; ``none`` leaves a side at full rank.
     allocation : str
         ``tail`` is KQ-SVD's own; ``removal`` (of the product's singular values) is the default so
         that it compares with ``fdc``.

@@ -1,4 +1,4 @@
-"""``fp8``: full width in FP8 (e4m3), what most people would use instead of a low rank.
+"""``fp8``: full rank in FP8 (e4m3), what most people would use instead of a low rank.
 
 A saturating cast, K after RoPE and V as it is. Each KV head's keys, and its values, are divided by
 a power of two before it, found on calibration data once and for all: queries and outputs take it
@@ -36,7 +36,7 @@ _DEVIATIONS = 32
 def fp8(
     inputs: MethodInputs, *, scale: Annotated[str, Among("head", "none")] = "head"
 ) -> PlanFamily:
-    """Return the one plan of full width in 8 bits: half the bytes of bfloat16.
+    """Return the one plan of full rank in 8 bits: half the bytes of bfloat16.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def fp8(
     ones = {name: [[1.0] * len(row) for row in rows] for name, rows in found.items()}
     if scale == "head":
         plan = _scaled(plan, found)
-    notes, worst = _lost(inputs, scale, ones if scale == "none" else found, found)
+    notes, worst = _cast_losses(inputs, scale, ones if scale == "none" else found, found)
     made = {
         **plan.made,
         "calibration": {**moments.info, "tokens": moments.tokens},
@@ -132,7 +132,7 @@ class _Head:
     head: int
 
 
-def _lost(
+def _cast_losses(
     inputs: MethodInputs,
     scale: str,
     used: dict[str, list[list[float]]],

@@ -34,7 +34,7 @@ def hadamard(
     sink: Count = 0,
     window: Count = 0,
 ) -> PlanFamily:
-    """Return the one plan of full width, keys turned by Hadamard blocks, with its own bits.
+    """Return the one plan of full rank, keys turned by Hadamard blocks, with its own bits.
 
     Keys and queries are turned after RoPE, so scores stay what they are
     (SAW-INT4, arXiv 2604.19157, §3: block-diagonal rotation, then asymmetric integers per token).
@@ -94,7 +94,7 @@ def hadamard(
     return PlanFamily(name, "bits", lambda _: plan, settings=(sum(pair) / 2,))
 
 
-# --- Plans at full width in other coordinates: every KV head turned by a rotation, then quantised.
+# --- Plans at full rank in other coordinates: every KV head turned by a rotation, then quantised.
 #
 # Scores and outputs do not change with a rotation, but what codes lose does. Keys are turned after
 # RoPE and queries with them, online, or in W_K and W_Q where a layer has neither RoPE nor QK-norm;
@@ -102,7 +102,7 @@ def hadamard(
 
 
 def rotated_layer(facts: LayerLayout, keys: Tensor | None, values: Tensor | None) -> LayerPlan:
-    """Return a layer that stores ``x @ R`` of every KV head, at full width.
+    """Return a layer that stores ``x @ R`` of every KV head, at full rank.
 
     Parameters
     ----------

@@ -144,7 +144,7 @@ class InstalledMethod:
 
     def _check_family(self, family: Any) -> None:
         if not isinstance(family, PlanFamily):
-            raise FailedError(f"{self._words} returned {_shown(family)}, not a PlanFamily")
+            raise FailedError(f"{self._words} returned {_type_text(family)}, not a PlanFamily")
         functions = (family.build, family.at_rate, family.at_ranks, family.finish)
         complaints = {
             "knob is not a string": isinstance(family.knob, str),
@@ -164,7 +164,7 @@ class InstalledMethod:
 
     def _check_plan(self, plan: Any, inputs: MethodInputs) -> None:
         if not isinstance(plan, Plan):
-            raise FailedError(f"{self._words} returned {_shown(plan)}, not a Plan")
+            raise FailedError(f"{self._words} returned {_type_text(plan)}, not a Plan")
         from kvprof.methods.plan_files import check_made
 
         try:
@@ -196,5 +196,5 @@ def _are_numbers(values: Any, count: int | None = None) -> bool:
     )
 
 
-def _shown(value: Any) -> str:
+def _type_text(value: Any) -> str:
     return "nothing" if value is None else f"an object of type {type(value).__name__}"

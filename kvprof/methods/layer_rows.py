@@ -24,7 +24,7 @@ def layer_columns(facts: LayerLayout, side: str) -> int:
 
 
 def unrotated_layers(facts: Sequence[LayerLayout], coded: Collection[int]) -> tuple[LayerPlan, ...]:
-    """Return layers at full width; where tokens may be coded, keys before RoPE."""
+    """Return layers at full rank; where tokens may be coded, keys before RoPE."""
     layers = []
     for own in facts:
         layer = identity_layer(own)

@@ -475,6 +475,6 @@ def full_plan(inputs: MethodInputs, method: str = "full") -> Plan:
 
 
 def full(inputs: MethodInputs) -> PlanFamily:
-    """Return the one plan of full width: rate 0."""
+    """Return the uncompressed plan: rate 0."""
     plan = full_plan(inputs)
     return PlanFamily("full", "setting", lambda _: plan, settings=(0.0,))

@@ -360,12 +360,12 @@ def parts_of(name: str, bases: Iterable[str]) -> tuple[str, list[Wrapper]] | Non
     base, *rest = (match[1] if match else name).split("+")
     if base not in known or any(part not in MODIFIERS for part in rest):
         return None
-    modifiers = [Wrapper(part) for part in rest]
+    wrappers = [Wrapper(part) for part in rest]
     if match:
         group = None if match[5] else int(match[4] or 0) or _GROUPS.get(plain_name(base), _GROUP)
         bits = int(match[2]) if match[2] else match[3]
-        modifiers.append(Wrapper("per-token", bits, group))
-    return base, modifiers
+        wrappers.append(Wrapper("per-token", bits, group))
+    return base, wrappers
 
 
 def side_bits(bits: int | str) -> tuple[int, int] | None:

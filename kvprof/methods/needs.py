@@ -14,7 +14,7 @@ def runtime_needs(plan: Plan) -> list[str]:
     ``online``: a projection runs beside the model's own at every token (K, Q or V into a latent,
     outputs out of it, or a basis is found per sequence). ``folded``: a basis has been multiplied
     into a weight. ``rebuilt``: keys, or keys and values, come back out of their latents at every
-    use. ``restored``: what is stored is not decoded from; it comes back to full width before.
+    use. ``restored``: what is stored is not decoded from; it is rebuilt in all columns before.
 
     Parameters
     ----------

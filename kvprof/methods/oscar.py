@@ -30,7 +30,7 @@ def oscar(
     window: Count = 256,
     bases: Annotated[str, Among("head", "layer")] = "head",
 ) -> PlanFamily:
-    """Return OSCAR's one plan: full width in the bases that attention weighs K and V by.
+    """Return OSCAR's one plan: full rank in the bases that attention weighs K and V by.
 
     ``R_K = U_Q H P`` with the eigenvectors ``U_Q`` of ``QᵀQ`` over a KV head's queries, and ``R_V =
     U_S H P`` with those of ``VᵀSᵀSV``, the moments of what its query heads put out (§3); H is a

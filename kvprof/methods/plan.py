@@ -115,8 +115,8 @@ runs nothing is coded. Before the first pass over a single token all tokens seen
 first ``levels.sink`` and the newest ``across.window`` become ``y = (x - mean) @ basis``, blocks of
 ``y`` integers over a shift and a scale of their own for each token
 (`kvprof.analysis.transform_coding`), these DEFLATE's bytes; and at once all of it back,
-``x ≈ mean + y @ basis.T``. Decoding goes on from that at full width, and tokens that come then stay
-as they are. The byte account is of a context at rest, all of it a prompt; bytes after DEFLATE are
+``x ≈ mean + y @ basis.T``. Decoding goes on from that in all columns; tokens that come then stay as
+they are. The byte account is of a context at rest, all of it a prompt; bytes after DEFLATE are
 those that a sample took per token.
 
 **Latents of several layers** (``across`` with a ``block``; xKV). Rows are the same, without a

@@ -44,7 +44,7 @@ def _head_groups(
 
 
 def _is_group(group: Any) -> bool:
-    """Whether a group is surely one; what is not, the schema `_GROUP` decides."""
+    """Whether a group is plainly one; what is not, the schema `_GROUP` decides."""
     if type(group) is not dict or type(group.get("based")) is not bool:
         return False
     ranks, first = group.get("ranks"), group.get("first")

@@ -235,7 +235,7 @@ def quantiser_family(
     *,
     bits: Annotated[int | str, BitsAmong(*_BITS)] | None = None,
 ) -> PlanFamily:
-    """Return the plans of a quantiser alone, at full width; the knob is its bits.
+    """Return the plans of a quantiser alone, at full rank; the knob is its bits.
 
     Parameters
     ----------

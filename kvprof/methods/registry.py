@@ -181,8 +181,8 @@ def _family(name: str, inputs: MethodInputs, given: Mapping[str, Any]) -> PlanFa
             inputs = replace(inputs, made={**inputs.made, "paper": paper})
         with few_threads():
             return replace(METHODS[name](inputs, **options), method=name)
-    base, modifiers = _parts(name)
-    return _combined(name, base, modifiers, inputs, options)
+    base, wrappers = _parts(name)
+    return _combined(name, base, wrappers, inputs, options)
 
 
 def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,8 +206,8 @@ def typed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         return _read_options(
             name, {**own, **(COMMON_OPTIONS if skips_layers(name) else {})}, options
         )
-    base, modifiers = _parts(name)
-    types = _types_on_top(base, modifiers)
+    base, wrappers = _parts(name)
+    types = _wrapper_types(base, wrappers)
     if "bits" in options and "bits" not in types and base not in QUANTISERS:
         raise UsageError(f"{name} has no option bits")
     if "keep" in options and "keep" not in types:
@@ -247,8 +247,8 @@ def calibration_needs(name: str, **options: Any) -> CalibrationNeeds | None:
     if name in installed:
         return installed[name].needs(_TEXT)
     if name not in METHODS:
-        base, modifiers = _parts(name)
-        return calibration_needs(base, **_base_options(options, base, modifiers))
+        base, wrappers = _parts(name)
+        return calibration_needs(base, **_base_options(options, base, wrappers))
     if name not in _NEEDS:
         return None
     needs = _NEEDS[name]
@@ -282,45 +282,45 @@ def _parts(name: str) -> tuple[str, list[Wrapper]]:
 def _combined(
     name: str,
     base: str,
-    modifiers: list[Wrapper],
+    wrappers: list[Wrapper],
     inputs: MethodInputs,
     options: dict[str, Any],
 ) -> PlanFamily:
     # Centred or not is decided for the combination, above.
     own = {"centre": False} if skips_layers(base) else {}
-    family = _family(base, inputs, {**_base_options(options, base, modifiers), **own})
+    family = _family(base, inputs, {**_base_options(options, base, wrappers), **own})
     if base == "full" and "skip" in options:
         given = replace(inputs, skip=_skipped(name, options["skip"], inputs))
         family = _leaving_out(family, given)
-    return compose(name, base, modifiers, family, options)
+    return compose(name, base, wrappers, family, options)
 
 
-def _types_on_top(base: str, modifiers: Sequence[Wrapper]) -> dict[str, Any]:
+def _wrapper_types(base: str, wrappers: Sequence[Wrapper]) -> dict[str, Any]:
     """Return the options of what comes on top, and what each takes.
 
     ``skip`` is among them where the method itself leaves every layer as it is.
     """
     types: dict[str, Any] = {**COMMON_OPTIONS} if base == "full" else {}
-    quantisers = [one.name for one in modifiers if one.name in QUANTISERS and one.bits is None]
+    quantisers = [one.name for one in wrappers if one.name in QUANTISERS and one.bits is None]
     if quantisers:
         types["bits"] = Annotated[int | str, BitsAmong(*QUANTISERS[quantisers[0]][1])]
-    if any(one.name in EVICTORS for one in modifiers):
+    if any(one.name in EVICTORS for one in wrappers):
         types["keep"] = float
     return types
 
 
 def _base_options(
-    options: Mapping[str, Any], base: str, modifiers: Sequence[Wrapper]
+    options: Mapping[str, Any], base: str, wrappers: Sequence[Wrapper]
 ) -> dict[str, Any]:
     """Return the options of a combination that are its method's."""
-    beside = _types_on_top(base, modifiers)
+    beside = _wrapper_types(base, wrappers)
     return {key: value for key, value in options.items() if key not in beside}
 
 
 def compose(
     name: str,
     base: str,
-    modifiers: Sequence[Wrapper],
+    wrappers: Sequence[Wrapper],
     family: PlanFamily,
     options: Mapping[str, Any],
 ) -> PlanFamily:
@@ -330,7 +330,7 @@ def compose(
     ----------
     name, base : str
         Of the combination, and of the method that `family` has the plans of.
-    modifiers : sequence of Wrapper
+    wrappers : sequence of Wrapper
         From `kvprof.methods.named.parts_of`.
     family : PlanFamily
     options : mapping
@@ -342,7 +342,7 @@ def compose(
         For what cannot be combined.
     """
     # Evict before quantising: the halves of the rate are shared out on unquantised plans.
-    for one in sorted(modifiers, key=lambda one: one.name in QUANTISERS):
+    for one in sorted(wrappers, key=lambda one: one.name in QUANTISERS):
         if one.name in EVICTORS:
             order = _ORDERS.get(plain_name(base), "compress_first")
             family = _evicting(family, one.name, order, options.get("keep"))

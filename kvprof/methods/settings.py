@@ -98,7 +98,7 @@ class Stored:
         Its quantiser and its levels say which tokens are quantised how; one level of tokens, no
         eviction.
     groups : mapping of HeadSide to HeadGroup
-        The projections of heads that are cut, each a group of its own; empty for full width.
+        The projections of heads that are cut, each a group of its own; empty for full rank.
     """
 
     plan: Plan
@@ -191,7 +191,7 @@ def bytes_per_token(whole: Plan, part: Part, setting: Setting | None, tokens: in
     Parameters
     ----------
     whole : Plan
-        Of full width.
+        Uncompressed.
     part : Part
     setting : Setting or None
         None as the model stores it.

@@ -346,7 +346,7 @@ class Case:
             case CaseFinished():
                 self.finished = event
 
-    def tbt_seconds(self, share: float = 0.5) -> float | None:
+    def itl_seconds(self, share: float = 0.5) -> float | None:
         """Return the time between tokens that `share` of the decode steps so far do not exceed."""
         decode = [step for step in self.steps if step.phase == "decode"]
         return quantile([step.seconds for step in decode], [step.weight for step in decode], share)
@@ -376,8 +376,8 @@ def case_row(case: Case) -> dict[str, Any]:
         "ttft_seconds_interval": prefill,
         "decode_seconds": done.decode_seconds if done is not None else None,
         "decode_seconds_interval": decoding,
-        "tbt_seconds": case.tbt_seconds(),
-        "tbt_p99_seconds": case.tbt_seconds(0.99),
+        "tbt_seconds": case.itl_seconds(),
+        "tbt_p99_seconds": case.itl_seconds(0.99),
         "measured_seconds": account.seconds,
         "unattributed_share": account.unattributed_share(),
         "excess_share": account.excess_share(),

@@ -1,4 +1,4 @@
-"""Results held against each other: what differs, by how much, and how surely."""
+"""Results held against each other: what differs, by how much, and with what interval."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -133,11 +133,13 @@ def _change(
         "verdict": verdict,
         "certain": certain,
         "gated": gated,
-        "failed": gated and verdict == "worse" and _beyond(base, share, interval, fail_over or 0.0),
+        "failed": gated
+        and verdict == "worse"
+        and _exceeds(base, share, interval, fail_over or 0.0),
     }
 
 
-def _beyond(
+def _exceeds(
     base: Figure, share: float | None, interval: tuple[float, float] | None, limit: float
 ) -> bool:
     if interval is not None:
@@ -225,7 +227,7 @@ def ratio_interval(
     if base.samples and other.samples and min(*base.samples, *other.samples) > 0:
         ratio = median_ratio_ends(other.samples, base.samples, paired=False)
         found = [] if ratio is None else [(math.log(ratio[0]), math.log(ratio[1]))]
-        if relative := _beside(base, other):
+        if relative := _paired_log_ratio(base, other):
             found.append(relative)
     else:
         ours, theirs = _ends(base), _ends(other)
@@ -245,7 +247,7 @@ def ratio_interval(
     return math.expm1(low), math.expm1(high)
 
 
-def _beside(base: Figure, other: Figure) -> tuple[float, float] | None:
+def _paired_log_ratio(base: Figure, other: Figure) -> tuple[float, float] | None:
     """Return the ends of the logarithm of the ratio, each sample over what was beside it."""
     relative = []
     for one in (other, base):

@@ -167,7 +167,7 @@ class MemorySample(_Timed):
     event: Literal["memory"] = field(default="memory", kw_only=True)
     case: str
     context: Count
-    logical: Count  # stored tensors, what is reserved for them, and full width at the same context
+    logical: Count  # stored tensors, what is reserved for them, and the uncompressed cache's bytes
     allocated: Count
     full_width: Count
     peak: Count | None = None  # device memory (CPU: resident memory) at most so far

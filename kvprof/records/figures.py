@@ -25,14 +25,14 @@ def figures_of(result: Row) -> list[Figure]:
     """Return what can be compared of a result; empty for a kind that measures nothing."""
     if result["kind"] in KINDS:
         return list(class_of(result["kind"]).of(result).figures())
-    return list(_KINDS.get(result["kind"], _loose)(result["data"]))
+    return list(_KINDS.get(result["kind"], _any_figures)(result["data"]))
 
 
 def _key(row: Row, names: Sequence[str]) -> Key:
     return tuple((name, row[name]) for name in names)
 
 
-def _given(
+def _present(
     row: Row,
     name: str,
     key: Key,
@@ -66,14 +66,14 @@ def _bench(data: Row) -> Iterator[Figure]:
         beside = row.get("baseline_seconds")
         paired = beside if beside and len(beside) == len(row["seconds"] or ()) else None
         yield from _sampled(key, row, headline=True, beside=paired)
-        yield from _given(row, "speedup", key, "higher", interval="speedup_interval")
-        yield from _given(row, "error", key, "lower")
-        yield from _given(row, "cache_bytes", key, "lower", headline=True, exact=True)
+        yield from _present(row, "speedup", key, "higher", interval="speedup_interval")
+        yield from _present(row, "error", key, "lower")
+        yield from _present(row, "cache_bytes", key, "lower", headline=True, exact=True)
     for row in data["baselines"]:
         fixed = {"method": row["name"], "dtype": None, "schedule": None}
         enough = len(row["seconds"] or ()) >= _LEAST_SAMPLES
         yield from _sampled(_key({**row, **fixed}, names), row, control=enough)
-    yield from _given(
+    yield from _present(
         data.get("bandwidth", {}), "tb_per_s", (("of", "bandwidth"),), "higher", control=True
     )
 
@@ -96,7 +96,7 @@ def _jct(data: Row) -> Iterator[Figure]:
             ("ttft_seconds", ("prefill",)),
             ("decode_seconds", ("decode",)),
         ):
-            yield from _given(
+            yield from _present(
                 case,
                 name,
                 key,
@@ -121,8 +121,8 @@ def _jct(data: Row) -> Iterator[Figure]:
                 samples,
                 beside=beside("decode"),
             )
-        yield from _given(case, "tbt_p99_seconds", key, "lower")
-        yield from _given(case, "energy_per_token_joules", key, "lower")
+        yield from _present(case, "tbt_p99_seconds", key, "lower")
+        yield from _present(case, "energy_per_token_joules", key, "lower")
     whole: dict[str, float] = {}
     for row in data["parts"]:
         whole[row["case"]] = whole.get(row["case"], 0.0) + max(0.0, row["seconds"])
@@ -130,7 +130,7 @@ def _jct(data: Row) -> Iterator[Figure]:
         key = _key(row, ("case", "phase", "part"))
         large = row["seconds"] > _LARGE * whole[row["case"]]
         control = large and row["part"] in SHARED_PARTS
-        yield from _given(row, "seconds", key, "lower", control=control)
+        yield from _present(row, "seconds", key, "lower", control=control)
 
 
 def _load(data: Row) -> Iterator[Figure]:
@@ -140,7 +140,7 @@ def _load(data: Row) -> Iterator[Figure]:
         key = _key(row, ("method", "rate"))
         for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds"):
             for statistic in ("mean", "p50", "p99"):
-                yield from _given(
+                yield from _present(
                     {name: row[name][statistic], "ends": row[name][f"{statistic}_interval"]},
                     name,
                     (*key, ("statistic", statistic)),
@@ -148,30 +148,30 @@ def _load(data: Row) -> Iterator[Figure]:
                     interval="ends",
                     headline=statistic == "mean",
                 )
-        yield from _given(row, "tokens_per_s", key, "higher")
-        yield from _given(
+        yield from _present(row, "tokens_per_s", key, "higher")
+        yield from _present(
             row, "attained_share", key, "higher", interval="attained_share_interval", headline=True
         )
-        yield from _given(row, "preemptions", key, "lower")
+        yield from _present(row, "preemptions", key, "lower")
     for method in data["methods"]:
         key = (("method", method["method"]),)
-        yield from _given(
+        yield from _present(
             method, "largest_rate", key, "higher", interval="largest_rate_interval", headline=True
         )
-        yield from _given(method, "cache_tokens", key, "higher", exact=True)
+        yield from _present(method, "cache_tokens", key, "higher", exact=True)
 
 
 def _nothing(data: Row) -> Iterator[Figure]:
     return iter(())
 
 
-def _loose(data: Row, path: str = "", known: Key = ()) -> Iterator[Figure]:
+def _any_figures(data: Row, path: str = "", known: Key = ()) -> Iterator[Figure]:
     """Yield every figure of data without a fixed form; a row is known by its words and counts."""
     key = (("of", path), *known) if path else known
     for name, value in data.items():
         inner = f"{path}.{name}" if path else name
         if isinstance(value, Mapping):
-            yield from _loose(value, inner, known)
+            yield from _any_figures(value, inner, known)
         elif _is_numbers(value):
             if len(value) >= _LEAST_SAMPLES and _is_time(name):
                 yield Figure(key, name, median(value), "lower", value, headline=True)
@@ -179,7 +179,7 @@ def _loose(data: Row, path: str = "", known: Key = ()) -> Iterator[Figure]:
             for row in value:
                 if isinstance(row, Mapping):
                     own = dict(known) | dict(_identity(row))
-                    yield from _loose(row, inner, tuple(own.items()))
+                    yield from _any_figures(row, inner, tuple(own.items()))
         elif isinstance(value, float) or (isinstance(value, int) and "bytes" in name):
             better = "lower" if _is_time(name) or "bytes" in name else None
             yield Figure(

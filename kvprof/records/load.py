@@ -61,7 +61,7 @@ LoadEvent = LoadServer | LoadRateStarted | LoadRequest | LoadSample | LoadRateFi
 LOAD_EVENTS = (LoadServer, LoadRateStarted, LoadRequest, LoadSample, LoadRateFinished)
 
 
-#: Intervals of a rate that is not surely served: of nothing that stays the same.
+#: Intervals of a rate not shown to be served: of nothing that stays the same.
 _UNTOLD = dict.fromkeys(f"{name}_interval" for name in ("mean", *LATENCIES))
 #: Share of the tokens that were asked for below which answers are called short.
 _SHORT = 0.9
@@ -203,7 +203,7 @@ class Counted:
     @property
     def between_tokens(self) -> list[float]:
         """Mean seconds between a request's tokens."""
-        return [_between(one) for one in self.served if one.tokens > 1]
+        return [_tpot(one) for one in self.served if one.tokens > 1]
 
 
 def counted_of(case: LoadCase) -> Counted:
@@ -313,11 +313,11 @@ def _seconds(one: LoadRequest) -> dict[str, float] | None:
         "normalised_latency_seconds": (one.last - one.arrival) / one.tokens,
     }
     if one.tokens > 1:
-        found["tbt_seconds"] = _between(one)
+        found["tbt_seconds"] = _tpot(one)
     return found
 
 
-def _between(one: LoadRequest) -> float:
+def _tpot(one: LoadRequest) -> float:
     return ((one.last or 0.0) - (one.first or 0.0)) / (one.tokens - 1)
 
 
@@ -348,11 +348,11 @@ def _parts(engine: Mapping[str, float], asked: Sequence[LoadRequest]) -> dict[st
     total = known["end_to_end_seconds"]
     rest = None
     if total is not None and None not in named:
-        rest = _beyond(total, sum(one for one in named if one is not None))
+        rest = _remainder(total, sum(one for one in named if one is not None))
     outside = None
     waited = [one.last - one.arrival for one in asked if one.last is not None and not one.failure]
     if total is not None and count == len(waited) == len(asked):
-        outside = _beyond(sum(waited) / count, total)
+        outside = _remainder(sum(waited) / count, total)
     return {
         "requests": int(count),
         **known,
@@ -365,7 +365,7 @@ def _parts(engine: Mapping[str, float], asked: Sequence[LoadRequest]) -> dict[st
     }
 
 
-def _beyond(whole: float, known: float) -> float:
+def _remainder(whole: float, known: float) -> float:
     """Return what is left of the whole, without what rounding leaves."""
     rest = whole - known
     return rest if abs(rest) > _ROUNDING * abs(whole) else 0.0
@@ -460,10 +460,10 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
         rate = case.started.rate
         if not _complete(case) or rate not in theirs:
             continue
-        if any(_lost(one) > LOSSY for one in (case, theirs[rate])):
+        if any(_failed_share(one) > LOSSY for one in (case, theirs[rate])):
             lossy.add(rate)
-        both = _both(case, theirs[rate])
-        ttft, tbt, latency = (
+        both = _paired_times(case, theirs[rate])
+        ttft, tpot, latency = (
             mean_ratio(
                 [
                     (mine[name], other[name])
@@ -476,7 +476,7 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
         if latency is None:
             continue
         row = {"rate": rate, **latency}
-        for name, found in (("ttft", ttft), ("tbt", tbt)):
+        for name, found in (("ttft", ttft), ("tbt", tpot)):
             known = found or {"ratio": None, "interval": None}
             row |= {f"{name}_ratio": known["ratio"], f"{name}_ratio_interval": known["interval"]}
         ratios.append(row)
@@ -488,7 +488,7 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
     return {"ratios": ratios, "from_rate": from_rate}
 
 
-def _lost(case: LoadCase) -> float:
+def _failed_share(case: LoadCase) -> float:
     """Return the share of a rate's requests that failed."""
     return sum(one.failure is not None for one in case.requests) / max(1, len(case.requests))
 
@@ -497,7 +497,9 @@ def _complete(case: LoadCase) -> bool:
     return case.finished is not None and case.finished.complete
 
 
-def _both(case: LoadCase, other: LoadCase) -> list[tuple[dict[str, float], dict[str, float]]]:
+def _paired_times(
+    case: LoadCase, other: LoadCase
+) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Return the times of requests that both served, inside both windows, in order of arrival."""
     found = [
         {one.number: own for one in counted_of(each).served if (own := _seconds(one)) is not None}

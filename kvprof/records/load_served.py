@@ -43,7 +43,7 @@ def is_lossy(row: Mapping[str, Any]) -> bool:
 
 
 def fails(row: Mapping[str, Any]) -> bool:
-    """Whether surely more requests failed than may be lost of a rate that is served."""
+    """Whether significantly more requests failed than may be lost of a rate that is served."""
     if not (failed := row.get("failed", 0)):
         return False
     return binomial_interval(failed / row["requests"], row["requests"])[0] > LOSSY
@@ -73,7 +73,7 @@ def is_within(row: Mapping[str, Any], share: float) -> bool:
 
 
 def is_beyond(row: Mapping[str, Any], share: float) -> bool | None:
-    """Whether a rate surely lies beyond (True) or surely within (False); None where it is open."""
+    """Whether a rate is shown to lie beyond (True) or within (False); None where it is open."""
     if not row["complete"] or is_starved(row):
         return None
     # Of no limit all attain; of too few requests nobody knows how many would.
@@ -92,7 +92,7 @@ def _why(row: Mapping[str, Any]) -> str:
         return "queue"
     if sheds(row) or fails(row):
         return "shed" if sheds(row) else "failures"
-    # What surely misses the objective does so whether or not the system was still filling.
+    # What is shown to miss the objective does so whether or not the system was still filling.
     open_yet = is_unsettled(row) and is_beyond(row, row["objective_share"]) is not True
     return "unsettled" if open_yet else "objective"
 
@@ -131,7 +131,7 @@ def _comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the largest measured rate below the first that is not within, and between what it is.
 
-    The interval goes from the largest rate that is surely within to the smallest that is surely
+    The interval goes from the largest rate shown to be within to the smallest shown to be
     beyond; an end that no measured rate gives is None.
     """
     known = [row for row in rows if row["complete"]]

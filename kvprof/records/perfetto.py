@@ -77,7 +77,7 @@ def trace_of(events: Iterable[Event]) -> dict[str, Any]:
             case StepFinished(runs=1):  # a median of several runs was at no time
                 made += _step(cases[event.case], event)
             case CaseFinished():
-                made += _left(cases[event.case])
+                made += _unfinished_parts(cases[event.case])
             case MemorySample():
                 values = {
                     "stored": event.logical,
@@ -110,7 +110,7 @@ def trace_of(events: Iterable[Event]) -> dict[str, Any]:
             case _:
                 pass
     for own in cases.values():
-        made += _left(own)
+        made += _unfinished_parts(own)
     return {"traceEvents": made, "displayTimeUnit": "ms", "otherData": other}
 
 
@@ -125,7 +125,7 @@ def _step(own: _Case, event: StepFinished) -> Iterator[dict[str, Any]]:
         yield _part(own, parts, begin, sample)
 
 
-def _left(own: _Case) -> Iterator[dict[str, Any]]:
+def _unfinished_parts(own: _Case) -> Iterator[dict[str, Any]]:
     """Yield the parts of steps that never finished, or that no pass was recorded of."""
     for (phase, _), samples in own.waiting.items():
         begin = min(sample.time - sample.seconds for sample in samples)

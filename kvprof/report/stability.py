@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from kvprof.analysis.stats import surely_above
+from kvprof.analysis.stats import significantly_above
 from kvprof.report.blocks import (
     Block,
     Column,
@@ -226,7 +226,7 @@ def _exceeds(one: Comparison, floor: Comparison, rank: int | None) -> bool:
     own, other = _means_of_seeds(costs), _means_of_seeds(base)
     common = own.keys() & other.keys()
     seeds = [own[seed] - other[seed] for seed in common] or [*other.values()]
-    return surely_above(heads, seeds, 1 if common else 1 + len(other))
+    return significantly_above(heads, seeds, 1 if common else 1 + len(other))
 
 
 def _means_of_seeds(

@@ -48,7 +48,7 @@ class Pair(Part):
 
     @property
     def widths(self) -> list[int]:
-        """Each head's full width, layer by layer."""
+        """Each head's full rank, layer by layer."""
         return [len(head) for layer in self.singular_values for head in layer]
 
     @property

@@ -23,13 +23,13 @@ __all__ = [
     "clock",
     "difference",
     "duration",
+    "itl_curve",
     "layer_rows",
     "nice_scale",
     "request_words",
     "share",
     "shown_parts",
     "size",
-    "tbt_curve",
 ]
 
 # --- Figures as the screens write them: short, with their unit, readable at a glance.
@@ -376,7 +376,7 @@ def nice_scale(value: float) -> float:
     return next(step * power for step in steps if step * power >= value * (1 - 1e-9))
 
 
-def tbt_curve(case: CaseState, points: int) -> tuple[list[float], list[float]]:
+def itl_curve(case: CaseState, points: int) -> tuple[list[float], list[float]]:
     """Return contexts and time between tokens, at most `points` of them.
 
     Where several steps fall on one point, their weighted mean stands for them.

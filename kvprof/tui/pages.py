@@ -24,11 +24,11 @@ from kvprof.tui.figures import (
     LayerRow,
     bars,
     clock,
+    itl_curve,
     layer_rows,
     request_words,
     share,
     shown_parts,
-    tbt_curve,
 )
 from kvprof.tui.frame import RunScreen
 from kvprof.tui.state import LOG_LINES, CaseState, LogLine
@@ -125,7 +125,7 @@ class OverviewScreen(RunScreen):
     def _curve(self, cases: list[CaseState], beside: bool) -> RenderableType:
         series = []
         for case in cases:
-            contexts, seconds = tbt_curve(case, _POINTS)
+            contexts, seconds = itl_curve(case, _POINTS)
             series.append(Series(case.method, contexts, [1e3 * value for value in seconds]))
         if not cases:
             return Text()

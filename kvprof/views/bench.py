@@ -43,7 +43,7 @@ class Group:
     batch: int
     seq: int
     rows: list[Row]  # of `data.rows`
-    baselines: list[Row]  # of `data.baselines`: full-width kernels, also those that could not run
+    baselines: list[Row]  # of `data.baselines`: uncompressed kernels, also those that could not run
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ def report(
     parts: list[RenderableType] = []
     for group in found:
         parts += _measured(group, result["data"]["shape"], result["data"]["bandwidth"]["tb_per_s"])
-    if lines := _absent(found):
+    if lines := _missing_kernel_notes(found):
         parts += [heading("Uncompressed kernels that did not run"), bullets(lines)]
     for members in sweeps(result):
         parts += [Text(), _sweep(members)]
@@ -94,7 +94,7 @@ def _answer(found: list[Group]) -> str:
             continue
         best = _best_baseline(group)
         timed = _fits(group)
-        undecided = [row for row in timed if not _decided(row)]
+        undecided = [row for row in timed if not _is_significant(row)]
         sure = [row for row in timed if row not in undecided]
         first, *rest = sure if sure and (sure[0]["speedup"] > 1 or not undecided) else undecided
         against = ""
@@ -105,12 +105,11 @@ def _answer(found: list[Group]) -> str:
         where, full = group.name, f"the fastest uncompressed kernel{against}"
         if first["speedup"] > 1 and first not in undecided:
             line = f"{where}: {first['method']} is {_speedup_words(first)} as fast as {full}"
-            line += f"; then {_listed(rest[:3])}" if rest else ""
-            line += f"; not significant: {_listed(undecided[:3])}" if undecided else ""
+            line += f"; then {_speedup_list(rest[:3])}" if rest else ""
+            line += f"; not significant: {_speedup_list(undecided[:3])}" if undecided else ""
         elif undecided:
-            line = (
-                f"{where}: no method is significantly faster than {full}: {_listed(undecided[:4])}"
-            )
+            few = _speedup_list(undecided[:4])
+            line = f"{where}: no method is significantly faster than {full}: {few}"
         else:
             line = (
                 f"{where}: no method beats {full}; closest: {first['method']}, "
@@ -120,11 +119,11 @@ def _answer(found: list[Group]) -> str:
     return "\n".join(lines) or "No speed-up was measured."
 
 
-def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
+def _speedup_list(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{row['method']} {_speedup_words(row)}" for row in rows)
 
 
-def _decided(row: Mapping[str, Any]) -> bool:
+def _is_significant(row: Mapping[str, Any]) -> bool:
     """Tell whether a speed-up's whole interval lies on one side of 1; without one it is taken."""
     known = _finite_of(row.get("speedup_interval"))
     return len(known) < 2 or not known[0] <= 1 <= known[1]
@@ -168,8 +167,8 @@ def _measured(
     return parts
 
 
-def _absent(found: list[Group]) -> list[str]:
-    """Say which full-width kernels did not run and why, each reason once."""
+def _missing_kernel_notes(found: list[Group]) -> list[str]:
+    """Say which uncompressed kernels did not run and why, each reason once."""
     found_at: dict[tuple[str, str], list[str]] = {}
     tried: dict[str, int] = {}
     for group in found:
@@ -333,7 +332,7 @@ def _rate_unit(values: Iterable[float | None], of: str = "B") -> tuple[float, st
 
 
 def _best_baseline(group: Group) -> tuple[str, float] | None:
-    """Return the name and the median of the fastest full-width kernel; None where none ran."""
+    """Return the name and the median of the fastest uncompressed kernel; None where none ran."""
     known = [
         (seconds, row["name"])
         for row in group.baselines
@@ -390,7 +389,7 @@ def _widths(ranks: Mapping[str, Any] | None, heads: int | None = None) -> str:
 
 
 def context_curves(members: Sequence[Group]) -> list[Series]:
-    """Return the time in milliseconds against the context, a curve per method and full width."""
+    """Return the time in milliseconds against the context, a curve per method and uncompressed."""
     curves: dict[str, dict[int, tuple[float | None, Sequence[float | None]]]] = {}
     for group in members:
         best = _best_baseline(group)
@@ -432,7 +431,7 @@ def roofline_points(result: Mapping[str, Any]) -> list[Series]:
             if rate and moved and rate > 0 and moved > 0:
                 found = points.setdefault(row["method"], [])
                 found.append((rate / (moved * 1e12), rate / 1e12))
-    return [_apart(name, sorted(found)) for name, found in points.items()]
+    return [_point_series(name, sorted(found)) for name, found in points.items()]
 
 
 def _roofline_unit(points: Iterable[Series]) -> tuple[float, str]:
@@ -473,7 +472,7 @@ def roofs(points: Iterable[Series], data: Row) -> list[Series]:
     return found
 
 
-def _apart(name: str, points: Sequence[tuple[float, float]]) -> Series:
+def _point_series(name: str, points: Sequence[tuple[float, float]]) -> Series:
     x: list[float] = []
     y: list[float | None] = []
     for intensity, rate in points:
@@ -518,7 +517,7 @@ def _method_table(
         # Where it moved, the row's time alone would belie the speed-up.
         Ranked(
             Column(f"paired baseline ({unit})"),
-            [_beside(group, row, scale) for row in rows],
+            [_paired_baseline(group, row, scale) for row in rows],
             0 if any(_drift(group, row) for row in rows) else 2,
         ),
         Ranked(Column("speed-up"), [_speedup_words(row) for row in rows]),
@@ -578,13 +577,13 @@ def _speedup_words(row: Mapping[str, Any]) -> str:
     return f"{_times(row['speedup'])} [{number(known[0])}, {number(known[1])}]"
 
 
-def _beside(group: Group, row: Mapping[str, Any], scale: float) -> str:
+def _paired_baseline(group: Group, row: Mapping[str, Any], scale: float) -> str:
     beside, by = _beside_seconds(row), _drift(group, row)
     return _scaled(beside, scale) + ("" if by is None else f" (drift {signed_percent(by)})")
 
 
 def _baseline_table(group: Group) -> Together | None:
-    """Return the fastest full-width kernels of this machine; the others in a line below.
+    """Return the fastest uncompressed kernels of this machine; the others in a line below.
 
     None where none ran.
     """
@@ -640,7 +639,7 @@ def _bytes(value: float | None) -> str:
     return MISSING if known is None else format_bytes(known)
 
 
-# --- A bench result as one tidy table: the methods' rows and the full-width kernels'.
+# --- A bench result as one tidy table: the methods' rows and the uncompressed kernels'.
 
 _STEP = ("method", "phase", "batch", "seq", "dtype", "schedule")
 _FIGURES = (
@@ -664,12 +663,12 @@ _WIDTHS = tuple(
 
 
 def to_csv(result: Mapping[str, Any]) -> str:
-    """Return one row per method, phase, batch and context, and per full-width kernel.
+    """Return one row per method, phase, batch and context, and per uncompressed kernel.
 
     ``kind`` is ``method`` or ``baseline``; a baseline that could not run has no time and a
     ``reason``. ``seconds`` is the median of ``samples`` samples, ``seconds_low`` and
     ``seconds_high`` its 95 % interval; ``baseline_seconds`` is the median of
-    the full-width kernel in turn with it. Floats are written in full (`repr`).
+    the uncompressed kernel in turn with it. Floats are written in full (`repr`).
     """
     columns = (
         "kind",

@@ -110,14 +110,14 @@ def _answer(data: Mapping[str, Any], letters: Sequence[str]) -> str:
         said = [
             f"{words.count(word)} {written}" for word, written in _VERDICTS.items() if word in words
         ]
-        unlike = _unlike(data["inputs"], index + 1)
+        unlike = _different_inputs(data["inputs"], index + 1)
         lines.append(f"{letter} vs {letters[0]}: {', '.join(said) or 'nothing in common'}{unlike}.")
     if data["fail_over"] is not None:
         lines += _gate(data)
     return "\n".join(lines)
 
 
-def _unlike(inputs: Sequence[Mapping[str, Any]], index: int) -> str:
+def _different_inputs(inputs: Sequence[Mapping[str, Any]], index: int) -> str:
     """Say beside the verdicts that a run was asked for something else than A, and for what."""
     differing = [one["path"] for one in inputs if one["values"][index] != one["values"][0]]
     names = list(dict.fromkeys(re.split(r"[.\[]", path)[0] for path in differing))
@@ -213,7 +213,10 @@ def _table(
         ]
     cells = []
     for row in shown:
-        line = [_of(row["key"], varying), row["figure"].removesuffix("_seconds").replace("_", " ")]
+        line = [
+            _key_label(row["key"], varying),
+            row["figure"].removesuffix("_seconds").replace("_", " "),
+        ]
         line += [_value(row["figure"], value) for value in row["values"]]
         for change in row["changes"]:
             line += _change(row["figure"], change)
@@ -232,7 +235,7 @@ def _table(
     ]
     fixed = {name: value for name, value in rows[0]["key"].items() if name not in varying}
     if any(value is not None for value in fixed.values()):
-        parts.append(paragraph(f"all: {_of(fixed, list(fixed))}", "dim"))
+        parts.append(paragraph(f"all: {_key_label(fixed, list(fixed))}", "dim"))
     if len(shown) < len(rows):
         parts.append(
             paragraph(f"{len(rows) - len(shown)} more changed less; --all lists them", "dim")
@@ -254,7 +257,7 @@ def _varying(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return found or list(names)
 
 
-def _of(key: Mapping[str, Any], names: Sequence[str]) -> str:
+def _key_label(key: Mapping[str, Any], names: Sequence[str]) -> str:
     said = []
     for name in names:
         value = key.get(name)
@@ -311,12 +314,13 @@ def _change(name: str, change: Mapping[str, Any] | None) -> list[str]:
 def _differences(entries: Sequence[Mapping[str, Any]], letters: Sequence[str]) -> DataTable:
     columns = [Column("what", words=True), *(Column(letter, words=True) for letter in letters)]
     rows = [
-        [entry["path"], *(_shown(value) for value in entry["values"])] for entry in entries[:_SHOWN]
+        [entry["path"], *(_value_text(value) for value in entry["values"])]
+        for entry in entries[:_SHOWN]
     ]
     return DataTable(columns, rows)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     text = MISSING if value is None else str(value)
@@ -334,7 +338,11 @@ def _unmatched(data: Mapping[str, Any], letters: Sequence[str]) -> list[Renderab
         key = entry["key"]
         # Of a method or a case that is missing altogether, its name says all.
         whole = _first(key) not in common
-        which = _of(key, list(key)[:1]) if whole else f"{_of(key, list(key))}: {entry['figure']}"
+        which = (
+            _key_label(key, list(key)[:1])
+            if whole
+            else f"{_key_label(key, list(key))}: {entry['figure']}"
+        )
         found[which, held] = found.get((which, held), 0) + 1
     lines = [
         f"only in {held}: {which}" + (f" ({figures} figures)" if figures > 1 else "")

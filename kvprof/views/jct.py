@@ -109,7 +109,7 @@ def _answer(shown: list[Group]) -> str:
             if base is None or case is base:
                 said.append(f"{name} {duration(total)}")
                 continue
-            than = _than(change(total, base["jct_seconds"]))
+            than = _change_words(change(total, base["jct_seconds"]))
             if ends := group.apart(case):
                 than += f" [{', '.join(signed_percent(end) for end in ends)}]"
             said.append(f"{name} {duration(total)} ({than})")
@@ -118,7 +118,7 @@ def _answer(shown: list[Group]) -> str:
     return "\n".join(lines) or "No request was measured completely."
 
 
-def _than(share: float | None) -> str:
+def _change_words(share: float | None) -> str:
     if share is None:
         return "not comparable"
     if abs(share) < 0.0005:
@@ -138,7 +138,7 @@ def _measured(
     parts.append(_summary_table(group))
     if table := _reliability_table(group, known):
         parts += [Text(), table]
-    parts += [Text(), _part_table(group, known, _apart(result))]
+    parts += [Text(), _part_table(group, known, _parts_by_difference(result))]
     factor, unit = unit_of(
         row["seconds"] for row in result["data"]["steps"] if row["phase"] == "decode"
     )
@@ -156,7 +156,7 @@ def _measured(
     return parts
 
 
-def _apart(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+def _parts_by_difference(result: Mapping[str, Any]) -> dict[str, frozenset[str]]:
     marked: dict[str, set[str]] = {}
     for row in result["data"]["parts"]:
         if row["by_difference"]:
@@ -350,7 +350,7 @@ def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
         rows.append(
             (
                 name,
-                *(_kept(layers, key, heads) for key in ("key_ranks", "value_ranks")),
+                *(_rank_span(layers, key, heads) for key in ("key_ranks", "value_ranks")),
                 *([span(seconds)] if timed else []),
             )
         )
@@ -359,7 +359,7 @@ def _layer_table(result: Mapping[str, Any], group: Group) -> DataTable | None:
     return DataTable(columns("method", figures=titles), rows) if rows else None
 
 
-def _kept(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> str:
+def _rank_span(layers: Sequence[Mapping[str, Any]], key: str, heads: int | None) -> str:
     known = [row[key] for row in layers if row[key]]
     return shared(
         span([rank for ranks in known for rank in ranks]), heads, len(known[0]) if known else 0
@@ -436,12 +436,12 @@ def _limits(result: Mapping[str, Any]) -> list[str]:
             if name != "by_difference":
                 labels.setdefault((name, text), []).append(case)
     for (name, text), own in labels.items():
-        of = _whose(result, own)
+        of = _case_labels(result, own)
         found.append(f"{capitalised(name.replace('_', ' '))}{of}: {text}.")
     return found
 
 
-def _whose(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:
+def _case_labels(result: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> str:
     """Return of which cases something is told, as short as can be; nothing where it is of all."""
     every = result["data"]["cases"]
     if len(own) == len(every):

@@ -238,12 +238,12 @@ def sweep_curves(sweep: Sweep) -> Curves:
         series.append(Series(method, lengths, [t * factor if t else None for t in times]))
         shares = [t / b if t and b else None for t, b in zip(times, bases, strict=True)]
         ratios.append(Series(method, lengths, shares))
-    if against is not None and len(series) > 1 and _together(series):
+    if against is not None and len(series) > 1 and _would_overlap(series):
         return Curves(ratios, f"Job completion time over {against}'s", "", x_label, log_y=False)
     return Curves(series, "Job completion time", unit, x_label, log_y=True)
 
 
-def _together(series: Sequence[Series]) -> bool:
+def _would_overlap(series: Sequence[Series]) -> bool:
     """Tell whether curves on a logarithmic axis would lie on top of each other."""
     at: dict[float, list[float]] = {}
     for one in series:

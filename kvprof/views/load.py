@@ -166,7 +166,7 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
         and row["counted"] >= _LEAST_ARRIVALS
         and abs(row["arrived_per_s"] - row["rate"]) > _NEAR * row["rate"]
     ]
-    said += _beside(data["rates"])
+    said += _unattributed_notes(data["rates"])
     said += [
         f"{row['case']} is not complete: {row['reason']}"
         for row in data["rates"]
@@ -175,7 +175,7 @@ def _cautions(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _beside(rows: Sequence[Row]) -> list[str]:
+def _unattributed_notes(rows: Sequence[Row]) -> list[str]:
     """Say where much of a request's time is none of its engine's."""
     said = []
     names = ("elsewhere", "outside", "end_to_end")
@@ -223,7 +223,7 @@ def _method(method: Row, rows: Sequence[Row], data: Mapping[str, Any]) -> list[R
     )
     parts += [Text(), _state(rows)]
     if any(row["parts"] for row in rows):
-        parts += [Text(), _where(rows, simulated=data["mode"] == "simulated")]
+        parts += [Text(), _time_by_stage(rows, simulated=data["mode"] == "simulated")]
     if method["fit"] is not None:
         parts += [Text(), bullets([_fit_said(method["fit"])])]
     return parts
@@ -285,7 +285,7 @@ def _level(level: Row | None, name: str, write: Callable[[float], str]) -> str:
     return MISSING if level is None else write(level[name])
 
 
-def _where(rows: Sequence[Row], *, simulated: bool) -> RenderableType:
+def _time_by_stage(rows: Sequence[Row], *, simulated: bool) -> RenderableType:
     """Return where a request's time goes, by the engine's own marks or those of the simulator."""
     names = ("waiting", "prefill", "decode", "elsewhere", "end_to_end", "outside")
     titles = ["waiting", "prefill", "decode", "front end", "all", "client side", "preemptions"]
@@ -342,11 +342,11 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
             said += f" (too many requests failed at {rates})"
         lines.append(f"{name} {said}, by latency per token")
         lines += [_context_said(name, base, one) for one in pays["contexts"]]
-        tables += [heading(f"{name} vs {base}, same requests"), _over(pays["ratios"])]
+        tables += [heading(f"{name} vs {base}, same requests"), _latency_ratios(pays["ratios"])]
     return [heading("Break-even"), bullets(lines), *tables] if lines else []
 
 
-def _over(ratios: Sequence[Row]) -> RenderableType:
+def _latency_ratios(ratios: Sequence[Row]) -> RenderableType:
     """Return a method's mean latencies over the baseline's, rate by rate."""
     called = (_LATENCIES[name] for name in _SHOWN)
     names = dict(zip(("ratio", "ttft_ratio", "tbt_ratio"), called, strict=True))

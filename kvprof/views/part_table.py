@@ -148,7 +148,7 @@ class PartTable:
             if any(cell != MISSING for cell in row):
                 rows.append([self._label(part), *row])
         if small:
-            rows.append(self._together(small, shown))
+            rows.append(self._small_parts_row(small, shown))
         if self.totals:
             rows.append([""] * len(columns))
         for number, name in enumerate(self.totals):
@@ -195,7 +195,7 @@ class PartTable:
             for index in known
         )
 
-    def _together(
+    def _small_parts_row(
         self, small: Sequence[Sequence[float | None]], shown: Sequence[int]
     ) -> Sequence[Cell]:
         """Return the row of small parts, which a click on it takes apart."""

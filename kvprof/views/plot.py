@@ -358,7 +358,7 @@ class _Scale:
         return min(len(self.bars) - 1, int(share * len(self.bars)))
 
     def bar(self, value: float | None) -> Text:
-        if not _known(value):
+        if not _is_number(value):
             return Text(self.missing)
         level = self.level(value)
         return Text(self.bars[level], style=_STYLES[level])
@@ -372,7 +372,7 @@ class _Scale:
         return math.ceil(end) if self.whole else end
 
 
-def _known(value: float | None) -> TypeGuard[float]:
+def _is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and not math.isnan(value)
 
 
@@ -386,7 +386,7 @@ class HeatMap(blocks.HeatMap):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold", overflow="fold")
-        known = [v for row in self.values for v in row if _known(v)]
+        known = [v for row in self.values for v in row if _is_number(v)]
         if not known:
             yield Text("nothing measured")
             return
@@ -436,9 +436,9 @@ class HeatMap(blocks.HeatMap):
         label, heads, figure = widths
         line = Text(f"{name:>{label}}")
         for value in row:
-            printed = self.write(value) if _known(value) else scale.missing
+            printed = self.write(value) if _is_number(value) else scale.missing
             line.append(f" {printed:>{figure}}")
-            line.append_text(scale.bar(value) if _known(value) else Text(" "))
+            line.append_text(scale.bar(value) if _is_number(value) else Text(" "))
         line.append(" " * (figure + 2) * (heads - len(row)))
         return line
 
@@ -473,7 +473,7 @@ class HeatMap(blocks.HeatMap):
         return head, lines
 
     def _summary(self, row: Sequence[float | None], scale: _Scale) -> tuple[str, ...]:
-        known = [v for v in row if _known(v)]
+        known = [v for v in row if _is_number(v)]
         if not known:
             return (scale.missing,) * 3
         return tuple(self.write(v) for v in (min(known), sum(known) / len(known), max(known)))
@@ -497,7 +497,7 @@ class HeatMap(blocks.HeatMap):
             lower_end = f" {self.write(scale.lower_end(level))}"
             entries.append(Text.assemble((bar, _STYLES[level]), lower_end))
         entries.append(Text(f"to {self.write(scale.high)}"))
-        if any(not _known(v) for row in self.values for v in row):
+        if any(not _is_number(v) for row in self.values for v in row):
             entries.append(Text(f"{scale.missing} not measured"))
         return flow(entries, width, gap=2)
 

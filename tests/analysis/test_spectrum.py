@@ -77,7 +77,7 @@ def test_dim_rate_by_hand_with_layers_of_different_shape():
     assert found.ranks_vo == [[1, 1], [1]]
     assert found.rounded_ranks_qk == [[3, 3], [6]]
     assert found.rounded_ranks_vo == [[3, 3], [3]]
-    # Full width: 2·4 + 8 of K and 2·4 + 4 of V.
+    # Full rank: 2·4 + 8 of K and 2·4 + 4 of V.
     assert found.dim_rate == pytest.approx(1 - (2 + 2 + 4 + 1 + 1 + 1) / 28, abs=1e-15)
     assert found.dim_rate_rounded == pytest.approx(1 - (3 + 3 + 6 + 3 + 3 + 3) / 28, abs=1e-15)
     assert found.grid == 3

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvprof.benchmark import case as case_module
 from kvprof.benchmark import cases
-from kvprof.benchmark.baselines import baseline_builders, full_width
+from kvprof.benchmark.baselines import baseline_builders, uncompressed_inputs
 from kvprof.benchmark.case import Lack, Sample, Workload, attention64, relative_error
 from kvprof.benchmark.cases import build_case
 from kvprof.benchmark.limits import largest_context, needed_bytes, prefill_length, shortage
@@ -149,9 +149,9 @@ def test_inputs_are_copied_until_no_cache_holds_them():
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_torchs_forms_of_full_width_agree_with_float64(phase):
+def test_torchs_uncompressed_forms_agree_with_float64(phase):
     where = workload(phase=phase, seq=70)
-    inputs = full_width(where)
+    inputs = uncompressed_inputs(where)
     found = {}
     for name, build in baseline_builders(where, 2**30).items():
         built = build(inputs)
@@ -169,11 +169,11 @@ def test_torchs_forms_of_full_width_agree_with_float64(phase):
 def test_expanded_heads_count_what_they_read_and_are_refused_without_room():
     where = workload()
     build = baseline_builders(where, 2**30)["sdpa-flash-expanded"]
-    built = build(full_width(where))
+    built = build(uncompressed_inputs(where))
     assert built.bytes_moved == 2 * where.full_bytes + 2 * 2 * 8 * 64 * 4
     build = baseline_builders(where, where.full_bytes)["sdpa-flash-expanded"]
     with pytest.raises(Lack):
-        build(full_width(where))
+        build(uncompressed_inputs(where))
 
 
 def test_the_reference_is_attention():
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
     assert "100.0 GiB are free" in said
     assert shortage(replace(where, seq=most), free) is None
     assert "try --batch 1" in shortage(where, 1)
-    # K and V at full width are the least that must fit.
+    # Uncompressed K and V are the least that must fit.
     assert needed_bytes(where) > 2 * where.full_bytes
 
 

@@ -221,7 +221,7 @@ def test_an_installed_method_is_timed_by_both(site, tmp_path, monkeypatch):
     assert [case["rate"] for case in cases] == [0, pytest.approx(0.25)]
 
 
-def test_a_plan_file_is_timed_beside_full_width_by_both(tmp_path, monkeypatch):
+def test_a_plan_file_is_timed_beside_uncompressed_by_both(tmp_path, monkeypatch):
     monkeypatch.setattr("kvprof.benchmark.machine.cpu_read_bandwidth", lambda: 0.02)
     folder = save_config(tmp_path / "model")
     shape = load_shape(folder)

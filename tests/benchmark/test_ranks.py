@@ -163,7 +163,7 @@ def test_latents_of_groups_and_uniform_widths_keep_the_rate():
     assert "1.29×" in method_on("tale:bits=none", LLAMA, 0.5).widths.source
 
 
-def test_full_width_is_rate_zero():
+def test_full_rank_is_rate_zero():
     assert rate_of(full_widths(LLAMA), LLAMA) == 0
     assert rate_of(resampled(LLAMA, 0.0), LLAMA) == 0
 

@@ -30,7 +30,7 @@ def own_text(folder: Path, new: int, **options: Any) -> tuple[list[int], Any]:
     return out[0, ids.shape[1] :].tolist(), tokenizer
 
 
-def test_full_width_writes_the_models_own_text(tiny_folder: Path, tmp_path: Path) -> None:
+def test_full_writes_the_models_own_text(tiny_folder: Path, tmp_path: Path) -> None:
     expected, tokenizer = own_text(tiny_folder, 24)
     done = kvprof("generate", tiny_folder, *FULL, "--prompt", PROMPT, "--max-new-tokens", 24)
     assert done.code == 0, done.stderr
@@ -123,7 +123,7 @@ def test_sampling_is_repeatable(tiny_folder: Path, tmp_path: Path) -> None:
     # Almost no mass but the most probable token's: greedy again.
     assert drawn("--sample", "--top-p", 1e-6) == drawn()
     assert drawn("--sample", "--temperature", 1e-4) == drawn()
-    # One seed, one text: full width draws what the model draws.
+    # One seed, one text: full draws what the model draws.
     both = generate_json(tmp_path, *arguments, "--sample", "--seed", 3, "--diff")
     assert both["data"]["difference"]["position"] is None
 

@@ -193,9 +193,9 @@ def test_what_exists_is_not_overwritten(tiny_folder: Path, tmp_path: Path) -> No
 def test_ctrl_c_keeps_the_rows_that_were_made(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvprof.commands import plan_several
+    from kvprof.commands import plan_transfer
 
-    original = plan_several._planned
+    original = plan_transfer._planned
 
     def pressed_after_two(*arguments: Any) -> Any:
         plan = original(*arguments)
@@ -203,7 +203,7 @@ def test_ctrl_c_keeps_the_rows_that_were_made(
             os.kill(os.getpid(), signal.SIGINT)
         return plan
 
-    monkeypatch.setattr(plan_several, "_planned", pressed_after_two)
+    monkeypatch.setattr(plan_transfer, "_planned", pressed_after_two)
     path = tmp_path / "cut.json"
     done = kvprof("plan", tiny_folder, "--transfer", "--rate", 0.2, "--json", path)
     assert done.code == 130

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvprof.commands.recipe_run import RunRequest, run_recipes
+from kvprof.commands.recipe import RunRequest, run_recipes
 from kvprof.errors import ClaimNotMetError, ExitCode, FailedError, LackingError
 from kvprof.printable import UNPRINTABLE
+from kvprof.recipes import find
 from kvprof.records.files import read_result
-from kvprof.reproduction import find
 from tests.commands.running import kvprof
-from tests.reproduction.written import CPU, TEXT, FakeRunner, write
+from tests.recipes.written import CPU, TEXT, FakeRunner, write
 
 # A command that is soon done, as it loads no torch, and always finds the same.
 CELL = "bench --load --simulate --methods {method} --request-rate 1 --requests {rate}"
@@ -28,7 +28,7 @@ REAL = (
 
 
 def run(path: Path, out: Path, rates: dict[str, Any], **more: Any) -> None:
-    run_recipes(RunRequest((str(path),), out=out, **more), runner=FakeRunner(rates), machine=CPU)
+    run_recipes(RunRequest((str(path),), out=out, **more), run=FakeRunner(rates), machine=CPU)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_list_and_show(tmp_path: Path) -> None:
 def test_a_wheels_recipes_are_found_inside_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside = tmp_path / "kvprof" / "recipes"
+    inside = tmp_path / "kvprof" / "assets" / "recipes"
     inside.mkdir(parents=True)
     write(inside)
     (tmp_path / "recipes").mkdir()  # a stranger's, beside site-packages
@@ -193,7 +193,7 @@ def test_two_runs_into_one_folder_lose_neither(tmp_path: Path) -> None:
             run(other, out, rates)
         return FakeRunner(rates)(words, should_stop)
 
-    run_recipes(RunRequest((str(write(tmp_path)),), out=out), runner=look, machine=CPU)
+    run_recipes(RunRequest((str(write(tmp_path)),), out=out), run=look, machine=CPU)
     names = {entry["recipe"] for entry in read_result(out / "result.json")["data"]["entries"]}
     assert names == {"small-claim", "other"}
 
@@ -204,7 +204,7 @@ def test_a_ledger_that_cannot_be_written_is_shown_and_told(
     def full(*_arguments: Any, **_options: Any) -> None:
         raise FailedError("cannot write it: No space left on device")
 
-    monkeypatch.setattr("kvprof.commands.recipe_run.write_result", full)
+    monkeypatch.setattr("kvprof.commands.recipe.write_result", full)
     with pytest.raises(FailedError, match="No space left"):
         run(write(tmp_path), tmp_path / "out", {"fdc": 0.96, "kq": 0.95})
     assert "reproduced" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from kvprof.evaluation import evaluator as module
 from kvprof.evaluation.evaluator import (
     EvaluationSettings,
     Evaluator,
-    hidden_in_one_pass,
+    affected_by_teacher_forcing,
     needs_decoding,
 )
 from kvprof.evaluation.requests import option_names
@@ -104,7 +104,7 @@ def test_the_baseline_is_the_models_own_prediction_of_the_second_half() -> None:
 
 
 @pytest.mark.parametrize("decode", [False, True])
-def test_full_width_changes_nothing(decode: bool) -> None:
+def test_full_changes_nothing(decode: bool) -> None:
     found = evaluator(decode=decode).evaluate(plan("full", 0, 15))
     assert found["kl"]["worst"] < 1e-9
     assert found["accuracy"] == found["baseline_accuracy"]
@@ -165,7 +165,7 @@ _ROUNDED = Quantiser("affine", SideQuantiser((4,)), None)
 def test_what_of_a_plan_a_single_pass_hides(changes: dict[str, Any], hidden: str | None) -> None:
     made = plan("svd-kv", 0.25, 15)
     layers = tuple(_unfolded(layer, changes.get("levels")) for layer in made.layers)
-    found = hidden_in_one_pass(replace(made, layers=layers, **changes))
+    found = affected_by_teacher_forcing(replace(made, layers=layers, **changes))
     assert found is None if hidden is None else found is not None and hidden in found
 
 

@@ -234,7 +234,7 @@ def test_several_targets_hold_together_and_the_row_says_which_binds() -> None:
         {"metric": "accuracy", "target": 0.99},
         {"metric": "needle", "target": 0.95},
     ]
-    # 20 questions cannot have shown a loss of 5 %: no rate is sure, and one surely misses.
+    # 20 questions cannot have shown a loss of 5 %: no rate is sure, and one is shown to miss.
     assert kq["max_rate_interval"] == [None, min(r for r in _rates(kq) if r > 0.25)]
 
 

@@ -90,7 +90,7 @@ def test_choices_and_texts_go_through_the_compressed_model(
         ("own_choices", "acc"),
         ("own_texts", "exact_match"),
     ]
-    assert full == plain  # full width is the model itself
+    assert full == plain  # full is the model itself
     assert {row["items"] for row in plain} == {QUESTIONS}
     assert [row["single_pass"] for row in plain] == [True, False]
     assert all(0 <= row["value"] <= 1 for row in plain)

@@ -20,7 +20,7 @@ from tests.methods.shapes import group, layer, layout, plan, whole
 FP8 = Quantiser("fp8", SideQuantiser((8,)), SideQuantiser((8,)))
 
 
-def test_full_width_is_the_models_own_cache():
+def test_full_is_the_models_own_cache():
     made = plan(layer(), layer())
     # 2 layers, 2 heads, K and V of 16, 10 tokens, 2 bytes.
     assert bytes_at(made, 10, itemsize=2).total == 2 * 2 * 2 * 16 * 10 * 2

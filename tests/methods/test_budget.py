@@ -15,7 +15,13 @@ from kvprof.evaluation.decode import decoded_logits, last_states, prefill_length
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.sensitivity import Sensitivity
 from kvprof.methods.accounting import bytes_at, rate
-from kvprof.methods.budget import CandidateSet, heads_in, in_one_plan, offer_of, parts_of_layers
+from kvprof.methods.budget import (
+    CandidateSet,
+    candidates_of,
+    heads_in,
+    in_one_plan,
+    parts_of_layers,
+)
 from kvprof.methods.family import MethodInputs, plan_at
 from kvprof.methods.fdc import kq
 from kvprof.methods.plan import HeadGroup, Plan
@@ -56,10 +62,10 @@ def offered(
             where = {"layer": part.layer, "side": part.side, "kv_head": part.kv_head}
             cells.append({**where, "setting": one.spec.name, "exact_first": 0, "kl": kl})
     asked = {"by": by, "layers": [*layers], "quantiser": quantiser, "ranks": [*ranks]}
-    return offer_of(own, asked, choices, cells)
+    return candidates_of(own, asked, choices, cells)
 
 
-def cost(plan: Plan, offer: CandidateSet) -> float:
+def cost(plan: Plan, candidates: CandidateSet) -> float:
     """Return what the cells say that a plan costs, read from the plan itself."""
     total = 0.0
     for index, layer in enumerate(plan.layers):
@@ -68,49 +74,53 @@ def cost(plan: Plan, offer: CandidateSet) -> float:
             group = getattr(layer, side).groups[0]
             if not layer.left_out and (runs := group.runs(quantiser, 0)):
                 cast = plan.quantiser is not None and plan.quantiser.kind == "fp8"
-                total += offer.cells[Part(index, side), "fp8" if cast else f"{runs[0][1]} bits"]
+                total += candidates.costs[
+                    Part(index, side), "fp8" if cast else f"{runs[0][1]} bits"
+                ]
     return total
 
 
 def test_no_other_allocation_of_as_many_bytes_costs_less() -> None:
     """All there are: 3 numbers of bits, or FP8, or neither, for keys and values of 3 layers."""
-    offer = offered(inputs("Llama"))
-    choices, sizes = offer.settings, offer.sizes(CONTEXT)
+    candidates = offered(inputs("Llama"))
+    choices, sizes = candidates.settings, candidates.sizes(CONTEXT)
     every = []
     for chosen in itertools.chain(
-        itertools.product((None, *choices[1:]), repeat=len(offer.parts)),
-        itertools.product((None, choices[0]), repeat=len(offer.parts)),
+        itertools.product((None, *choices[1:]), repeat=len(candidates.parts)),
+        itertools.product((None, choices[0]), repeat=len(candidates.parts)),
     ):
         size = spent = 0.0
-        for part, one in zip(offer.parts, chosen, strict=True):
+        for part, one in zip(candidates.parts, chosen, strict=True):
             size += sizes[part, FULL if one is None else one.spec.name]
-            spent += 0.0 if one is None else offer.cells[part, one.spec.name]
+            spent += 0.0 if one is None else candidates.costs[part, one.spec.name]
         every.append((size * CONTEXT, spent))
     kinds = set()
     for wanted in (0.0, 0.2, 0.4, 0.55, 0.6, 0.7, 0.74):
-        plan = offer.at_rate(wanted, CONTEXT).plan
+        plan = candidates.at_rate(wanted, CONTEXT).plan
         stored = bytes_at(plan, CONTEXT, itemsize=2).total
         assert rate(plan, CONTEXT) >= wanted - 1e-9
-        assert plan.made["predicted_kl"] == pytest.approx(cost(plan, offer))
+        assert plan.made["predicted_kl"] == pytest.approx(cost(plan, candidates))
         least = min(spent for size, spent in every if size <= stored * (1 + 1e-12))
-        assert cost(plan, offer) == pytest.approx(least)
+        assert cost(plan, candidates) == pytest.approx(least)
         kinds.add(plan.quantiser.kind if plan.quantiser else None)
     assert kinds == {None, "affine", "fp8"}
     with pytest.raises(
         UsageError, match=r"budget reaches rates from 0\.000 to 0\.\d+ at 90 tokens"
     ):
-        offer.at_rate(0.99, CONTEXT)
+        candidates.at_rate(0.99, CONTEXT)
 
 
 @pytest.mark.parametrize("by", ["head", "layer"])
 @pytest.mark.parametrize("quantiser", ["per-token", "kivi", "kvquant"])
 def test_sizes_of_parts_are_the_bytes_of_the_plan(by: str, quantiser: str) -> None:
     tokens = 400
-    offer = offered(inputs("Llama"), by=by, quantiser=quantiser, bits=["8", "4", "2"], ranks=[10])
-    sizes = offer.sizes(tokens)
+    candidates = offered(
+        inputs("Llama"), by=by, quantiser=quantiser, bits=["8", "4", "2"], ranks=[10]
+    )
+    sizes = candidates.sizes(tokens)
     seen = set()
     for wanted in (0.2, 0.4, 0.49):
-        found = offer.at_rate(wanted, tokens)
+        found = candidates.at_rate(wanted, tokens)
         names = {p: FULL if one is None else one.spec.name for p, one in found.chosen.items()}
         seen |= {*names.values()}
         size = sum(sizes[part, name] for part, name in names.items())
@@ -124,15 +134,15 @@ def test_sizes_of_parts_are_the_bytes_of_the_plan(by: str, quantiser: str) -> No
 def test_decoding_through_the_plan_costs_what_was_measured(
     quantiser: str, tokens: int, tmp_path: Path
 ) -> None:
-    """Bits, ranks and full width side by side, by head; and the file gives it again."""
+    """Bits, ranks and no compression side by side, by head; and the file gives it again."""
     loaded, own = model("Llama"), inputs("Llama")
     sample = TextSample("x", token_ids(2, tokens, seed=4))
     measuring = Sensitivity(loaded, [sample], None)
-    offer = offered(own, by="head", quantiser=quantiser, bits=["4", "2"], ranks=[8])
-    choices = offer.settings
+    candidates = offered(own, by="head", quantiser=quantiser, bits=["4", "2"], ranks=[8])
+    choices = candidates.settings
     turn = itertools.cycle([choices[0], None, choices[1], choices[2], choices[0]])
-    chosen = dict(zip(offer.parts, turn, strict=False))
-    plan = offer._plan(chosen, 0.0)
+    chosen = dict(zip(candidates.parts, turn, strict=False))
+    plan = candidates._plan(chosen, 0.0)
     assert plan.quantiser is not None
     save_plan(plan, tmp_path / "p")
     again = load_plan(tmp_path / "p", fingerprint=loaded.fingerprint, layout=loaded.layout)
@@ -153,7 +163,7 @@ def test_decoding_through_the_plan_costs_what_was_measured(
 
 
 @pytest.mark.parametrize("folds", [(True, True), (False, False)])
-def test_kernels_run_ranks_beside_full_width(folds: tuple[bool, bool]) -> None:
+def test_kernels_run_ranks_beside_full(folds: tuple[bool, bool]) -> None:
     """In a plan without a quantiser heads of a layer may be unlike."""
     loaded = model_of("Llama")
     plan = make_plan(loaded, ranks=lambda *_: (16,), fold_values=folds)
@@ -196,9 +206,9 @@ def test_layers_without_a_part_stay_as_they_are() -> None:
     assert [layer.left_out for layer in plan.layers] == [False, True, False]
     assert rate(plan, CONTEXT) >= 0.5
     # All parts stored alike are what the quantiser alone stores.
-    offer = offered(own)
-    sizes = offer.sizes(CONTEXT)
-    every = offer.within(sizes, offer.least(sizes))
+    candidates = offered(own)
+    sizes = candidates.sizes(CONTEXT)
+    every = candidates.within(sizes, candidates.least(sizes))
     assert every is not None
     alone = plan_at(plan_family("per-token", own, centre=False), 2.0)
     assert compare_plans(every.plan, replace(alone, method="budget")) == {}

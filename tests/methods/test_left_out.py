@@ -125,7 +125,7 @@ def test_what_is_left_out_attends_exactly_and_the_rest_as_ever(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_layer_left_out_counts_at_full_width(name: str) -> None:
+def test_a_layer_left_out_counts_uncompressed(name: str) -> None:
     whole, plan = plan_of(name), plan_of(name, 0, -1)
     full = 2 * 2 * 16 * 8  # K and V of two heads of 16 in float64
     assert [layer.left_out for layer in plan.layers] == [True, False, True]

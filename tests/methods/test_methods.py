@@ -390,7 +390,7 @@ def test_keys_counted_once_per_kv_head_are_an_option(seen):
 
 
 @pytest.mark.parametrize("name", ["fdc", "zack", "kq"])
-def test_one_side_can_stay_at_full_width(name):
+def test_one_side_can_stay_at_full_rank(name):
     keys_only = plan_at(plan_family(name, inputs("Llama"), values="none", **FINE), 0.3)
     values_only = plan_at(plan_family(name, inputs("Llama"), keys="none", **FINE), 0.3)
     for one, other in zip(keys_only.layers, values_only.layers, strict=True):

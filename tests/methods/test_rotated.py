@@ -1,4 +1,4 @@
-"""Rows of full width in other coordinates: their levels, options, bytes and refusals."""
+"""Rows of full rank in other coordinates: their levels, options, bytes and refusals."""
 
 import math
 from dataclasses import replace

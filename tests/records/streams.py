@@ -28,7 +28,7 @@ HEAD_DIM = 64
 INPUT_LEN = 2048
 _LAYER_PARTS = ("norm", "qkv_proj", "rope", "attention", "o_proj", "mlp")
 _OTHER_PARTS = ("embedding", "head", "sampling", "host")
-#: Seconds of one occurrence at full width and no context, in a decode step.
+#: Seconds of one occurrence, uncompressed and without context, in a decode step.
 _BASE = {
     "norm": 4e-6, "qkv_proj": 2e-5, "rope": 3e-6, "attention": 1e-5, "o_proj": 1.2e-5, "mlp": 6e-5,
     "embedding": 5e-6, "head": 1e-4, "sampling": 2e-5, "host": 3e-4, "compress": 6e-6,
@@ -57,7 +57,7 @@ def stream(
     Parameters
     ----------
     methods : sequence of str
-        A case each, per input length; known ones differ in plausible ways, others are full width.
+        A case each, per input length; known ones differ in plausible ways, others are uncompressed.
     layers, steps : int
         Of the model, and decode steps of each case.
     seed : int
@@ -191,10 +191,10 @@ class _Run:
             "layer": layer,
             "key_ranks": ranks(-4),
             "value_ranks": ranks(4),
-            "nbytes": round(self._full_width(input_len) * kept / self.layers),
+            "nbytes": round(self._full_bytes(input_len) * kept / self.layers),
         }
 
-    def _full_width(self, context: int) -> int:
+    def _full_bytes(self, context: int) -> int:
         return 2 * 2 * self.layers * HEADS * HEAD_DIM * context
 
     def _pass(
@@ -223,14 +223,14 @@ class _Run:
             time=self.now, case=case, phase=phase, step=step, context=context, seconds=wall
         )
         if step % 5 == 0:
-            logical = round(self._full_width(context) * kept)
+            logical = round(self._full_bytes(context) * kept)
             yield MemorySample(
                 time=self.now,
                 case=case,
                 context=context,
                 logical=logical,
                 allocated=round(logical * 1.1),
-                full_width=self._full_width(context),
+                full_width=self._full_bytes(context),
                 peak=2**28 + logical,
                 levels={"full": context // 8, "half": context // 2} if "tale" in case else {},
             )

@@ -1,4 +1,4 @@
-"""What two results differ in: by how much, how surely, and whether that is too much."""
+"""What two results differ in: by how much, with what interval, and whether that is too much."""
 
 import copy
 import random

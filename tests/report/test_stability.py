@@ -34,7 +34,7 @@ def test_the_verdict_follows_the_cost_and_the_noise_floor(
 
 
 @pytest.mark.parametrize("target", ["prose", "letters", "c"])
-def test_what_is_like_random_tokens_never_costs_surely_more_than_another_seed(target: str) -> None:
+def test_what_is_like_random_tokens_costs_no_more_than_another_seed(target: str) -> None:
     """Its tokens are only drawn anew: with few of them its cost lies above or below the floor."""
     shape = {**SMALL, "counts": (256, 512), "targets": (target,)}
     for apart, answer in ((0.0, "is inconclusive"), (1.0, "does not hold")):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.evaluator import hidden_in_one_pass
+from kvprof.evaluation.evaluator import affected_by_teacher_forcing
 from kvprof.methods.accounting import bytes_at, dim_rate, full_bytes, paper_rate, rate
 from kvprof.methods.across import Across, LayerGroup
 from kvprof.methods.family import plan_at, plan_for_rate
@@ -197,7 +197,7 @@ def test_a_rate_is_reached_and_files_keep_the_plan(tmp_path: Any) -> None:
     assert "stored or moved" in said
     assert "measured on 60 tokens of random" in said
     assert "not for decoding from it" in said
-    assert hidden_in_one_pass(plan) == "storing tokens across layers"
+    assert affected_by_teacher_forcing(plan) == "storing tokens across layers"
 
 
 def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from kvprof.records.events import CaseStarted, PartSample, StepFinished
 from kvprof.records.parts import UNTIMED
-from kvprof.tui.figures import Choice, bars, difference, nice_scale, share, shown_parts, tbt_curve
+from kvprof.tui.figures import Choice, bars, difference, itl_curve, nice_scale, share, shown_parts
 from kvprof.tui.state import RunState
 from tests.records.streams import stream
 
@@ -114,15 +114,15 @@ class TestCurve:
 
     def test_contexts_ascend_whatever_the_order_of_measuring(self):
         case = self.case([(64, 3.0, 1), (16, 1.0, 1), (32, 2.0, 1)])
-        assert tbt_curve(case, 60) == ([16, 32, 64], [1.0, 2.0, 3.0])
+        assert itl_curve(case, 60) == ([16, 32, 64], [1.0, 2.0, 3.0])
 
     def test_steps_that_share_a_point_are_averaged_by_weight(self):
         case = self.case([(100, 1.0, 3.0), (100, 2.0, 1.0)])
-        assert tbt_curve(case, 60) == ([100], [1.25])
+        assert itl_curve(case, 60) == ([100], [1.25])
 
     def test_a_long_curve_is_drawn_with_few_points(self):
         case = self.case([(context, 1.0, 1.0) for context in range(1500)])
-        contexts, seconds = tbt_curve(case, 50)
+        contexts, seconds = itl_curve(case, 50)
         assert 40 <= len(contexts) <= 51
         assert set(seconds) == {1.0}
 
@@ -130,7 +130,7 @@ class TestCurve:
         state = RunState()
         state.add(CaseStarted(0.0, "c", "fdc", None, 1, 8, 8))
         state.add(StepFinished(0.0, "c", "prefill", 0, 8, 9.0))
-        assert tbt_curve(state.cases["c"], 60) == ([], [])
+        assert itl_curve(state.cases["c"], 60) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ ARITHMETIC = 7.5e14  # flop/s
 KEYS = [48, 32, 80, 96, 64, 48, 112, 80]
 VALUES = [64, 48, 32, 64, 96, 80, 32, 48]
 FULL_BYTES = 8 * 2 * 128 * 2  # of a token, one layer
-# Method: bytes kept of full width's, bits' worth of FLOP saved, share of the bandwidth reached.
+# Method: bytes kept of the uncompressed, bits' worth of FLOP saved, share of the bandwidth reached.
 METHODS = {
     "full": (1.0, 1.0, 0.981),
     "fp8": (0.5, 1.0, 0.962),

@@ -5,7 +5,7 @@ from typing import Any
 from tests.results.made import made
 
 TASKS = ("needle", "variables", "copy", "frequent_words")
-WIDTH = 24_576  # bytes per token at full width
+WIDTH = 24_576  # bytes per token, uncompressed
 _BASE = {name: {"accuracy": 0.975, "baseline": 0.975, "items": 40} for name in TASKS}
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from kvprof.recipes.ledger import ledger_data
 from kvprof.records.result import build_result
-from kvprof.reproduction.ledger import ledger_data
 from tests.records.sample import ENVIRONMENT
 
 _LINE = {

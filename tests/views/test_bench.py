@@ -76,7 +76,7 @@ def test_a_latent_that_several_heads_share_says_so() -> None:
         assert ("256 / 4 heads" in line) == (line.split()[0] == "palu")
 
 
-def test_full_width_is_the_width_of_the_heads() -> None:
+def test_full_rank_is_the_width_of_the_heads() -> None:
     line = table(text_of(bench_result()), "Decode, batch 8, 100k tokens")[0]
     assert line.split()[:3] == ["full", "0", "128"]
 

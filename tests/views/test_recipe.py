@@ -2,7 +2,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from kvprof.reproduction.ledger import ledger_data
+from kvprof.recipes.ledger import ledger_data
 from kvprof.views.export import page_html, page_markdown
 from kvprof.views.ledger import ledger, table
 from kvprof.views.page import render_text

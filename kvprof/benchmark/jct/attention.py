@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from kvprof.benchmark.baselines import baseline_builders, full_width
+from kvprof.benchmark.baselines import baseline_builders, uncompressed_inputs
 from kvprof.benchmark.case import Case, Lack, Workload
 from kvprof.benchmark.cases import sinks_of
 from kvprof.benchmark.jct.layer import AttentionCalls, PartCall
@@ -42,7 +42,7 @@ __all__ = [
     "store_latents",
 ]
 
-# --- Full width: the best kernel that this machine has.
+# --- Uncompressed: the best kernel that this machine has.
 
 
 _NEAR = 4.0  # lengths within this factor are tried with each other's fastest kernels only
@@ -52,7 +52,7 @@ _SAMPLES = 3
 
 @dataclass(eq=False)
 class FullAttention:
-    """Finds the fastest full-width kernel, once for lengths that are near each other."""
+    """Finds the fastest uncompressed kernel, once for lengths that are near each other."""
 
     seconds: float  # to spend on one kernel's samples
     should_stop: Callable[[], bool] = lambda: False
@@ -78,7 +78,7 @@ class FullAttention:
         return call, label
 
     def _fastest(self, workload: Workload) -> Case:
-        inputs = full_width(workload)
+        inputs = uncompressed_inputs(workload)
         builders = baseline_builders(workload, free_bytes(workload.device))
         names = self._known(workload, list(builders))
         found: list[tuple[float, Case]] = []
@@ -123,7 +123,7 @@ def _key(workload: Workload) -> tuple[str, int, int]:
 
 
 def store_call(workload: Workload) -> PartCall:
-    """Return the store of new K and V at full width; it counts as attention."""
+    """Return the store of new uncompressed K and V; it counts as attention."""
     shape, source = workload.shape, workload.generator(11)
     new = [
         workload.random(
@@ -145,7 +145,7 @@ def store_call(workload: Workload) -> PartCall:
 
 
 def full_attention(workload: Workload, full: FullAttention, window: int | None) -> AttentionCalls:
-    """Return full-width attention and the store that feeds it."""
+    """Return uncompressed attention and the store that feeds it."""
     shape = workload.shape
     call, labels = full.call(workload, window)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -260,7 +260,7 @@ def _decode(workload: Workload, layout: RaggedLayout, balanced: bool) -> list[Pa
     sinks = sinks_of(workload, layout.heads, layout.group)
     step = decode_step(layout, workload.device)
     lengths = torch.full((workload.batch,), workload.seq, dtype=torch.int32, device=workload.device)
-    cut = step.cut(lengths) if balanced else _even(step, workload)
+    cut = step.cut(lengths) if balanced else _equal_split(step, workload)
 
     def run(buffer: Tensor) -> Tensor:
         return step.run(query, buffer, cut, shape.scaling, softcap=shape.softcap, sinks=sinks)
@@ -290,7 +290,7 @@ def _bound(run: Callable[[Tensor], Tensor], buffer: Tensor) -> Callable[[], Tens
     return lambda: run(buffer)
 
 
-def _even(step: DecodeStep, workload: Workload) -> Schedule:
+def _equal_split(step: DecodeStep, workload: Workload) -> Schedule:
     """Cut every head into as many pieces whatever its width: what a kernel for equal heads does."""
     layout, tile = step.layout, step.tuning.tile
     tasks = workload.batch * layout.heads

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kvprof.benchmark.jct.ablations import make_variants
+from kvprof.benchmark.jct.cache_memory import level_tokens
 from kvprof.benchmark.jct.composer import ComposedRequest, Composer, RequestLengths
-from kvprof.benchmark.jct.held import level_tokens
 from kvprof.benchmark.jct.layer_bench import LayerBench, LayerTimes, measure_all_reduce
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest, Run, case_name

@@ -85,7 +85,7 @@ def around(rungs: Sequence[int], tokens: int) -> list[int]:
 
 
 def layer_flops(model: ModelShape, batch: int, tokens: int) -> float:
-    """Return about how many flops one layer's prefill takes at full width."""
+    """Return about how many flops one layer's uncompressed prefill takes."""
     shape, dense = model.attention, model.dense
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     mlp = (3 if dense.gated else 2) * dense.intermediate_size * max(1, dense.experts_per_token)
@@ -283,8 +283,8 @@ class Composer:
                 path = between if part == _BENT else interpolated
                 return path(rungs, values, tokens)
 
-            parts = _each(points, lambda point: point.parts, at)
-            passes = _each(points, lambda point: point.passes, at)
+            parts = _combine_points(points, lambda point: point.parts, at)
+            passes = _combine_points(points, lambda point: point.passes, at)
             bent = between(
                 rungs, [point.layer - _straight(point.parts) for point in points], tokens
             )
@@ -303,10 +303,10 @@ class Composer:
             known, seconds = zip(*there, strict=True)
             return beyond(known, seconds, tokens, degree=degree)
 
-        parts = _each(chosen, lambda point: point.parts, predict)
+        parts = _combine_points(chosen, lambda point: point.parts, predict)
         # What the parts do not explain of the longest layer grows with its tokens.
         rest = (last.layer - sum(last.parts.values())) * tokens / lengths[-1]
-        passes = _each(chosen, lambda point: point.passes, predict)
+        passes = _combine_points(chosen, lambda point: point.passes, predict)
         return parts, passes, sum(parts.values()) + rest
 
     def decode(
@@ -357,8 +357,8 @@ class Composer:
             return interpolated(near, values, context)
 
         return (
-            _each(points, lambda point: point.parts, at),
-            _each(points, lambda point: point.passes, at),
+            _combine_points(points, lambda point: point.parts, at),
+            _combine_points(points, lambda point: point.passes, at),
             at([point.layer for point in points]),
         )
 
@@ -400,7 +400,7 @@ class Composer:
             ends = [
                 point.ends
                 for _, window in self._kinds()
-                for point in self._near(phase, tokens, window)
+                for point in self._bracketing_points(phase, tokens, window)
             ]
             known = [pair for pair in ends if pair is not None]
             if len(known) < len(ends):
@@ -409,7 +409,7 @@ class Composer:
             high += weight * seconds * max(last for _, last in known)
         return low, high
 
-    def _near(self, phase: str, tokens: int, window: int | None) -> list[LayerTimes]:
+    def _bracketing_points(self, phase: str, tokens: int, window: int | None) -> list[LayerTimes]:
         """Return the points between which a length lies, which have been measured."""
         rungs = self._prefill_rungs
         if phase == "decode":
@@ -446,7 +446,7 @@ def _straight(parts: PartSeconds) -> float:
     return sum(seconds for part, seconds in parts.items() if part != _BENT)
 
 
-def _each(
+def _combine_points(
     points: Sequence[LayerTimes],
     of: Callable[[LayerTimes], dict[str, float]],
     combine: Callable[[list[float], str], float],

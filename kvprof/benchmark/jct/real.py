@@ -19,10 +19,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from kvprof.benchmark.jct.held import layer_facts
-from kvprof.benchmark.jct.interleaved import (
+from kvprof.benchmark.jct.cache_memory import layer_facts
+from kvprof.benchmark.jct.paired_runs import (
     CaseEvents,
-    InterleavedRuns,
+    PairedRuns,
     RequestRun,
     run_warnings,
 )
@@ -135,7 +135,7 @@ class _RealCase:
         self._loaded, self._plan, self._session = loaded, plan, session
         self._case, self._ids, self._output_len = case, ids, output_len
         self._emit, self._now, self._should_stop = emit, now, should_stop
-        self._runs: InterleavedRuns | None = None
+        self._runs: PairedRuns | None = None
         if loaded.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(loaded.device)
 
@@ -198,7 +198,7 @@ class _RealCase:
             self._emit,
             self._now,
         )
-        runs = self._runs = InterleavedRuns(runner, events, steps, self._should_stop, self._now)
+        runs = self._runs = PairedRuns(runner, events, steps, self._should_stop, self._now)
         try:
             runs.run(repeats, most)
         except Interrupted:

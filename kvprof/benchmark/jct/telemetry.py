@@ -161,7 +161,7 @@ class Telemetry:
         inside = bisect_right(times, stop) - bisect_left(times, start)
         if inside < 2 or times[0] > start or times[-1] < stop:
             return None
-        return _between(times, joules, stop) - _between(times, joules, start)
+        return _interpolate(times, joules, stop) - _interpolate(times, joules, start)
 
     def _sample(self) -> None:
         assert self._source is not None
@@ -192,7 +192,7 @@ class Telemetry:
             self._times.append(moment)
 
 
-def _between(times: list[float], values: list[float], at: float) -> float:
+def _interpolate(times: list[float], values: list[float], at: float) -> float:
     index = min(max(bisect_right(times, at), 1), len(times) - 1)
     low, high = times[index - 1], times[index]
     share = (at - low) / (high - low) if high > low else 0.0

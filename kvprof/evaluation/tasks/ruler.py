@@ -263,7 +263,7 @@ def _fwe(rng: random.Random, size: int, length: int) -> Question:
     return Question((_FWE.format(context=" ".join(text)),), _FWE_PREFIX, answers, chance)
 
 
-# From here on the third of the words asked for surely stands there more often than the next.
+# From here on the third of the words asked for stands there more often than the next.
 _FWE_LEAST = 34
 
 #: RULER's tasks by their names there (``scripts/synthetic.yaml``).

@@ -186,7 +186,7 @@ class Client:
         except TimeoutError:
             failure = "timeout"
         except (OSError, HttpError) as wrong:
-            failure = _lost(wrong)
+            failure = _connection_problem(wrong)
         times, uneven = reader.times()
         # Where pieces are counted in place of tokens, nobody knows whether some are missing.
         all_counted = self.dialect.to_the_end and self.dialect.counted
@@ -238,7 +238,7 @@ class Client:
         address = self.addresses[server]
         if isinstance(problem, HttpError) and not address.tls and await speaks_tls(address):
             return _TLS
-        return _lost(problem)
+        return _connection_problem(problem)
 
 
 def _probe(longest: int | None) -> Request:
@@ -248,7 +248,7 @@ def _probe(longest: int | None) -> Request:
     return replace(_PROBE, prompt=min(_PROBE.prompt, most - output), output=output)
 
 
-def _lost(problem: Exception) -> str:
+def _connection_problem(problem: Exception) -> str:
     match problem:
         case ConnectionRefusedError():
             return "connection refused"

@@ -344,7 +344,7 @@ class Replica:
         base += self.times.per_pair * pairs + self.times.per_sequence * decoding
         steps, may_enter = 1, not self.waiting and len(self.running) < settings.max_num_seqs
         if not (ends or admitted or preempted):
-            steps = self._alike(piece)
+            steps = self._equal_steps(piece)
         stretch = _Stretch(
             now,
             base,
@@ -390,7 +390,7 @@ class Replica:
             pages += -(-(before + steps * piece) // size) - -(-before // size)
         return pages
 
-    def _alike(self, piece: int) -> int:
+    def _equal_steps(self, piece: int) -> int:
         """Return how many steps are alike: until one is written, a prompt read, or pages lack."""
         finishing = self._finishing
         while finishing and finishing[0][2].finish != finishing[0][0]:

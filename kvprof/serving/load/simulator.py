@@ -20,7 +20,7 @@ from kvprof.serving.load.replica import (
 from kvprof.serving.load.requests import Outcome, Request
 from kvprof.serving.load.step_records import SHIPPED, ModelSteps
 from kvprof.serving.load.step_times import StepTimes
-from kvprof.serving.load.target import Opened, Ran, Watch
+from kvprof.serving.load.target import LoadObserver, LoadOutcome, ServerInfo, Stop
 from kvprof.sizes import format_bytes
 
 __all__ = [
@@ -109,7 +109,7 @@ def simulate(
     requests: Sequence[Request],
     settings: EngineSettings,
     times: StepTimes,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = lambda: False,
 ) -> Simulated:
     """Simulate requests sorted by arrival; SimulationStoppedError if `stop` returns True."""
     if any(b.arrival < a.arrival for a, b in pairwise(requests)):
@@ -244,7 +244,7 @@ class SimulatedTarget:
         self._steps = steps
         self._settings = settings
 
-    def open(self, stop: Callable[[], bool]) -> Opened:
+    def open(self, stop: Stop) -> ServerInfo:
         """Say what is simulated."""
         engine, own = self._settings, self._own
         tokens = engine.pages * engine.block_size
@@ -252,7 +252,7 @@ class SimulatedTarget:
         longest, bound = tokens, f"{self.method}'s cache has room for {tokens:,}"
         if positions < tokens:
             longest, bound = positions, f"{self._steps.model} has {positions:,} positions"
-        return Opened(
+        return ServerInfo(
             servers=engine.replicas,
             engine="kvprof's simulator of vLLM's scheduler",
             cache_tokens=engine.replicas * tokens,
@@ -276,26 +276,26 @@ class SimulatedTarget:
         tokens = simulated.outcomes[0].tokens
         return tokens[-1] if tokens else "it does not fit in the cache"
 
-    def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
-        """Simulate requests, and tell `watch` in the order in which things happened."""
+    def run(self, requests: Sequence[Request], observer: LoadObserver, stop: Stop) -> LoadOutcome:
+        """Simulate requests, and tell `observer` in the order in which things happened."""
         try:
             simulated = simulate(requests, self._settings, self._own.times, stop)
         except SimulationStoppedError:
-            return Ran("interrupted")
+            return LoadOutcome("interrupted")
         ends = [one.tokens[-1] if one.tokens else one.request.arrival for one in simulated.outcomes]
         times = np.linspace(0.0, max(ends, default=0.0), _SAMPLES)
         moments = deque(simulated.moments(times.tolist()))
         for number in np.argsort(ends, kind="stable").tolist():
             while moments and moments[0].time < ends[number]:
-                self._sample(moments.popleft(), watch)
+                self._sample(moments.popleft(), observer)
             if stop():
-                return Ran("interrupted")
-            watch.outcome(simulated.outcomes[number], simulated.servers[number])
+                return LoadOutcome("interrupted")
+            observer.outcome(simulated.outcomes[number], simulated.servers[number])
         while moments:
-            self._sample(moments.popleft(), watch)
-        return Ran(engine=_engine(simulated))
+            self._sample(moments.popleft(), observer)
+        return LoadOutcome(engine=_engine(simulated))
 
-    def _sample(self, moment: Moment, watch: Watch) -> None:
+    def _sample(self, moment: Moment, observer: LoadObserver) -> None:
         pages = self._settings.pages * self._settings.replicas
         marks = Marks(
             moment.running,
@@ -303,7 +303,7 @@ class SimulatedTarget:
             moment.pages / pages,
             {"preemptions": float(moment.preemptions)},
         )
-        watch.sample(moment.time, moment.running + moment.waiting, marks)
+        observer.sample(moment.time, moment.running + moment.waiting, marks)
 
     def close(self) -> None:
         """There is nothing to end."""

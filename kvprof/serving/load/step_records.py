@@ -43,7 +43,7 @@ class ModelSteps:
     #: That one device's cache may have: what vLLM may take of its memory, less the weights.
     cache_bytes: int
     positions: int  # tokens that a request of the model may have
-    methods: dict[str, MethodSteps]  # full width is `full`
+    methods: dict[str, MethodSteps]  # the uncompressed is `full`
 
     def method(self, name: str) -> MethodSteps:
         """Return a method's steps."""

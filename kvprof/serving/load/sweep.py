@@ -19,18 +19,14 @@ from kvprof.records.events import (
     Warned,
 )
 from kvprof.records.journal import Journal
-from kvprof.records.load import (
-    LOAD_EVENTS,
-    LoadFold,
-    rate_row,
-)
+from kvprof.records.load import LOAD_EVENTS, LoadFold, rate_row
 from kvprof.records.load_names import load_case
 from kvprof.records.load_served import ATTAINED, is_overloaded, is_starved, is_unsettled, is_within
 from kvprof.serving.load.arrivals import Arrivals
 from kvprof.serving.load.lengths import Lengths, arriving
 from kvprof.serving.load.marks import Marks
 from kvprof.serving.load.requests import Outcome
-from kvprof.serving.load.target import LoadTarget
+from kvprof.serving.load.target import LoadTarget, Stop
 
 __all__ = ["SweepOptions", "cases_of", "longest_gap", "next_rate", "run_sweep", "spans_of"]
 
@@ -39,8 +35,6 @@ _LEAST_RATES = 4  # downwards, where the first is too much already
 _DIGITS = 2
 _BUSY = 0.7  # of a processor: the client takes tokens one after another
 _GIVEN_UP = " was given up: "
-
-Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -86,10 +80,10 @@ def next_rate(
         return _rounded(measured[0] / 2)
     elif not grown and within and len(known) < _MOST_RATES and not any(map(is_unsettled, known)):
         return _rounded(measured[-1] * 2)
-    return _between(known, measured, within, options, share)
+    return _middle_rate(known, measured, within, options, share)
 
 
-def _between(
+def _middle_rate(
     known: Sequence[Mapping[str, Any]],
     measured: Sequence[float],
     within: Sequence[float],
@@ -294,29 +288,29 @@ class _Sweep:
         self._emit(
             LoadRateStarted(self._journal.now(), case, target.method, rate, len(requests), seconds)
         )
-        watch = _Watch(self, case)
-        ran = target.run(requests, watch, self._stop)
+        observer = _EventObserver(self, case)
+        ended = target.run(requests, observer, self._stop)
         self._emit(
             LoadRateFinished(
                 self._journal.now(),
                 case,
-                ran.reason is None,
-                ran.reason,
-                ran.engine,
-                spans_of(watch.outcomes, self._options.engines),
-                ran.client_busy_share,
+                ended.reason is None,
+                ended.reason,
+                ended.engine,
+                spans_of(observer.outcomes, self._options.engines),
+                ended.client_busy_share,
             )
         )
-        if ran.reason is not None:
-            if ran.gone:
-                raise FailedError(ran.reason)
+        if ended.reason is not None:
+            if ended.gone:
+                raise FailedError(ended.reason)
             return False
         row = self._judge(case)
         if not row["answered"]:
             kinds = ", ".join([*row["failures"], *["rejected by the server"] * bool(row["shed"])])
             raise FailedError(f"{case}: every request failed ({kinds})")
         self._tell_client(row)
-        if uneven := sum(one.uneven for one in watch.outcomes):
+        if uneven := sum(one.uneven for one in observer.outcomes):
             self._warn(
                 f"{case}: in {uneven:,} answers the token count differs from the number of "
                 "chunks; token times are spread over the chunks"
@@ -357,7 +351,7 @@ class _Sweep:
             self._fold.add(event)
 
 
-class _Watch:
+class _EventObserver:
     """Makes events of what a target tells."""
 
     def __init__(self, sweep: _Sweep, case: str) -> None:

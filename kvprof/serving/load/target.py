@@ -16,7 +16,9 @@ from kvprof.serving.load.marks import Marks, added, difference, engine_name, par
 from kvprof.serving.load.requests import Outcome, Request
 from kvprof.serving.load.server import Server, ServerProcess
 
-__all__ = ["ROUTERS", "LoadTarget", "Opened", "Ran", "ServedTarget", "Watch"]
+__all__ = ["ROUTERS", "LoadObserver", "LoadOutcome", "LoadTarget", "ServedTarget", "ServerInfo"]
+
+Stop = Callable[[], bool]
 
 ROUTERS = ("shortest-queue", "round-robin")
 
@@ -37,7 +39,7 @@ _ENDS = 5.0  # seconds that it may take for that
 
 
 @dataclass
-class Opened:
+class ServerInfo:
     """What is known of a target once it is ready; see `kvprof.records.events.LoadServer`."""
 
     servers: int = 1
@@ -50,7 +52,7 @@ class Opened:
     bound: str | None = None  # what says so, where it is no server
 
 
-class Watch(Protocol):
+class LoadObserver(Protocol):
     """Is told what happens while a load runs."""
 
     def outcome(self, outcome: Outcome, server: int) -> None:
@@ -61,7 +63,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Ran:
+class LoadOutcome:
     """What became of a load as a whole; see `kvprof.records.events.LoadRateFinished`."""
 
     reason: str | None = None
@@ -76,14 +78,14 @@ class LoadTarget(Protocol):
     method: str
     waits_for: str  # what opening it takes time for, in a few words
 
-    def open(self, stop: Callable[[], bool]) -> Opened:
+    def open(self, stop: Stop) -> ServerInfo:
         """Start it, and wait until it is ready; KvprofError when it cannot be."""
 
     def alone(self, request: Request) -> float | str:
         """Serve one request by itself; return its seconds, or how it fails."""
 
-    def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
-        """Serve requests that arrive at their times, and tell `watch` what becomes of them."""
+    def run(self, requests: Sequence[Request], observer: LoadObserver, stop: Stop) -> LoadOutcome:
+        """Serve requests that arrive at their times, and tell `observer` what becomes of them."""
 
     def close(self) -> None:
         """End it."""
@@ -113,12 +115,12 @@ class ServedTarget:
         self._router = router
         self._client: Client | None = None
 
-    def open(self, stop: Callable[[], bool]) -> Opened:
+    def open(self, stop: Stop) -> ServerInfo:
         """Start the server, wait until it answers, and find out what it takes."""
         self._server.start()
         return asyncio.run(self._opened(stop))
 
-    async def _opened(self, stop: Callable[[], bool]) -> Opened:
+    async def _opened(self, stop: Stop) -> ServerInfo:
         client = self._new_client(self._model or "")
         until = time.monotonic() + self._ready
         name, longest = await client.models()
@@ -134,7 +136,7 @@ class ServedTarget:
             await asyncio.sleep(_TICK)
             name, longest = await client.models()
         if stop():
-            return Opened(servers=len(self._server.addresses))
+            return ServerInfo(servers=len(self._server.addresses))
         for number in range(1, len(self._server.addresses)):
             await self._wait_for(client, number, until, stop)
         if self._model is None and name is None:
@@ -164,7 +166,7 @@ class ServedTarget:
                 "and preemptions are unknown"
             )
         self._client = client
-        return Opened(
+        return ServerInfo(
             servers=len(self._server.addresses),
             engine=_with_version(engine, version),
             cache_tokens=marks.cache_tokens if marks is not None else None,
@@ -174,9 +176,7 @@ class ServedTarget:
             longest=longest,
         )
 
-    async def _wait_for(
-        self, client: Client, number: int, until: float, stop: Callable[[], bool]
-    ) -> None:
+    async def _wait_for(self, client: Client, number: int, until: float, stop: Stop) -> None:
         while await client.fetch("/v1/models", number) is None:
             if (said := self._server.ended()) is not None:
                 raise self._problem(said)
@@ -212,13 +212,13 @@ class ServedTarget:
 
         return asyncio.run(ask())
 
-    def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
+    def run(self, requests: Sequence[Request], observer: LoadObserver, stop: Stop) -> LoadOutcome:
         """Send requests at their times, each on a connection of its own."""
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH)  # else threads that write prompts hold tokens for 5 ms
         try:
             running = _Running(self._opened_client(), self._server, self._router)
-            return asyncio.run(running.run(requests, watch, stop))
+            return asyncio.run(running.run(requests, observer, stop))
         finally:
             sys.setswitchinterval(interval)
 
@@ -245,7 +245,9 @@ class _Running:
         self._last_lost = False  # whether the request that ended last was, with or without a server
         self._start = 0.0
 
-    async def run(self, requests: Sequence[Request], watch: Watch, stop: Callable[[], bool]) -> Ran:
+    async def run(
+        self, requests: Sequence[Request], observer: LoadObserver, stop: Stop
+    ) -> LoadOutcome:
         _allow_connections(len(requests))
         before = await self._marks()
         bodies: asyncio.Queue[bytes | Exception] = asyncio.Queue(_AHEAD)
@@ -255,7 +257,7 @@ class _Running:
         self._start = time.perf_counter()
         worked, busy = time.thread_time(), None
         every = max(_TICK, (requests[-1].arrival if requests else 0.0) / _SAMPLES)
-        sampling = asyncio.create_task(self._sample(every, watch))
+        sampling = asyncio.create_task(self._sample(every, observer))
         tasks: set[asyncio.Task[None]] = set()
         reason = None
         try:
@@ -267,7 +269,7 @@ class _Running:
                     break
                 server = self._route()
                 self._in_flight[server] += 1
-                tasks.add(asyncio.create_task(self._one(request, body, server, watch)))
+                tasks.add(asyncio.create_task(self._one(request, body, server, observer)))
                 tasks = _unfinished(tasks)
             # Not to the last answer: who waits for a few that are slow is idle.
             if (spent := time.perf_counter() - self._start) >= _TICK:
@@ -286,7 +288,7 @@ class _Running:
                 task.cancel()
             await asyncio.gather(making, sampling, *tasks, return_exceptions=True)
         after = None if gone else await self._marks()
-        return Ran(reason, difference(before, after), gone, busy)
+        return LoadOutcome(reason, difference(before, after), gone, busy)
 
     async def _make(
         self, requests: Sequence[Request], bodies: "asyncio.Queue[bytes | Exception]"
@@ -299,7 +301,7 @@ class _Running:
         except Exception as problem:  # whoever waits for the next one raises it
             await bodies.put(problem)
 
-    async def _due(self, request: Request, stop: Callable[[], bool]) -> str | None:
+    async def _due(self, request: Request, stop: Stop) -> str | None:
         """Wait for a request's time; return why it shall not be sent any more."""
         while True:
             if (reason := self._why_stop(stop)) is not None:
@@ -312,7 +314,7 @@ class _Running:
                 await asyncio.sleep(0)
             return None
 
-    def _why_stop(self, stop: Callable[[], bool]) -> str | None:
+    def _why_stop(self, stop: Stop) -> str | None:
         if stop():
             return "interrupted"
         if (said := self._server.ended()) is not None:
@@ -351,18 +353,20 @@ class _Running:
         self._next_server = (server + 1) % count
         return server
 
-    async def _one(self, request: Request, body: bytes, server: int, watch: Watch) -> None:
+    async def _one(
+        self, request: Request, body: bytes, server: int, observer: LoadObserver
+    ) -> None:
         outcome = await self._client.complete(request, body, start=self._start, server=server)
         self._in_flight[server] -= 1
         lost = outcome.failure in _LOST
         self._refused[server] = self._refused[server] + 1 if lost else 0
         self._last_lost = lost or outcome.failure == _BROKEN
-        watch.outcome(outcome, server)
+        observer.outcome(outcome, server)
 
-    async def _sample(self, every: float, watch: Watch) -> None:
+    async def _sample(self, every: float, observer: LoadObserver) -> None:
         while True:
             marks = await self._marks()
-            watch.sample(self._now(), sum(self._in_flight), marks)
+            observer.sample(self._now(), sum(self._in_flight), marks)
             await asyncio.sleep(every)
 
     async def _marks(self) -> Marks | None:

@@ -231,7 +231,7 @@ def test_between_two_points_the_worse_one_counts():
     request = RequestLengths(100, 5000)
     made = composer([request], ends=lambda seq: (1 - 1e-4 * (seq - 99), 1.5 - 1e-4 * seq))
     low, high = made._interval("decode", [(3000, 2.0, 1.0)])
-    shorter, longer = (point.tokens for point in made._near("decode", 3000, None))
+    shorter, longer = (point.tokens for point in made._bracketing_points("decode", 3000, None))
     assert shorter < 3000 < longer
     assert (low, high) == pytest.approx((2 * (1 - 1e-4 * (longer - 99)), 3 - 2e-4 * shorter))
     assert around([1, 5, 9], 5) == [5]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvprof.benchmark.jct.interleaved import (
+from kvprof.benchmark.jct.paired_runs import (
     CaseEvents,
-    InterleavedRuns,
+    PairedRuns,
     RequestRun,
+    reported_steps,
     run_warnings,
-    told_steps,
 )
 from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.runtime.clock import REST, Stretch, WallClock
@@ -66,7 +66,7 @@ def test_a_marked_step_times_every_layer_and_what_belongs_to_none(
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 31, 255, 256, 257, 1000, 5000])
 def test_few_steps_stand_for_all(steps: int) -> None:
-    told = told_steps(steps)
+    told = reported_steps(steps)
     assert len(told) <= 257
     assert told.pop(0) == 1
     assert sum(told.values()) == steps
@@ -213,12 +213,12 @@ class Paced:
         return Step(self.now, 0.0, [1], parts)
 
 
-def turned(*runs: float, repeats: int, most: int) -> tuple[InterleavedRuns, list[Any]]:
+def turned(*runs: float, repeats: int, most: int) -> tuple[PairedRuns, list[Any]]:
     events: list[Any] = []
     told = case_events(2, events, False)
     told._memory_at = set()
     runner: Any = Paced(*runs)
-    made = InterleavedRuns(runner, told, 2, lambda: False, lambda: 0.0)
+    made = PairedRuns(runner, told, 2, lambda: False, lambda: 0.0)
     made.run(repeats, most)
     return made, events
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvprof.benchmark.jct.ablations import parse_variant
-from kvprof.benchmark.jct.held import level_tokens
+from kvprof.benchmark.jct.cache_memory import level_tokens
 from kvprof.benchmark.jct.model_shape import Dense, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest, case_name
 from kvprof.benchmark.jct.serving import weight_bytes

@@ -26,10 +26,10 @@ def test_percentiles_are_over_requests():
         "full": [composition(10, 1, 1.0, 0.0, 0.0)] * 100,
     }
     data = summary(load_trace("fdc/arxiv"), 5, found)
-    (ttft, _), (tbt,) = data["ttft"], data["tbt"]
+    (ttft, _), (tpot,) = data["ttft"], data["tbt"]
     assert ttft["p50_seconds"] == pytest.approx(50.5)
-    assert tbt["method"] == "fdc"  # a request of one token has no time between tokens
-    assert tbt["p99_seconds"] == pytest.approx(99.01 * 2 / 10)
+    assert tpot["method"] == "fdc"  # a request of one token has no time between tokens
+    assert tpot["p99_seconds"] == pytest.approx(99.01 * 2 / 10)
     assert data["normalised_latency"][0]["mean_seconds"] == pytest.approx(3 * 50.5 / 11)
     overhead = data["overheads"][0]
     assert (overhead["method"], overhead["part"]) == ("fdc", "compress")

@@ -69,29 +69,29 @@ def test_everything_is_told_in_the_order_in_which_it_happened():
         Request(number, float(at), int(rng.integers(20, 250)), int(rng.integers(2, 40)))
         for number, at in enumerate(np.cumsum(rng.exponential(0.05, 120)))
     ]
-    watch = Watched()
-    ran = target.run(requests, watch, lambda: False)
-    assert ran.reason is None
-    assert sorted(one.request.number for one, _ in watch.told) == list(range(120))
-    ends = [one.tokens[-1] for one, _ in watch.told]
+    observer = Watched()
+    ended = target.run(requests, observer, lambda: False)
+    assert ended.reason is None
+    assert sorted(one.request.number for one, _ in observer.told) == list(range(120))
+    ends = [one.tokens[-1] for one, _ in observer.told]
     assert ends == sorted(ends)
     direct = simulate(requests, settings, known.method("full").times)
-    by_number = {one.request.number: one for one, _ in watch.told}
+    by_number = {one.request.number: one for one, _ in observer.told}
     assert all(list(by_number[n].tokens) == list(direct.outcomes[n].tokens) for n in range(120))
-    assert {server for _, server in watch.told} == {0, 1}
-    times = [at for at, _, _ in watch.samples]
+    assert {server for _, server in observer.told} == {0, 1}
+    times = [at for at, _, _ in observer.samples]
     assert times == sorted(times)
-    assert all(0 <= marks.cache <= 1 for _, _, marks in watch.samples)
-    assert max(marks.running for _, _, marks in watch.samples) > 2
-    assert watch.samples[-1][2].totals["preemptions"] == direct.totals.preemptions
-    engine = ran.engine
+    assert all(0 <= marks.cache <= 1 for _, _, marks in observer.samples)
+    assert max(marks.running for _, _, marks in observer.samples) > 2
+    assert observer.samples[-1][2].totals["preemptions"] == direct.totals.preemptions
+    engine = ended.engine
     assert engine["requests"] == 120
     parts = engine["waiting"] + engine["prefill"] + engine["decode"]
     assert parts == pytest.approx(engine["end_to_end"])
     stays = sum(one.tokens[-1] - one.request.arrival for one in direct.outcomes)
     assert engine["end_to_end"] == pytest.approx(stays)
     assert min(engine["waiting"], engine["prefill"], engine["decode"]) > 0
-    assert target.run(requests, watch, lambda: True).reason == "interrupted"
+    assert target.run(requests, observer, lambda: True).reason == "interrupted"
 
 
 def test_a_sweep_is_the_one_of_a_server(tmp_path):

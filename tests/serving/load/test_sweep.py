@@ -29,7 +29,7 @@ from kvprof.serving.load.server import (
     told_variables,
 )
 from kvprof.serving.load.sweep import SweepOptions, cases_of, next_rate, run_sweep
-from kvprof.serving.load.target import Opened, Ran, ServedTarget
+from kvprof.serving.load.target import LoadOutcome, ServedTarget, ServerInfo
 from kvprof.serving.settings import RUNNER_VARIABLE
 from tests.records.load_stream import METHODS, load_inputs, load_stream, served
 from tests.records.sample import ENVIRONMENT
@@ -91,23 +91,23 @@ class Simulated:
 
     def open(self, stop):
         self.opened += 1
-        return Opened(engine="none", cache_tokens=100, warnings=[f"{self.method}: a lack"])
+        return ServerInfo(engine="none", cache_tokens=100, warnings=[f"{self.method}: a lack"])
 
     def alone(self, request):
         return 2.0
 
-    def run(self, requests, watch, stop):
+    def run(self, requests, observer, stop):
         self.rates.append(round(len(requests) / requests[-1].arrival, 1))
         outcomes = served(requests, *METHODS[self.method])
         fault = self.fails.get(len(self.rates))
         for one in outcomes[: 30 if fault else None]:
-            watch.outcome(one, 0)
-        watch.sample(1.0, 3, None)
+            observer.outcome(one, 0)
+        observer.sample(1.0, 3, None)
         if fault == "dies":
-            return Ran(f"{self.method}: its server was killed (signal 9)", gone=True)
+            return LoadOutcome(f"{self.method}: its server was killed (signal 9)", gone=True)
         if fault == "stops":
-            return Ran("interrupted")
-        return Ran()
+            return LoadOutcome("interrupted")
+        return LoadOutcome()
 
     def close(self):
         self.closed += 1
@@ -224,13 +224,13 @@ def test_of_a_rate_that_began_twice_the_time_with_more_requests_is_kept():
 
 def test_a_server_that_sheds_ends_the_sweep_as_a_queue_does():
     class Shedding(Simulated):
-        def run(self, requests, watch, stop):
+        def run(self, requests, observer, stop):
             self.rates.append(round(len(requests) / requests[-1].arrival, 1))
             for one in requests:
                 shed = self.rates[-1] > 1 and one.number % 2
                 ended = Outcome(one, one.arrival, (), "HTTP 503")
-                watch.outcome(ended if shed else served([one], *METHODS["full"])[0], 0)
-            return Ran()
+                observer.outcome(ended if shed else served([one], *METHODS["full"])[0], 0)
+            return LoadOutcome()
 
     target = Shedding("full")
     options = SweepOptions(LENGTHS, rates=(1.0, 2.0, 4.0), requests=60)
@@ -245,11 +245,11 @@ def test_a_rate_at_which_the_client_is_late_is_not_judged(late, judged):
     """By more than 5 % of the time between requests, of one in ten: whatever the queue does."""
 
     class Starving(Simulated):
-        def run(self, requests, watch, stop):
+        def run(self, requests, observer, stop):
             for one in served(requests, *METHODS["full"]):
                 by = late / rate if one.request.number % 10 == 0 else 0.0
-                watch.outcome(replace(one, sent=one.request.arrival + by), 0)
-            return Ran()
+                observer.outcome(replace(one, sent=one.request.arrival + by), 0)
+            return LoadOutcome()
 
     for rate, limit in ((1.0, None), (8.0, "queue")):
         _, _, events = sweep([Starving("full")], SweepOptions(LENGTHS, rates=(rate,)))
@@ -262,10 +262,10 @@ def test_a_rate_at_which_the_client_is_late_is_not_judged(late, judged):
 
 def test_a_load_of_which_nothing_is_answered_is_given_up():
     class Refusing(Simulated):
-        def run(self, requests, watch, stop):
+        def run(self, requests, observer, stop):
             for one in requests:
-                watch.outcome(Outcome(one, one.arrival, (), "HTTP 500"), 0)
-            return Ran()
+                observer.outcome(Outcome(one, one.arrival, (), "HTTP 500"), 0)
+            return LoadOutcome()
 
     complete, problems, _ = sweep([Refusing("full")], SweepOptions(LENGTHS, rates=(1.0, 2.0)))
     assert not complete
@@ -275,7 +275,7 @@ def test_a_load_of_which_nothing_is_answered_is_given_up():
 def test_requests_that_a_server_cannot_take_are_refused_before_any_is_sent():
     class Short(Simulated):
         def open(self, stop):
-            return Opened(longest=2000)
+            return ServerInfo(longest=2000)
 
     with pytest.raises(UsageError, match=r"2,248 tokens.*at most 2,000"):
         sweep([Short("full")], SweepOptions(LENGTHS, rates=(1.0,)))
@@ -318,8 +318,8 @@ def test_a_server_is_measured_from_outside_and_by_its_marks():
 @pytest.mark.parametrize(("share", "told"), [(0.69, []), (0.71, ["71%"])])
 def test_a_client_that_may_be_what_tokens_wait_for_is_told(share, told):
     class Busy(Simulated):
-        def run(self, requests, watch, stop):
-            return replace(super().run(requests, watch, stop), client_busy_share=share)
+        def run(self, requests, observer, stop):
+            return replace(super().run(requests, observer, stop), client_busy_share=share)
 
     _, _, events = sweep([Busy("full")], SweepOptions(LENGTHS, rates=(1.0,)))
     said = [event.message for event in events if isinstance(event, Warned)]

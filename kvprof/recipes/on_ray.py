@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvprof.errors import ExitCode, LackingError
-from kvprof.reproduction.cells import CellCommand, CellRun, Outcome, Pool, run_child
+from kvprof.recipes.runs import CellCommand, CellRun, Outcome, Runner, run_child
 from kvprof.requirements import extra_command
 
-__all__ = ["ray_pool"]
+__all__ = ["ray_runner"]
 
 _POLL_SECONDS = 0.2
 
 
-def ray_pool(address: str) -> tuple[Pool, int]:
-    """Connect to a Ray cluster; return its pool, and the most GPUs that one of its machines has."""
+def ray_runner(address: str) -> tuple[Runner, int]:
+    """Connect to a Ray cluster; return its runner, and the most GPUs of one of its machines."""
     try:
         import ray
     except ImportError:

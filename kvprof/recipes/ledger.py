@@ -6,16 +6,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from kvprof.errors import ExitCode
-from kvprof.reproduction.machine import on_cpu
-from kvprof.reproduction.measures import Measured, measure_all
-from kvprof.reproduction.recipe import Line, Recipe
-from kvprof.reproduction.resolve import filled_measures
+from kvprof.recipes.machine import on_cpu
+from kvprof.recipes.measures import Measured, measure_all
+from kvprof.recipes.recipe import Line, Recipe
+from kvprof.recipes.resolve import filled_measures
 from kvprof.version import __version__
 
 if TYPE_CHECKING:
-    from kvprof.reproduction.cells import CellRun
-    from kvprof.reproduction.machine import Machine
-    from kvprof.reproduction.resolve import Cell, Planned
+    from kvprof.recipes.machine import Machine
+    from kvprof.recipes.resolve import Cell, Planned
+    from kvprof.recipes.runs import CellRun
 
 __all__ = [
     "NOT_REPRODUCED",

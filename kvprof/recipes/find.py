@@ -21,7 +21,7 @@ def recipe_files() -> list[Path]:
     beside = package.parent / "recipes"
     # A folder of that name beside site-packages would be a stranger's.
     checkout = (package.parent / "pyproject.toml").is_file() and beside.is_dir()
-    folder = beside if checkout else package / "recipes"
+    folder = beside if checkout else package / "assets" / "recipes"
     found = sorted(folder.glob("*.yaml"), key=lambda path: _natural(path.stem))
     if not found:
         raise FailedError(f"no recipes in {folder}; reinstall kvprof")

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprof.commands.recipe_run import _command
+from kvprof.commands.recipe import _command
 from kvprof.errors import UsageError
-from kvprof.reproduction.allowed import _FREE, _KEPT, _READ, CELL_COMMANDS, _options, forbidden
-from kvprof.reproduction.check import InvalidRecipeError, load_recipe
-from kvprof.reproduction.run import prepare
+from kvprof.recipes.allowed import _FREE, _KEPT, _READ, CELL_COMMANDS, _options, forbidden
+from kvprof.recipes.check import InvalidRecipeError, load_recipe
+from kvprof.recipes.runs import prepare
 from kvprof.results import KINDS
 from tests.commands.running import kvprof
-from tests.reproduction.written import CPU, TEXT, write
+from tests.recipes.written import CPU, TEXT, write
 
 RATE = '{rate}"}'
 WRITES = ("--csv", "--save", "--cache", "--json", "--out", "--svg", "--png", "--harness-include")

@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.reproduction.cells import CellStore, Outcome, cell_key, code_version, one_by_one
-from kvprof.reproduction.check import load_recipe
-from kvprof.reproduction.ledger import merge_entries, model_of
-from kvprof.reproduction.machine import Machine
-from kvprof.reproduction.resolve import Planned
-from kvprof.reproduction.run import Finished, prepare, run_planned
-from tests.reproduction.written import CPU, TEXT, FakeRunner, plan_result, write
+from kvprof.recipes.check import load_recipe
+from kvprof.recipes.ledger import merge_entries, model_of
+from kvprof.recipes.machine import Machine
+from kvprof.recipes.resolve import Planned
+from kvprof.recipes.runs import (
+    CellStore,
+    Finished,
+    Outcome,
+    cell_key,
+    code_version,
+    one_by_one,
+    prepare,
+    run_planned,
+)
+from tests.recipes.written import CPU, TEXT, FakeRunner, plan_result, write
 
 
 def planned(
@@ -200,7 +208,7 @@ def test_a_full_disk_is_said_and_loses_nothing(
     def full(*_: Any, **__: Any) -> None:
         raise FailedError("cannot write cells/x.json: No space left on device")
 
-    monkeypatch.setattr("kvprof.reproduction.cells.write_result", full)
+    monkeypatch.setattr("kvprof.recipes.runs.write_result", full)
     found = run(planned(tmp_path), tmp_path, FakeRunner({"fdc": 0.96, "kq": 0.95}))
     assert verdicts(found) == ["reproduced"]
     assert len(found.unkept) == 2

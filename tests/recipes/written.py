@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvprof.recipes.machine import Machine
+from kvprof.recipes.runs import Outcome
 from kvprof.records.result import build_result
-from kvprof.reproduction.cells import Outcome
-from kvprof.reproduction.machine import Machine
 from tests.records.sample import ENVIRONMENT
 
 TEXT = """\

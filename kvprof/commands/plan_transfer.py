@@ -31,7 +31,7 @@ from kvprof.sources.grammar import DEFAULT_SEQ_LEN
 if TYPE_CHECKING:
     from kvprof.commands.plan import PlanRequest
 
-__all__ = ["several"]
+__all__ = ["plan_transfer"]
 
 _CONTEXTS = (4096, 16384, 65536)
 
@@ -77,7 +77,7 @@ class _Chosen:
         }
 
 
-def several(request: "PlanRequest", methods: str | None, links: Sequence[Link]) -> Outcome:
+def plan_transfer(request: "PlanRequest", methods: str | None, links: Sequence[Link]) -> Outcome:
     """Plan several methods; return what moving their caches takes."""
     options = request.options(request.option)
     usual = "full" if request.plan_files or request.rate is None else COMPARED
@@ -192,7 +192,7 @@ def _choose(
     ]
     rows += saved
     if refused is not None and not rows:
-        raise refused  # of full width already: no plan fits this model
+        raise refused  # of the uncompressed plan already: no plan fits this model
     return rows, missing, complete
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from kvprof.analysis.stats import median_ends
-from kvprof.benchmark.jct.held import memory_sample, peak_bytes
+from kvprof.benchmark.jct.cache_memory import memory_sample, peak_bytes
 from kvprof.benchmark.jct.steps import Runner, Step
 from kvprof.errors import Interrupted
 from kvprof.methods.plan import Plan
@@ -22,12 +22,12 @@ from kvprof.runtime.clock import REST, Stretch
 
 __all__ = [
     "CaseEvents",
-    "InterleavedRuns",
+    "PairedRuns",
     "RequestRun",
     "interval",
+    "reported_steps",
     "run_warnings",
     "step_seconds",
-    "told_steps",
 ]
 
 # --- One run of the request, and what several say together.
@@ -72,7 +72,7 @@ class RequestRun:
         self.parts[number] = found
 
 
-def told_steps(steps: int) -> dict[int, int]:
+def reported_steps(steps: int) -> dict[int, int]:
     """Return the passes whose parts are told, prefill first, and how many each stands for."""
     block = max(1, math.ceil(steps / _MOST_STEPS))
     found = {0: 1}
@@ -180,7 +180,7 @@ class CaseEvents:
     ) -> None:
         self._loaded, self._plan, self._case = loaded, plan, case
         self._batch, self._input_len = ids.shape
-        self.told, self._on_gpu = told_steps(steps), on_gpu
+        self.told, self._on_gpu = reported_steps(steps), on_gpu
         self._emit, self._now = emit, now
         self._peak = 0
         self._memory_at = {
@@ -217,12 +217,12 @@ class CaseEvents:
                 self._step(number, seconds, len(whole))
 
     def _parts(self, number: int, parts: LayerParts, wall: float | None) -> None:
-        for key, (seconds, _) in self._told(parts, wall).items():
+        for key, (seconds, _) in self._attributable(parts, wall).items():
             self._part(number, key, seconds)
         if self._on_gpu and wall is not None:
             self._part(number, (REST, None), max(0.0, wall - _seconds(parts)))
 
-    def _told(self, parts: LayerParts, wall: float | None) -> LayerParts:
+    def _attributable(self, parts: LayerParts, wall: float | None) -> LayerParts:
         """Return what belongs to a part; on a GPU without what the marks added, or was waited."""
         if not self._on_gpu:
             return parts
@@ -237,7 +237,7 @@ class CaseEvents:
     def attributed_seconds(self, one: RequestRun, plain: RequestRun) -> float:
         """Return what the parts of one run cost the request; on a GPU without waiting."""
         return sum(
-            self.told[number] * _seconds(self._told(parts, plain.steps[number].seconds))
+            self.told[number] * _seconds(self._attributable(parts, plain.steps[number].seconds))
             for number, parts in one.parts.items()
         )
 
@@ -302,7 +302,7 @@ _SILENCE = 1.0  # seconds of a long run of the request between two words on how 
 _LONG_SECONDS = 60.0  # after which no more rounds are made than were asked for
 
 
-class InterleavedRuns:
+class PairedRuns:
     """Runs of one request."""
 
     def __init__(

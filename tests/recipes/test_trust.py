@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from kvprof.recipes.ledger import NOT_TESTABLE, REPRODUCED, judge_line, verdict_of
+from kvprof.recipes.measures import Measured, measure_all
+from kvprof.recipes.recipe import Line, Measure
 from kvprof.records.cases import MOST_UNATTRIBUTED
-from kvprof.reproduction.ledger import NOT_TESTABLE, REPRODUCED, judge_line, verdict_of
-from kvprof.reproduction.measures import Measured, measure_all
-from kvprof.reproduction.recipe import Line, Measure
 from tests.views.synthetic_evaluation import evaluation_result
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvprof.errors import UsageError
-from kvprof.reproduction.allowed import CELL_COMMANDS
-from kvprof.reproduction.recipe import CellTemplate, Measure, Profile, Recipe, placeholders
+from kvprof.recipes.allowed import CELL_COMMANDS
+from kvprof.recipes.recipe import CellTemplate, Measure, Profile, Recipe, placeholders
 
 __all__ = [
     "Cell",

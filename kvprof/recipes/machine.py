@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvprof.environment import cpu_model, read_gpus, usable_threads
-from kvprof.reproduction.recipe import Profile
+from kvprof.recipes.recipe import Profile
 from kvprof.requirements import extra_command, package_states
 
 __all__ = ["Machine", "has_extra", "has_weights", "on_cpu", "this_machine"]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvprof.commands.recipe_run import run_recipes
+from kvprof.commands.recipe import run_recipes
 from kvprof.errors import ExitCode
+from kvprof.recipes.ledger import NOT_REPRODUCED, NOT_TESTABLE
+from kvprof.recipes.runs import Outcome
 from kvprof.records.files import read_result
-from kvprof.reproduction.cells import Outcome
-from kvprof.reproduction.ledger import NOT_REPRODUCED, NOT_TESTABLE
 from tests.commands.running import Finished, kvprof
 
 # Two cells between them: spectra of the reference model, and one layer's attention on the CPU.
@@ -39,7 +39,7 @@ def in_this_process(words: Sequence[str], _: Callable[[], bool]) -> Outcome:
 @pytest.fixture(scope="module", autouse=True)
 def _one_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        own = partial(run_recipes, runner=in_this_process)
+        own = partial(run_recipes, run=in_this_process)
         patch.setattr("kvprof.commands.recipe.run_recipes", own)
         yield
 

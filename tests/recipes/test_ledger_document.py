@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kvprof.recipes.check import load_recipe
+from kvprof.recipes.find import ALL, find_recipes
 from kvprof.records.files import read_result
-from kvprof.reproduction.check import load_recipe
-from kvprof.reproduction.find import ALL, find_recipes
 from tests.commands.running import kvprof
 
 ROOT = Path(__file__).parents[2]

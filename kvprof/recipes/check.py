@@ -13,9 +13,9 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from kvprof.errors import UsageError
-from kvprof.reproduction.allowed import forbidden
-from kvprof.reproduction.measures import matching, parse_path
-from kvprof.reproduction.recipe import (
+from kvprof.recipes.allowed import forbidden
+from kvprof.recipes.measures import matching, parse_path
+from kvprof.recipes.recipe import (
     CHECKS,
     Line,
     Measure,
@@ -25,7 +25,7 @@ from kvprof.reproduction.recipe import (
     placeholders,
     read_yaml,
 )
-from kvprof.reproduction.resolve import expand, filled_measures
+from kvprof.recipes.resolve import expand, filled_measures
 from kvprof.requirements import extra_names
 
 __all__ = ["CommandCheck", "InvalidRecipeError", "load_recipe", "recipe_schema"]
@@ -47,7 +47,7 @@ class InvalidRecipeError(UsageError):
 @cache
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON Schema of recipe files."""
-    file = resources.files("kvprof.reproduction") / "recipe-file.schema.json"
+    file = resources.files("kvprof.recipes") / "recipe-file.schema.json"
     schema: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return schema
 
@@ -91,7 +91,7 @@ def _file_problems(data: Mapping[str, Any], path: Path) -> Iterator[str]:
     if data["name"] != path.stem:
         yield f"name is {data['name']!r}, but the file is {path.name}"
     ids = [one["id"] for one in data.get("published", [])]
-    yield from (f"published: the id {one!r} appears twice" for one in _twice(ids))
+    yield from (f"published: the id {one!r} appears twice" for one in _duplicates(ids))
     for one in data.get("published", []):
         ends = [key for key in ("low", "high") if key in one]
         if ("value" in one) == bool(ends) or len(ends) == 1:
@@ -119,7 +119,7 @@ def _parts(data: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from profile.get("models", {}).values()
 
 
-def _twice(ids: Sequence[str]) -> list[str]:
+def _duplicates(ids: Sequence[str]) -> list[str]:
     return [one for index, one in enumerate(ids) if one in ids[:index]]
 
 
@@ -139,7 +139,7 @@ def _profile_problems(
         yield f"{at}: requires a cell and a verdict"
     for name in profile.needs.extras:
         if name not in extra_names():
-            yield f"{at}: kvprof has no extra {name!r}{_there_are(extra_names())}"
+            yield f"{at}: kvprof has no extra {name!r}{_choices_hint(extra_names())}"
     if both := {*profile.set} & {*profile.matrix}:
         yield f"{at}: {min(both)!r} is in both set and matrix; use one"
     known = {*profile.set, *profile.matrix, "model", "data"}
@@ -152,7 +152,7 @@ def _profile_problems(
                 )
     cells = expand(profile, {})
     ids = [one.id for one in cells]
-    for one in dict.fromkeys(_twice(ids)):
+    for one in dict.fromkeys(_duplicates(ids)):
         yield f"{at}: two cells have the id {one!r}; put the matrix's {{names}} into the id"
     for cell in cells:
         if cell.lacking:
@@ -166,7 +166,7 @@ def _profile_problems(
     for measure in filled_measures(profile, {}):
         yield from (f"{at}, {measure.id}: {one}" for one in _of_measure(measure, measures, ids))
         measures.append(measure.id)
-    yield from (f"{at}: the id {one!r} appears twice" for one in _twice(measures))
+    yield from (f"{at}: the id {one!r} appears twice" for one in _duplicates(measures))
     for line in profile.verdict:
         found = _of_line(line, measures, recipe)
         yield from (f"{at}, verdict {line.measure}: {one}" for one in found)
@@ -189,7 +189,7 @@ def _of_measure(one: Measure, above: Sequence[str], cells: Sequence[str]) -> Ite
         yield "requires a cell"
     else:
         if not matching(one.cell, cells):
-            yield f"no such cell: {one.cell!r}{_there_are(cells)}"
+            yield f"no such cell: {one.cell!r}{_choices_hint(cells)}"
         if one.data is not None:
             if one.where:
                 yield "where requires figure; write [key=value]"
@@ -201,9 +201,9 @@ def _of_measure(one: Measure, above: Sequence[str], cells: Sequence[str]) -> Ite
 
 def _of_line(line: Line, measures: Sequence[str], recipe: Recipe) -> Iterator[str]:
     if line.measure not in measures:
-        yield f"no such measure{_there_are(measures)}"
+        yield f"no such measure{_choices_hint(measures)}"
     if line.published is not None and line.published not in recipe.published:
-        yield f"no published number {line.published!r}{_there_are(list(recipe.published))}"
+        yield f"no published number {line.published!r}{_choices_hint(list(recipe.published))}"
     given = [one for one in (line.tolerance, line.tolerance_share) if one is not None]
     # A limit that nobody published decides nothing; a direction's is where there is no effect.
     if line.direction:
@@ -221,6 +221,6 @@ def _of_line(line: Line, measures: Sequence[str], recipe: Recipe) -> Iterator[st
         yield "between requires the smaller number first"
 
 
-def _there_are(known: Sequence[str]) -> str:
+def _choices_hint(known: Sequence[str]) -> str:
     """Return the end of a complaint about a name: which ones there are."""
     return f": use {', '.join(known)}" if known else ": none exists"

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from kvprof.reproduction.check import InvalidRecipeError, load_recipe
-from kvprof.reproduction.find import recipe_files
-from tests.reproduction.written import TEXT, write
+from kvprof.recipes.check import InvalidRecipeError, load_recipe
+from kvprof.recipes.find import recipe_files
+from tests.recipes.written import TEXT, write
 
 
 def wrong(folder: Path, old: str, new: str) -> list[str]:
@@ -85,7 +85,7 @@ def test_every_mistake_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", recipe_files(), ids=lambda path: path.stem)
 def test_the_recipes_that_ship_are_valid(path: Path) -> None:
-    from kvprof.commands.recipe_run import check_command
+    from kvprof.commands.recipe import check_command
 
     load_recipe(path, check_command)
 

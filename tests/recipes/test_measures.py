@@ -2,8 +2,7 @@ import re
 
 import pytest
 
-from kvprof.records.fold import result_of
-from kvprof.reproduction.ledger import (
+from kvprof.recipes.ledger import (
     NOT_REPRODUCED,
     NOT_TESTABLE,
     REPRODUCED,
@@ -12,8 +11,9 @@ from kvprof.reproduction.ledger import (
     open_because,
     verdict_of,
 )
-from kvprof.reproduction.measures import Measured, find, measure_all, parse_path
-from kvprof.reproduction.recipe import Line, Measure
+from kvprof.recipes.measures import Measured, find, measure_all, parse_path
+from kvprof.recipes.recipe import Line, Measure
+from kvprof.records.fold import result_of
 from tests.records.load_stream import load_stream
 from tests.views.synthetic_evaluation import evaluation_result
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvprof.reproduction.cells import CellCommand
-from kvprof.reproduction.on_ray import ray_pool
-from kvprof.reproduction.resolve import Cell
+from kvprof.recipes.on_ray import ray_runner
+from kvprof.recipes.resolve import Cell
+from kvprof.recipes.runs import CellCommand
 
 # It loads no torch.
 CELL = ("bench", "--load", "--simulate", "--request-rate", "1", "--requests", "8")
@@ -14,13 +14,13 @@ CELL = ("bench", "--load", "--simulate", "--request-rate", "1", "--requests", "8
 def test_results_come_back_and_a_failure_says_why() -> None:
     ray = pytest.importorskip("ray")
     try:
-        pool, _ = ray_pool("local")
+        runner, _ = ray_runner("local")
         cells: dict[str, CellCommand] = {
             "good": Cell("good", (*CELL, "--methods", "full")),
             "bad": Cell("bad", (*CELL, "--methods", "no-such")),
         }
-        ended = dict(pool(cells, lambda: False))
-        assert not list(pool(cells, lambda: True))  # stopped before one ends
+        ended = dict(runner(cells, lambda: False))
+        assert not list(runner(cells, lambda: True))  # stopped before one ends
     finally:
         ray.shutdown()
     good, bad = ended["good"].outcome, ended["bad"].outcome

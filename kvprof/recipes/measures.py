@@ -9,10 +9,10 @@ from statistics import fmean, median
 from typing import Any
 
 from kvprof.analysis.stats import LEAST_SEQUENCES, binomial_interval, normal_interval
+from kvprof.recipes.recipe import Measure
 from kvprof.records.cases import MOST_UNATTRIBUTED
 from kvprof.records.figures import Figure, figures_of
 from kvprof.records.load_names import baseline_of
-from kvprof.reproduction.recipe import Measure
 
 __all__ = [
     "Found",
@@ -116,11 +116,11 @@ def _step(value: Any, kind: str, what: Any) -> list[Found]:
     return [
         Found(one)
         for one in entries
-        if isinstance(one, Mapping) and all(alike(one.get(key), said) for key, said in what)
+        if isinstance(one, Mapping) and all(matches(one.get(key), said) for key, said in what)
     ]
 
 
-def alike(value: Any, said: Any) -> bool:
+def matches(value: Any, said: Any) -> bool:
     """Tell whether a value of a result is the one that a recipe writes: 0.3 is 0.30."""
     if value is None or isinstance(value, bool):
         return str(value).lower() == str(said).lower() or (value is None and said in ("null", ""))
@@ -163,7 +163,7 @@ def implied_value(value: Any, row: Row | None, name: str | None) -> Any:
     """Return a value, or what its absence means: no rate that meets a target is a rate of 0."""
     if value is not None or row is None or not row.get("points"):
         return value
-    # Without intervals nobody knows which rate surely holds.
+    # Without intervals no rate is known to hold.
     known = name == "max_rate" or (name == "sure_rate" and row["max_rate_interval"] is not None)
     return 0.0 if known else None
 
@@ -261,9 +261,9 @@ def measure_all(
     found: dict[str, Measured] = {}
     for one in measures:
         if one.divide is not None:
-            found[one.id] = _together(found, one.divide, _quotient)
+            found[one.id] = _combine(found, one.divide, _quotient)
         elif one.subtract is not None:
-            found[one.id] = _together(found, one.subtract, _difference)
+            found[one.id] = _combine(found, one.subtract, _difference)
         else:
             found[one.id] = _from_cells(one, results, failures)
     return found
@@ -290,9 +290,9 @@ def _from_cells(
             if (doubt := why_unsure(results[cell], entry.row, name)) is not None
         ]
     doubt = unsure[0] if unsure else None
-    wanted = one.data if one.data is not None else _said(one)
+    wanted = one.data if one.data is not None else _figure_text(one)
     if not found:
-        return _missing(f"{', '.join(cells)}: no {wanted}{_there(one, results[cells[0]])}")
+        return _missing(f"{', '.join(cells)}: no {wanted}{_available_hint(one, results[cells[0]])}")
     if any(entry.value is None for entry in found):
         why = f"{wanted} was not measured" if doubt is None else f"no {wanted}: {doubt}"
         return _missing(f"{', '.join(cells)}: {why}")
@@ -338,15 +338,15 @@ def _in_result(one: Measure, result: Mapping[str, Any]) -> list[Found]:
 
 
 def _is_of(key: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    return all(name in key and alike(key[name], said) for name, said in where.items())
+    return all(name in key and matches(key[name], said) for name, said in where.items())
 
 
-def _said(one: Measure) -> str:
+def _figure_text(one: Measure) -> str:
     where = ", ".join(f"{key} {value}" for key, value in one.where.items())
     return f"figure {one.figure}" + (f" of {where}" if where else "")
 
 
-def _there(one: Measure, result: Mapping[str, Any]) -> str:
+def _available_hint(one: Measure, result: Mapping[str, Any]) -> str:
     """Return what there is instead of a figure that is not found."""
     if one.data is not None:
         return f"; its data has {', '.join(list(result['data'])[:_SHOWN])}"
@@ -358,7 +358,7 @@ def _there(one: Measure, result: Mapping[str, Any]) -> str:
     return f"; it is there of {'; '.join(keys[:_SHOWN])}"
 
 
-def _together(
+def _combine(
     found: Mapping[str, Measured],
     pair: tuple[str | float, str | float],
     make: Callable[[Measured, Measured], Measured],
