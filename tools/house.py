@@ -22,9 +22,9 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 94_038,
+    "package_lines": 94_021,
     "package_files": 417,
-    "docstring_share": 0.11,
+    "docstring_share": 0.109,
     "raises": 1087,
     "functions_with_12_parameters": 67,
     "modules_with_one_importer": 98,

@@ -91,7 +91,7 @@ class AdviseRequest(LoadOptions, FigureOptions):
         Mark.WRITES,
     ] = None
 
-    # Options that say how weights are read, or what is done with what they show, read some.
+    # Without --minutes no weights are read.
     rules: ClassVar[tuple[Rule, ...]] = (
         _keeps_a_share,
         *(needs(name, "minutes") for name in ("device", "dtype", "trust_remote_code", "save")),
@@ -152,7 +152,7 @@ def advise(request: AdviseRequest) -> Outcome:
         },
         data={
             "plans": [one.model_dump() for one in found.plans],
-            "best": None if best is None else best.plan,
+            "best": best and best.plan,
             "saved": found.saved,
             "weights_bytes": weights,
             "available_bytes": question.available,

@@ -170,9 +170,10 @@ class _Measuring:
                 items = default_task_items(self._loaded)
                 self._needles = self._half(select_tasks(self._loaded, (_TASK,), items).items)
                 task = self._baseline(self._needles, "asking")["tasks"][_TASK]
-                self._put(self._rows[0], needles=_found(task))
+                found, asked = _found(task)
+                self._put(self._rows[0], needles=[found, asked])
                 if not task["judges"]:
-                    raise FailedError("the uncompressed model finds too few; plans are not asked")
+                    raise FailedError(f"the uncompressed model finds {found} of {asked}")
             except KvprofError as problem:
                 self._finds = False
                 self._warnings.append(f"no needles: {problem}")

@@ -46,11 +46,10 @@ _GPUS = {
     "rtx4090-24gb": (24.0, 1.01),
     "rtx5090-32gb": (31.8, 1.79),
 }
-GPUS = {
-    name: AdvisedGpu(name, int(gib * _GIB), speed * 1e12) for name, (gib, speed) in _GPUS.items()
-}
+GPUS = {name: AdvisedGpu(name, int(gib * _GIB), tb * 1e12) for name, (gib, tb) in _GPUS.items()}
 #: vLLM's own share of the memory, and what it takes besides weights and cache (on an H200).
 _SHARE, _BESIDE = 0.92, int(1.25 * _GIB)
+_CONTEXTS = [1024 << step for step in range(8)]  # at which users are counted, besides the asked one
 
 
 @dataclass(frozen=True)
@@ -138,10 +137,10 @@ def _pool(plan: Plan, question: Question) -> Pool:
     layers, kinds = question.layers, {one.kind for one in question.layers}
     if plan.engine == "vLLM":
         return plan_pool(layers, plan.dtype, step_tokens=question.gpu.step_tokens)
-    latent = "latent" in kinds
-    if latent or (plan.engine == _TORCH and kinds != {"full"}):
-        why = "latents (MLA) are not stored in it" if latent else "measured on full attention alone"
-        raise UsageError(f"{plan.name}: {why}")
+    if "latent" in kinds:
+        raise UsageError(f"{plan.name}: latents (MLA) are not stored in it")
+    if plan.engine == _TORCH and kinds != {"full"}:
+        raise UsageError(f"{plan.name}: measured on full attention alone")
     return Pool(1, lambda context: int(plan.bytes(layers, context, _UBATCH)))
 
 
@@ -163,28 +162,20 @@ def _row(plan: Plan, question: Question) -> AdvisedPlan:
     values = sum(one.values for one in layers)
     read, full = plan.bytes(layers, context), PLANS[0].bytes(layers, context)
     return AdvisedPlan(
-        **row,
-        **_keeps(plan, question),
+        **_keeps(plan, question) | row,
         bits=8 * sum(plan.token_bytes(layers)) / values if values else None,
         bytes_per_token=pool.bytes(context) / context,
         attention_speedup=full / read,
         step_seconds=(question.read_weights + question.users * read) / question.gpu.bandwidth,
         users=pool.users(available, context),
-        users_at=[
-            [at, pool.users(available, at)]
-            for at in sorted({*(1024 << step for step in range(8)), context})
-        ],
+        users_at=[[at, pool.users(available, at)] for at in sorted({*_CONTEXTS, context})],
     )
-
-
-_KEPT = ("keeps", "keeps_interval", "keeps_tokens", "needles", "measured_on", "record")
 
 
 @cache
 def _kept() -> list[dict[str, Any]]:
     text = (files("kvprof") / "assets" / "advise-kept.json").read_text("utf-8")
-    found: list[dict[str, Any]] = json.loads(text)
-    return found
+    return list(json.loads(text))
 
 
 def _plain(name: str) -> str:
@@ -208,11 +199,8 @@ def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
 
     nearest = min(known, key=distance)
     here = _plain(nearest["measured_on"]) == _plain(question.model)
-    return {
-        **{name: nearest[name] for name in _KEPT},
-        "keeps_at_least": min(row["keeps_interval"][0] for row in ([nearest] if here else known)),
-        "measured_here": here,
-    }
+    least = min(row["keeps_interval"][0] for row in ([nearest] if here else known))
+    return nearest | {"keeps_at_least": least, "measured_here": here}
 
 
 def _command(plan: Plan, question: Question) -> str:

@@ -53,32 +53,30 @@ class CacheLayer:
 @cache
 def _defaults() -> dict[str, Any]:
     text = (files("kvprof") / "assets" / "cache-defaults.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return dict(json.loads(text))
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model's decoder, with what its class takes where it says nothing."""
     kind, known = str(config.get("model_type")), _defaults()
-    if config.get("is_encoder_decoder"):
-        raise UsageError(f"{kind}: encoder-decoder caches are not supported")
     for inner in _INNER:
         if isinstance(config.get(inner), Mapping):
             default = known.get(kind, {}).get(inner)
             return text_config({"model_type": default, **config[inner]})
-    if kind not in known:
+    if kind not in known and kind not in _LATENT:
         raise UsageError(
             f"{kind}: transformers has no decoder of this model_type, so its cache cannot be "
             "counted"
         )
     stated = {key: value for key, value in config.items() if value is not None}
-    renamed = known[kind].get("renamed", {})
+    default = known.get(kind, {})
+    renamed = default.get("renamed", {})
     stated |= {name: stated[given] for name, given in renamed.items() if given in stated}
-    return {**known[kind], **stated, "model_type": kind}
+    return {**default, **stated, "model_type": kind}
 
 
 #: Families whose layers hold latents of all heads together, as vLLM keeps them.
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 #: Families whose layers may hold a state.
 _STATES = (
     *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "nemotron_h"),
@@ -237,10 +235,8 @@ def token_bytes(layers: Sequence[CacheLayer], dtype: str) -> list[int]:
     """Return what vLLM stores of a token by layer, scales counted; 0 of a state."""
     edge = EDGE if _leaves_edges(layers, dtype) else 0
     inner = range(edge, len(layers) - edge)
-    return [
-        _token_bytes(layer, dtype if index in inner else "auto")
-        for index, layer in enumerate(layers)
-    ]
+    kept = (dtype if index in inner else "auto" for index in range(len(layers)))
+    return list(map(_token_bytes, layers, kept))
 
 
 def _leaves_edges(layers: Sequence[CacheLayer], dtype: str) -> bool:
@@ -290,10 +286,8 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
     if state and (full := next((one for one in layers if one.kind == "full"), None)):
         tokens *= -(-state // (tokens * _token_bytes(full, dtype)))
     held = [_BLOCK if one.kind == "window" else tokens for one in layers]
-    sizes = [
-        one.state or count * size
-        for one, count, size in zip(layers, held, token_bytes(layers, dtype), strict=True)
-    ]
+    stored = zip(layers, held, token_bytes(layers, dtype), strict=True)
+    sizes = [one.state or count * size for one, count, size in stored]
     if len({(one.kind, one.reach) for one in layers}) == 1:
         return Pool(sum(sizes), lambda context: _pages(layers[0], held[0], context, in_flight))
     # Pages of one size, in groups of one number of layers: a smaller page holds more tokens, or
