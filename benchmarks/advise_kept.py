@@ -61,10 +61,10 @@ def table() -> list[dict[str, Any]]:
         name, kind, width = MODELS[model]
         rows.append(
             {
-                **{"plan": plan, "model": name, "model_type": kind, "head_dim": width},
+                **{"plan": plan, "measured_on": name, "model_type": kind, "head_dim": width},
                 "keeps": row["relative_accuracy"],
-                "interval": row["relative_accuracy_interval"],
-                "tokens": row["decoded_tokens"],
+                "keeps_interval": row["relative_accuracy_interval"],
+                "keeps_tokens": row["decoded_tokens"],
                 "needles": _needles(row),
                 "record": f"{record}.json",
             }

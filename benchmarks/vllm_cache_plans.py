@@ -217,7 +217,7 @@ _RENAMED = (*_STATED, "num_hidden_layers", "hidden_size")
 
 
 def _default_of(kind: str, config: Any) -> dict[str, Any]:
-    """Return a kind's defaults; `layer_types` is what repeats over the layers."""
+    """Return a kind's defaults; `pattern` is what repeats over the layers."""
     renamed = {a: b for a, b in (config.attribute_map or {}).items() if a in _RENAMED}
     fields = dataclasses.fields(CONFIG_MAPPING[kind])
     given = {one.name: one.default for one in fields if isinstance(one.default, int)}
@@ -228,7 +228,7 @@ def _default_of(kind: str, config: Any) -> dict[str, Any]:
     for length in range(1, len(types) // 2 + 1):
         # The last layer of some is of full attention whatever the pattern says.
         if all(types[i] == types[i % length] for i in range(len(types) - 1)):
-            found["layer_types"] = types[:length]
+            found["pattern"] = types[:length]
             break
     return found | ({"renamed": renamed} if renamed else {})
 

@@ -177,7 +177,7 @@ def layout_of(shape: Shape) -> ModelLayout:
 
 
 def _from_data(name: str, entry: dict[str, Any]) -> Shape:
-    facts = dict(entry)
+    facts = {key: value for key, value in entry.items() if key != "model_type"}
     rope = Rope(**facts.pop("rope"))
     scaling = facts.pop("scaling", facts["head_dim"] ** -0.5)
     return Shape(name=name, rope=rope, scaling=float(scaling), **facts)

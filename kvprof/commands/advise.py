@@ -14,17 +14,11 @@ from kvprof.commands.options import LoadOptions
 from kvprof.commands.output import FigureOptions, Outcome, measuring
 from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
 from kvprof.environment import read_gpus
-from kvprof.errors import KvprofError, UsageError
-from kvprof.interrupt import graceful_interrupt
+from kvprof.errors import UsageError
 from kvprof.loading import loading
 from kvprof.methods.advice import GPUS, AdvisedGpu, Question, advised
 from kvprof.methods.engine_cache import cache_layers, text_config
-from kvprof.models.config_files import (
-    named_parameters,
-    read_config_file,
-    served_name,
-    weight_bytes,
-)
+from kvprof.models.config_files import read_config_file, read_share, served_name, weight_bytes
 from kvprof.results.advise import AdvisedPlan, best_of
 from kvprof.sizes import format_count, parse_bytes, parse_count, parse_share
 
@@ -43,12 +37,12 @@ def _read_gpu(text: str, *, what: str) -> AdvisedGpu:
     return GPUS[_DEFAULT_GPU]
 
 
-#: Options that say how weights are read, or what is done with what they show.
-_OF_WEIGHTS = ("device", "dtype", "trust_remote_code", "save")
-
-
 def _keeps_a_share(request: "AdviseRequest") -> str | None:
     return None if 0 < request.keep <= 1 else f"--keep {request.keep:g} is not in (0, 1]"
+
+
+_GPU_HELP = f"here (this machine's first), or one of {', '.join(GPUS)}."
+_MINUTES_HELP = "Load the model and measure plans for this long; a second run resumes."
 
 
 class AdviseRequest(LoadOptions, FigureOptions):
@@ -64,46 +58,32 @@ class AdviseRequest(LoadOptions, FigureOptions):
     """
 
     gpu: Annotated[
-        AdvisedGpu,
-        typer.Option("--gpu", help=f"here (this machine's first), or one of {', '.join(GPUS)}."),
-        Parsed(_read_gpu),
-        Mark.FREE,
+        AdvisedGpu, typer.Option("--gpu", help=_GPU_HELP), Parsed(_read_gpu), Mark.FREE
     ] = written("here")
     context: Annotated[
         int,
         typer.Option("--context", help="Context length in tokens; k is 1,024."),
-        Parsed(parse_count),
-        Mark.FREE,
-        Input(),
+        *(Parsed(parse_count), Mark.FREE, Input()),
     ] = written("32k")
     users: Annotated[
         int,
         typer.Option("--users", min=1, help="Concurrent requests in the step time."),
-        Mark.FREE,
-        Input(),
+        *(Mark.FREE, Input()),
     ] = 1
     keep: Annotated[
         float,
         typer.Option("--keep", help="Accuracy to keep: lower end of the interval."),
-        Parsed(parse_share),
-        Mark.FREE,
-        Input(),
+        *(Parsed(parse_share), Mark.FREE, Input()),
     ] = written("0.99")
     weights: Annotated[
         int | None,
         typer.Option("--weights", metavar="SIZE", help="Weights' size, if unknown."),
-        Parsed(parse_bytes),
-        Mark.FREE,
+        *(Parsed(parse_bytes), Mark.FREE),
     ] = None
     minutes: Annotated[
         float | None,
-        typer.Option(
-            "--minutes",
-            min=0.1,
-            help="Load the model and measure plans for this long; a second run resumes.",
-        ),
-        Mark.FREE,
-        Input(),
+        typer.Option("--minutes", min=0.1, help=_MINUTES_HELP),
+        *(Mark.FREE, Input()),
     ] = None
     save: Annotated[
         Path | None,
@@ -111,10 +91,23 @@ class AdviseRequest(LoadOptions, FigureOptions):
         Mark.WRITES,
     ] = None
 
+    # Without --minutes no weights are read.
     rules: ClassVar[tuple[Rule, ...]] = (
         _keeps_a_share,
-        *(needs(name, "minutes") for name in _OF_WEIGHTS),
+        *(needs(name, "minutes") for name in ("device", "dtype", "trust_remote_code", "save")),
     )
+
+
+@dataclass
+class Advice:
+    """What was found: plans as the config has them, then as they were measured."""
+
+    plans: list[AdvisedPlan]
+    inputs: dict[str, Any]
+    warnings: list[str]
+    saved: str | None = None
+    complete: bool = True
+    lost: list[str] = field(default_factory=list)
 
 
 @measuring(AdviseRequest)
@@ -123,93 +116,53 @@ def advise(request: AdviseRequest) -> Outcome:
     began, gpu, model = time.monotonic(), request.gpu, request.model or "reference"
     config = read_config_file(model, request.revision, request.gguf)
     own = text_config(config)
-    layers = cache_layers(config)
-    told = (
-        (request.weights, "--weights")
-        if request.weights is not None
-        else weight_bytes(model, config, request.revision, request.gguf)
-    )
-    if told is None:
-        raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
-    weights, source = told
-    total, read = named_parameters(model) or (1.0, 1.0)
+    layers = cache_layers(own)
+    weights, source = request.weights, "--weights"
+    if weights is None:
+        weights, source = weight_bytes(model, config, request.revision, request.gguf)
     question = Question(
         model=served_name(model),
         model_type=own["model_type"],
         layers=layers,
         weights=weights,
-        read_weights=int(weights * read / total),
+        read_weights=int(weights * read_share(model)),
         gpu=gpu,
         context=request.context,
         users=request.users,
         biased=own["model_type"].startswith("qwen2") or bool(own.get("attention_bias")),
     )
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    plans = [AdvisedPlan(**row) for row in advised(question)]
-    found = _Found(plans, {"fingerprint": digest[:32]})
+    warnings = _warnings(request, own.get("max_position_embeddings"), question)
+    found = Advice(advised(question), {"fingerprint": digest[:32]}, warnings)
     if request.minutes is not None:
-        found = _measure(request, plans, began + 60 * request.minutes)
+        with loading():
+            from kvprof.commands.advise_weights import measure
+        measure(request, found, until=began + 60 * request.minutes)
     best = best_of(found.plans, request.keep)
     return Outcome(
         inputs={
             **request.inputs(),
+            **found.inputs,
             "model": model,
             "model_type": own["model_type"],
             "weights_from": source,
             "gpu": gpu.name,
             "gpu_memory_bytes": gpu.memory,
             "gpu_bytes_per_second": gpu.bandwidth,
-            **found.inputs,
         },
         data={
             "plans": [one.model_dump() for one in found.plans],
-            "best": None if best is None else best.plan,
+            "best": best and best.plan,
             "saved": found.saved,
             "weights_bytes": weights,
             "available_bytes": question.available,
             "cached_layers": len(layers),
             "layer_kinds": dict(Counter(one.kind for one in layers)),
         },
-        warnings=[
-            *_warnings(request, own.get("max_position_embeddings"), question),
-            *found.warnings,
-        ],
+        warnings=found.warnings,
         complete=found.complete,
         lost=found.lost,
     )
-
-
-@dataclass
-class _Found:
-    """Plans as the config has them, or as they were measured."""
-
-    plans: list[AdvisedPlan]
-    inputs: dict[str, Any]
-    saved: str | None = None
-    warnings: list[str] = field(default_factory=list)
-    complete: bool = True
-    lost: list[str] = field(default_factory=list)
-
-
-def _measure(request: AdviseRequest, plans: list[AdvisedPlan], until: float) -> _Found:
-    """Measure plans on the model, and save the best of kvprof's own where that is asked for."""
-    with loading():
-        from kvprof.commands.advise_weights import Measuring, load
-        from kvprof.methods.plan_files import save_plan
-    sample = load(request)
-    with graceful_interrupt() as stop:
-        run = Measuring(request, sample, plans, until, stop)
-        run.run()
-    warnings = [*sample.warnings, *run.warnings]
-    found = _Found(run.rows, run.inputs(), None, warnings, complete=not stop.requested)
-    if request.save is not None:
-        try:
-            found.saved, plan = run.best_own()
-            save_plan(plan, request.save, force=request.force)
-            found.inputs["saved"] = str(request.save)
-        except KvprofError as problem:
-            found.lost.append(f"--save {request.save}: {problem}")
-    return found
 
 
 def _warnings(request: AdviseRequest, longest: object, question: Question) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -11,6 +11,7 @@ from typing import Any
 from kvprof.errors import UsageError
 from kvprof.methods.engine_cache import CacheLayer, Pool, plan_pool, token_bytes
 from kvprof.methods.named import ENGINE_FORMATS
+from kvprof.results.advise import CONFIG, AdvisedPlan
 
 __all__ = ["GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised"]
 
@@ -31,29 +32,24 @@ class AdvisedGpu:
         return 8192 if self.memory >= 70 * _GIB and "a100" not in self.name.lower() else 2048
 
 
-def _gpu(name: str, gib: float, tb_per_s: float) -> AdvisedGpu:
-    return AdvisedGpu(name, int(gib * _GIB), tb_per_s * 1e12)
-
-
-#: Memory as the driver tells it, bandwidth as data sheets have it.
-GPUS = {
-    one.name: one
-    for one in (
-        _gpu("h100-80gb", 79.6, 3.35),
-        _gpu("h200-141gb", 140.4, 4.8),
-        _gpu("b200-180gb", 179.1, 8.0),
-        _gpu("a100-80gb", 80.0, 2.04),
-        _gpu("a100-40gb", 39.6, 1.56),
-        _gpu("l40s-48gb", 45.0, 0.864),
-        _gpu("a10-24gb", 22.5, 0.6),
-        _gpu("l4-24gb", 22.5, 0.3),
-        _gpu("t4-16gb", 15.0, 0.32),
-        _gpu("rtx4090-24gb", 24.0, 1.01),
-        _gpu("rtx5090-32gb", 31.8, 1.79),
-    )
+#: GiB as the driver tells them, TB/s as data sheets have them.
+_GPUS = {
+    "h100-80gb": (79.6, 3.35),
+    "h200-141gb": (140.4, 4.8),
+    "b200-180gb": (179.1, 8.0),
+    "a100-80gb": (80.0, 2.04),
+    "a100-40gb": (39.6, 1.56),
+    "l40s-48gb": (45.0, 0.864),
+    "a10-24gb": (22.5, 0.6),
+    "l4-24gb": (22.5, 0.3),
+    "t4-16gb": (15.0, 0.32),
+    "rtx4090-24gb": (24.0, 1.01),
+    "rtx5090-32gb": (31.8, 1.79),
 }
+GPUS = {name: AdvisedGpu(name, int(gib * _GIB), tb * 1e12) for name, (gib, tb) in _GPUS.items()}
 #: vLLM's own share of the memory, and what it takes besides weights and cache (on an H200).
 _SHARE, _BESIDE = 0.92, int(1.25 * _GIB)
+_CONTEXTS = [1024 << step for step in range(8)]  # at which users are counted, besides the asked one
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Plan:
 
     name: str
     engine: str  # who serves it; torch only for what nothing serves yet
-    flag: str  # what asks an engine for it; empty where nothing has to
+    flag: str = ""  # what asks an engine for it; empty where nothing has to
     bits: float = 16.0  # of a value with its scales, where vLLM does not plan the pages
     own: str = ""  # the method that stores so; empty where it has the plan's name
     options: tuple[str, ...] = ()  # the method's, as --option takes them
@@ -72,11 +68,6 @@ class Plan:
     def method(self) -> str:
         """The name of the method that stores so."""
         return self.own or self.name
-
-    @property
-    def served(self) -> bool:
-        """Whether an engine serves it."""
-        return self.engine != "torch only"
 
     @property
     def exact(self) -> int:
@@ -89,25 +80,35 @@ class Plan:
         """What vLLM calls it."""
         return self.flag.rpartition(" ")[2] or "auto"
 
+    def token_bytes(self, layers: Sequence[CacheLayer]) -> Sequence[float]:
+        """Return what each layer stores of a token."""
+        if self.engine == "vLLM":
+            return token_bytes(layers, self.dtype)
+        return [one.values * self.bits / 8 for one in layers]
+
+    def bytes(self, layers: Sequence[CacheLayer], context: int, ahead: int = 0) -> float:
+        """Return the bytes of a sequence; a window has room for so many tokens ahead."""
+        total = 0.0
+        for layer, size in zip(layers, self.token_bytes(layers), strict=True):
+            seen = min(layer.reach + ahead, context) if layer.reach else context
+            exact = min(self.exact, seen)
+            total += layer.state + size * (seen - exact) + 2 * layer.values * exact
+        return total
+
 
 _UBATCH = 512  # tokens of a step in llama.cpp, for which windows keep room
 _TORCH = "torch only"
 _OPEN = ("sink=4", "window=32")
-_VLLM = (
-    *("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
-    *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
-)
+_VLLM = [name for name, (engine, _) in ENGINE_FORMATS.items() if engine == "vLLM"]
+_VLLM.remove("fp8_e5m2")  # no record measures it
+_KQ = ("allocation=output", "centre=true", *_OPEN)
 PLANS = (
-    Plan("16 bits", "vLLM", ""),
+    Plan("16 bits", "vLLM"),
     *(Plan(name, *ENGINE_FORMATS[name]) for name in _VLLM),
     Plan("q8_0", *ENGINE_FORMATS["q8_0"], bits=8.5),
     Plan("hadamard 4/4", _TORCH, "", 4.25, "hadamard-int4", _OPEN),
     Plan("hadamard 3/2", _TORCH, "", 2.75, "hadamard-int3", ("bits=k3v2", *_OPEN)),
-    Plan(
-        *("kq-wf 7x", _TORCH, "", 16 / 7, "kq-wf"),
-        ("allocation=output", "centre=true", *_OPEN),
-        rate=1 - 1 / 7,
-    ),
+    Plan("kq-wf 7x", _TORCH, "", 16 / 7, "kq-wf", _KQ, rate=1 - 1 / 7),
 )
 
 
@@ -130,149 +131,76 @@ class Question:
         """Bytes that are left for the cache."""
         return int(self.gpu.memory * _SHARE) - self.weights - _BESIDE
 
-    @property
-    def contexts(self) -> list[int]:
-        """Contexts at which users are counted, the asked one among them."""
-        return sorted({*(1024 << step for step in range(8)), self.context})
+
+def _pool(plan: Plan, question: Question) -> Pool:
+    """Return how a plan is stored: vLLM's pages, or one stretch a sequence, in blocks of a byte."""
+    layers, kinds = question.layers, {one.kind for one in question.layers}
+    if plan.engine == "vLLM":
+        return plan_pool(layers, plan.dtype, step_tokens=question.gpu.step_tokens)
+    if "latent" in kinds:
+        raise UsageError(f"{plan.name}: latents (MLA) are not stored in it")
+    if plan.engine == _TORCH and kinds != {"full"}:
+        raise UsageError(f"{plan.name}: measured on full attention alone")
+    return Pool(1, lambda context: int(plan.bytes(layers, context, _UBATCH)))
+
+
+def advised(question: Question) -> list[AdvisedPlan]:
+    """Return a row of each plan; one that is refused says why."""
+    return [_row(plan, question) for plan in PLANS]
+
+
+def _row(plan: Plan, question: Question) -> AdvisedPlan:
+    row: dict[str, Any] = {
+        **{"plan": plan.name, "engine": plan.engine, "served": plan.engine != _TORCH},
+        **{"command": _command(plan, question), "depth": CONFIG, "refused": None},
+    }
+    try:
+        pool = _pool(plan, question)
+    except UsageError as problem:
+        return AdvisedPlan(**row | {"refused": str(problem)})
+    layers, context, available = question.layers, question.context, max(question.available, 0)
+    values = sum(one.values for one in layers)
+    read, full = plan.bytes(layers, context), PLANS[0].bytes(layers, context)
+    return AdvisedPlan(
+        **_keeps(plan, question) | row,
+        bits=8 * sum(plan.token_bytes(layers)) / values if values else None,
+        bytes_per_token=pool.bytes(context) / context,
+        attention_speedup=full / read,
+        step_seconds=(question.read_weights + question.users * read) / question.gpu.bandwidth,
+        users=pool.users(available, context),
+        users_at=[[at, pool.users(available, at)] for at in sorted({*_CONTEXTS, context})],
+    )
 
 
 @cache
 def _accuracy_rows() -> list[dict[str, Any]]:
     text = (files("kvprof") / "assets" / "advise-kept.json").read_text("utf-8")
-    found: list[dict[str, Any]] = json.loads(text)
-    return found
+    return list(json.loads(text))
 
 
 def _normalised_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower().removesuffix(".gguf"))
 
 
-def _nearest(plan: Plan, question: Question) -> Mapping[str, Any] | None:
-    """Return what is known of a plan: of the model, else of its kind, else of heads as wide."""
-    width = max((one.width for one in question.layers), default=0)
+def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
+    """Return what a plan keeps of the model, else of its kind, else of heads as wide."""
+    if plan is PLANS[0]:
+        return {"keeps": 1.0, "keeps_at_least": 1.0, "measured_here": True}
+    width = max(one.width for one in question.layers)
+    known = [row for row in _accuracy_rows() if row["plan"] == plan.name]
 
-    def distance(row: Mapping[str, Any]) -> tuple[bool, bool, bool, int]:
+    def distance(row: dict[str, Any]) -> tuple[bool, bool, bool, int]:
         return (
-            _normalised_name(row["model"]) != _normalised_name(question.model),
+            _normalised_name(row["measured_on"]) != _normalised_name(question.model),
             row["model_type"] != question.model_type,
             (row["model_type"] == "qwen2") != question.biased,
             abs(row["head_dim"] - width),
         )
 
-    return min(
-        (row for row in _accuracy_rows() if row["plan"] == plan.name), key=distance, default=None
-    )
-
-
-def _values(layer: CacheLayer) -> int:
-    return layer.heads * layer.width * (1 if layer.kind == "latent" else 2)
-
-
-def _visible_tokens(layer: CacheLayer, context: int) -> int:
-    return min(layer.reach, context) if layer.reach else context
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A plan that no engine pages: one stretch a sequence."""
-
-    plan: Plan
-    layers: Sequence[CacheLayer]
-
-    def bytes(self, context: int) -> int:
-        """Return the bytes of a sequence."""
-        return int(sum(self.layer_bytes(one, context) for one in self.layers))
-
-    def layer_bytes(self, layer: CacheLayer, context: int) -> float:
-        """Return the bytes of a layer."""
-        seen = min(_visible_tokens(layer, context) + (_UBATCH if layer.reach else 0), context)
-        exact = min(self.plan.exact, seen)
-        bits = self.plan.bits * (seen - exact) + 16 * exact
-        return layer.state + _values(layer) * bits / 8
-
-    def users(self, available: int, context: int) -> float:
-        """Return how many sequences fit."""
-        return available / self.bytes(context)
-
-
-def _refused(plan: Plan, layers: Sequence[CacheLayer]) -> str | None:
-    kinds = {one.kind for one in layers}
-    if plan.engine == "vLLM":
-        return None
-    if "latent" in kinds:
-        return f"{plan.name}: latents (MLA) are not stored in it"
-    if plan.engine == _TORCH and kinds - {"full"}:
-        return f"{plan.name}: measured on full attention alone"
-    return None
-
-
-def advised(question: Question) -> list[dict[str, Any]]:
-    """Return a row of each plan, as `kvprof.results.advise.AdvisedPlan`; one refused says why."""
-    return [_row(plan, question) for plan in PLANS]
-
-
-def _row(plan: Plan, question: Question) -> dict[str, Any]:
-    row: dict[str, Any] = {"plan": plan.name, "engine": plan.engine, "served": plan.served}
-    row |= {"command": _command(plan, question), "depth": "config only", "refused": None}
-    try:
-        if refused := _refused(plan, question.layers):
-            raise UsageError(refused)
-        stored: Pool | _Stored = (
-            plan_pool(question.layers, plan.dtype, step_tokens=question.gpu.step_tokens)
-            if plan.engine == "vLLM"
-            else _Stored(plan, question.layers)
-        )
-    except UsageError as problem:
-        return row | {"refused": str(problem)}
-    context, available = question.context, max(question.available, 0)
-    values = sum(map(_values, question.layers))
-    read, full = (_read(one, question, context) for one in (plan, PLANS[0]))
-    known = _nearest(plan, question)
-    row |= {
-        "bits": 8 * sum(_token(plan, question.layers)) / values if values else None,
-        "bytes_per_token": stored.bytes(context) / context,
-        "attention_speedup": full / read if read else None,
-        "step_seconds": (question.read_weights + question.users * read) / question.gpu.bandwidth,
-        "users": stored.users(available, context),
-        "users_at": [[at, stored.users(available, at)] for at in question.contexts],
-    }
-    if plan is PLANS[0]:
-        return row | {"keeps": 1.0, "keeps_at_least": 1.0, "measured_here": True}
-    if known is None:
-        return row
-    here = _normalised_name(known["model"]) == _normalised_name(question.model)
-    all_of = [one for one in _accuracy_rows() if one["plan"] == plan.name]
-    return row | {
-        "keeps": known["keeps"],
-        "keeps_interval": known["interval"],
-        "keeps_tokens": known["tokens"],
-        "keeps_at_least": min(one["interval"][0] for one in ([known] if here else all_of)),
-        "needles": known["needles"],
-        "measured_on": known["model"],
-        "measured_here": here,
-        "record": known["record"],
-    }
-
-
-def _token(plan: Plan, layers: Sequence[CacheLayer]) -> list[float]:
-    """Return what each layer stores of a token, in bytes; none of a state."""
-    kept = [one for one in layers if one.kind != "state"]
-    if plan.engine != "vLLM":
-        return [_values(one) * plan.bits / 8 for one in kept]
-    return [float(one) for one in token_bytes(layers, plan.dtype)]
-
-
-def _read(plan: Plan, question: Question, context: int) -> float:
-    """Return the bytes of the cache that a decoding step reads of a sequence."""
-    kept = [one for one in question.layers if one.kind != "state"]
-    states = sum(one.state for one in question.layers)
-    tokens = zip(kept, _token(plan, question.layers), strict=True)
-    read = sum(size * _visible_tokens(layer, context) for layer, size in tokens)
-    exact = sum(
-        _values(one) * (16 - plan.bits) / 8 * min(plan.exact, _visible_tokens(one, context))
-        for one in kept
-    )
-    return states + read + exact
+    nearest = min(known, key=distance)
+    here = _normalised_name(nearest["measured_on"]) == _normalised_name(question.model)
+    least = min(row["keeps_interval"][0] for row in ([nearest] if here else known))
+    return nearest | {"keeps_at_least": least, "measured_here": here}
 
 
 def _command(plan: Plan, question: Question) -> str:

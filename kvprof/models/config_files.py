@@ -1,5 +1,6 @@
 """A model's ``config.json`` and the bytes of its weights, without the weights and without torch."""
 
+import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,37 +15,26 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from kvprof.errors import LackingError, UsageError
 from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf, smollm2_file
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
-from kvprof.records.files import parse_json
 
-__all__ = ["hub_name", "named_parameters", "read_config_file", "served_name", "weight_bytes"]
+__all__ = ["hub_name", "read_config_file", "read_share", "served_name", "weight_bytes"]
 
 _INDEX = "model.safetensors.index.json"
 #: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B (a token reads 3 of 30 billion).
-_COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
-
-
-def _shapes() -> dict[str, Any]:
-    text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
-    return {name.lower(): entry for name, entry in found.items()}
-
-
-#: What a shape's source names, and its model type; others are llama.
-_KINDS = {
-    "gpt-oss": "gpt_oss",
-    "gemma-3": "gemma3_text",
-    "qwen3": "qwen3",
-    "mistral": "mistral",
-    "falcon": "falcon",
-    "phi-3": "phi3",
-}
+_COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
 #: Bits of a parameter where ``quantization_config`` names a method without them.
 _BITS = {"mxfp4": 4.25, "fp8": 8.0}
 
 
+def _shape(model: str) -> dict[str, Any] | None:
+    """Return a shape that ships, by its name."""
+    text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
+    shapes = {name.lower(): entry for name, entry in yaml.safe_load(text).items()}
+    return shapes.get(model.lower())
+
+
 def hub_name(model: str) -> str:
     """Return a shape's hub id, or what was given."""
-    return str(_shapes().get(model.lower(), {}).get("source", model))
+    return str((_shape(model) or {"source": model})["source"])
 
 
 def served_name(model: str) -> str:
@@ -55,8 +45,7 @@ def served_name(model: str) -> str:
 
 def _of_shape(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a shape that ships as a config."""
-    source = str(entry["source"]).lower()
-    kind = next((kind for part, kind in _KINDS.items() if part in source), "llama")
+    kind = entry.get("model_type", "llama")
     pattern, layers = entry.get("window_pattern", "F"), entry["layers"]
     names = {"F": "full_attention", "W": "sliding_attention"}
     return {
@@ -106,6 +95,7 @@ def _of_gguf(model: str, path: Path) -> dict[str, Any]:
 
 
 def _path(model: str, revision: str | None, gguf: str | None) -> Path:
+    """Return a local model's folder or file; of others what was given."""
     if model == "smollm2":
         return smollm2_file()
     shipped = Path(str(files("kvprof"))) / "assets" / "reference"
@@ -119,7 +109,7 @@ def read_config_file(
     model: str, revision: str | None = None, gguf: str | None = None
 ) -> dict[str, Any]:
     """Return the config of a shape that ships, a folder, a GGUF file, or a hub id."""
-    if (entry := _shapes().get(model.lower())) is not None:
+    if (entry := _shape(model)) is not None:
         return _of_shape(entry)
     path = _path(model, revision, gguf)
     if path.suffix == ".gguf" and path.is_file():
@@ -132,46 +122,47 @@ def read_config_file(
             raise UsageError(f"{model}: not a known shape, folder, .gguf file or hub id")
         path = _hub_file(model, "config.json", revision)
     try:
-        found = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_bytes())  # some state Infinity
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{model}: {path.name} cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise UsageError(f"{model}: {path.name} is not a JSON object")
     return found
 
 
-def named_parameters(model: str) -> tuple[float, float] | None:
-    """Return how many parameters a name tells, and how many of them a token reads."""
-    found = _COUNT.findall(model.rpartition("/")[2])
-    counts = {
+def _parameters(model: str) -> dict[str, float]:
+    """Return how many parameters a name tells, and under ``a`` how many of them a token reads."""
+    return {
         mark.lower(): float(size) * (1e9 if unit.lower() == "b" else 1e6)
-        for mark, size, unit in found
-        if mark.lower() != "e"
+        for mark, size, unit in _COUNT.findall(model.rpartition("/")[2])
     }
-    return (counts[""], counts.get("a", counts[""])) if "" in counts else None
+
+
+def read_share(model: str) -> float:
+    """Return which share of its parameters a token reads, as a model's name tells."""
+    counts = _parameters(model)
+    return counts.get("a", counts[""]) / counts[""] if counts.get("") else 1.0
 
 
 def weight_bytes(
     model: str, config: Mapping[str, Any], revision: str | None = None, gguf: str | None = None
-) -> tuple[int, str] | None:
-    """Return the bytes of a model's weights and where they are told; None where nothing does."""
+) -> tuple[int, str]:
+    """Return the bytes of a model's weights, and where they are told."""
     path = _path(model, revision, gguf)
     if path.suffix == ".gguf":
         return sum(one.stat().st_size for one in gguf_parts(path)), "its GGUF file"
-    folder = path if path.is_dir() else path.parent if path.is_file() else None
-    if folder is not None and (stored := [*folder.glob("*.safetensors")]):
+    local, folder = path.exists(), path if path.is_dir() else path.parent
+    if local and (stored := [*folder.glob("*.safetensors")]):
         return sum(one.stat().st_size for one in stored), "its safetensors files"
-    index = folder / _INDEX if folder is not None else None
-    if folder is None and model.lower() not in _shapes():
-        with suppress(LackingError):
-            index = _hub_file(model, _INDEX, revision)
-    if index is not None and index.is_file():
-        with suppress(ValueError, KeyError, TypeError):
-            total = int(parse_json(index.read_bytes())["metadata"]["total_size"])
-            return total, _INDEX
-    if (counted := named_parameters(model)) is None:
-        return None
+    if local or _shape(model) is None:
+        with suppress(LackingError, OSError, ValueError, LookupError, TypeError):
+            index = folder / _INDEX if local else _hub_file(model, _INDEX, revision)
+            return int(json.loads(index.read_bytes())["metadata"]["total_size"]), _INDEX
+    if not (counted := _parameters(model).get("")):
+        raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
     given = config.get("quantization_config")
     quantised = given if isinstance(given, Mapping) else {}
-    bits = quantised.get("bits") or _BITS.get(str(quantised.get("quant_method")), 16)
-    return int(counted[0] * bits / 8), f"the parameter count in its name at {bits:g} bits"
+    bits = quantised.get("bits")
+    if not isinstance(bits, int | float) or not 0 < bits <= 32:
+        bits = _BITS.get(str(quantised.get("quant_method")), 16)
+    return int(counted * bits / 8), f"the parameter count in its name at {bits:g} bits"

@@ -34,89 +34,77 @@ _DRAWN = ("16 bits", "fp8_e4m3", "kq-wf 7x")
 
 def report(result: AdviseResult) -> Report:
     """Return the report."""
-    inputs, best = result.inputs, _best(result)
-    shown = [one for one in result.data.plans if one.refused is None]
+    inputs, data = result.inputs, result.data
+    context = f"{format_count(inputs.context)} tokens"
+    best = next((one for one in data.plans if one.plan == data.best), None)
+    shown = [one for one in data.plans if one.refused is None]
+    drawn = [one for one in shown if one.plan in _DRAWN or one is best]
+    cautions = [f"Run: {(best or data.plans[0]).command}"]
+    if inputs.saved is not None:
+        cautions.append(f"Saved {data.saved}: kvprof generate {inputs.model} --plan {inputs.saved}")
     body: list[Block] = [
-        Heading(f"Plans at {_context(result)} tokens"),
+        Heading(f"Plans at {context}"),
         _table(shown, inputs),
-        *(Paragraph(one.refused, "aside") for one in result.data.plans if one.refused),
+        *(Paragraph(one.refused, "aside") for one in data.plans if one.refused),
         Heading("Users by context"),
-        _curves([one for one in shown if one.plan in _DRAWN or one is best]),
+        _curves(drawn),
     ]
     return framed(
         result,
         body,
-        verdict=_verdict(result, best),
-        subject=f"{inputs.model}, {inputs.gpu}, {_context(result)} tokens",
-        cautions=_commands(result, best or result.data.plans[0]),
+        verdict=_verdict(result, best, context),
+        subject=f"{inputs.model}, {inputs.gpu}, {context}",
+        cautions=cautions,
         notes=_NOTES,
         measured_with=_facts(result),
     )
 
 
-def _commands(result: AdviseResult, best: AdvisedPlan) -> list[str]:
-    found = [f"Run: {best.command}"]
-    if result.inputs.saved is not None:
-        found.append(
-            f"Saved {result.data.saved}: kvprof generate {result.inputs.model} --plan "
-            f"{result.inputs.saved}"
-        )
-    return found
-
-
-def _context(result: AdviseResult) -> str:
-    return format_count(result.inputs.context)
-
-
-def _best(result: AdviseResult) -> AdvisedPlan | None:
-    return next((one for one in result.data.plans if one.plan == result.data.best), None)
-
-
-def _whole(users: float | None) -> str:
+def _users(users: float | None) -> str:
     return MISSING if users is None else f"{users:,.0f}" if users >= 100 else f"{users:.1f}"
 
 
-def _verdict(result: AdviseResult, best: AdvisedPlan | None) -> str:
+def _verdict(result: AdviseResult, best: AdvisedPlan | None, context: str) -> str:
     first, inputs = result.data.plans[0], result.inputs
     if result.data.available_bytes <= 0:
         return f"The weights of {inputs.model} leave no memory for a cache on {inputs.gpu}."
-    fits = f"{_whole(first.users)} users fit uncompressed"
+    uncompressed = _users(first.users)
     if best is None or best is first:
-        return (
-            f"Stay uncompressed: no served plan that is known to keep {inputs.keep:g} fits more; "
-            f"{fits}."
-        )
+        known = f"no served plan that is known to keep {inputs.keep:g} fits more"
+        return f"Stay uncompressed: {known}; {uncompressed} users fit uncompressed."
     keeps = f"at least {best.keeps_at_least:.3f} on every model measured; this model was not"
     if best.measured_here:
         needles = f" and finds {_needles(best)} needles" if best.needles else ""
         keeps = f"{_keeps(best)} on this model{needles}"
     return (
-        f"{best.plan} in {best.engine}: {_whole(best.users)} users of {_context(result)} tokens, "
-        f"{_whole(first.users)} uncompressed; it keeps {keeps}."
+        f"{best.plan} in {best.engine}: {_users(best.users)} users of {context}, "
+        f"{uncompressed} uncompressed; it keeps {keeps}."
     )
+
+
+def _known(write: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: MISSING if value is None else write(value)
 
 
 def _keeps(plan: AdvisedPlan) -> str:
     if plan.keeps is None:
         return MISSING
-    low, high = plan.keeps_interval or (None, None)
-    return f"{plan.keeps:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
+    ends = "" if plan.keeps_interval is None else " [{:.3f}, {:.3f}]"
+    return f"{plan.keeps:.3f}" + ends.format(*plan.keeps_interval or ())
 
 
 def _needles(plan: AdvisedPlan) -> str:
-    return f"{plan.needles[0]}/{plan.needles[1]}" if plan.needles else MISSING
-
-
-def _known(write: Callable[[float], str]) -> Callable[[float | None], str]:
-    return lambda value: MISSING if value is None else write(value)
+    return "{}/{}".format(*plan.needles) if plan.needles else MISSING
 
 
 def _table(plans: list[AdvisedPlan], inputs: AdviseInputs) -> Table:
     many = "1 user" if inputs.users == 1 else f"{inputs.users:,} users"
     kib = _known(lambda size: f"{size / 1024:.1f}")
+    depth = [Column("depth", "depth", lambda depth: depth.removesuffix(" only"), goes=1)]
     columns = [
         Column("plan", "plan", words=True),
         Column("engine", "get it", words=True),
+        *(depth if inputs.minutes is not None else ()),
         Column("bits", "bits", _known("{:.2f}".format), goes=2),
         Column("bytes_per_token", "KiB a token", kib, goes=3),
         Column(_keeps, "keeps"),
@@ -125,59 +113,44 @@ def _table(plans: list[AdvisedPlan], inputs: AdviseInputs) -> Table:
         Column(_needles, "needles", goes=5),
         Column("attention_speedup", "attention", _known("≤ {:.1f}×".format), goes=6),
         Column("step_seconds", f"step ({many})", _known(lambda s: f"≥ {duration(s)}"), goes=4),
-        Column("users", "users", _whole),
+        Column("users", "users", _users),
     ]
-    if inputs.minutes is not None:
-        columns.insert(
-            2, Column("depth", "depth", lambda depth: depth.removesuffix(" only"), goes=1)
-        )
     return Table(columns, plans)
 
 
 def _source(plan: AdvisedPlan) -> str:
-    if plan.depth == WEIGHTS:
-        return "this model"
-    return plan.measured_on or MISSING
+    return "this model" if plan.depth == WEIGHTS else plan.measured_on or MISSING
 
 
 def _curves(plans: list[AdvisedPlan]) -> Curves:
-    return Curves(
-        [
-            Series(
-                one.plan,
-                [point[0] for point in one.users_at],
-                [point[1] or None for point in one.users_at],
-                method=one.plan,
-            )
-            for one in plans
-        ],
-        "Users that fit, by context",
-        "tokens of context",
-        "users",
-        log_x=True,
-        log_y=True,
-    )
+    series = [
+        Series(
+            one.plan,
+            [context for context, _ in one.users_at],
+            [users or None for _, users in one.users_at],
+            method=one.plan,
+        )
+        for one in plans
+    ]
+    title = "Users that fit, by context"
+    return Curves(series, title, "tokens of context", "users", log_x=True, log_y=True)
 
 
 def _facts(result: AdviseResult) -> dict[str, Any]:
     inputs, data = result.inputs, result.data
     kinds = ", ".join(f"{count} {kind}" for kind, count in data.layer_kinds.items())
     speed = f"{number(inputs.gpu_bytes_per_second / 1e12)} TB/s"
-    return {
+    facts = {
         "model": f"{inputs.model} ({inputs.model_type})",
         "layers": f"{data.cached_layers} with a cache of their own ({kinds})",
         "gpu": f"{inputs.gpu}, {format_bytes(inputs.gpu_memory_bytes)}, {speed}",
         "bytes of weights": f"{format_bytes(data.weights_bytes)}, by {inputs.weights_from}",
         "for the cache": format_bytes(max(data.available_bytes, 0)),
         "depth": next((x.depth for x in data.plans if x.depth == WEIGHTS), CONFIG),
-        **_text(inputs),
     }
-
-
-def _text(inputs: AdviseInputs) -> dict[str, str]:
-    if inputs.text is None:
-        return {}
-    said = (
-        f"{inputs.sequences} sequences of {inputs.seq_len:,} tokens of {' and '.join(inputs.text)}"
-    )
-    return {"text": f"{said}, in {inputs.dtype} on {inputs.device}"}
+    if inputs.text is not None:
+        facts["text"] = (
+            f"{inputs.sequences} sequences of {inputs.seq_len:,} tokens of "
+            f"{' and '.join(inputs.text)}"
+        )
+    return facts

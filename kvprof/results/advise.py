@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Interval, Keyed, Part, Result, ends
+from kvprof.results.base import Compared, Interval, Keyed, Part, Result
 
 __all__ = ["CONFIG", "WEIGHTS", "AdviseResult", "AdvisedPlan", "best_of"]
 
@@ -31,10 +31,10 @@ class AdvisedPlan(Part):
     )
     keeps_interval: Interval = None
     keeps_tokens: int | None = None
+    needles: list[int] | None = Field(None, description="Found, and asked for.")
     keeps_at_least: float | None = Field(
         None, description="Lower end of the interval: of this model, or the lowest of all measured."
     )
-    needles: list[int] | None = Field(None, description="Found, and asked for.")
     measured_on: str | None = Field(None, description="The nearest model that was measured.")
     measured_here: bool = Field(False, description="Whether that is this model.")
     record: str | None = None
@@ -101,21 +101,19 @@ class AdviseInputs(Part):
     keep: float
 
 
+#: Columns of a CSV for a field of several values.
+_SEVERAL = {
+    "keeps_interval": ("keeps_low", "keeps_high"),
+    "needles": ("needles_found", "needles_asked"),
+    "users_at": (),
+}
+
+
 class AdviseResult(Result):
     """Which cache fits a model, a GPU and a context; a row of its CSV is a plan."""
 
-    columns: ClassVar[tuple[str, ...]] = (
-        *("plan", "engine", "served", "command", "depth", "refused", "bits", "bytes_per_token"),
-        *("keeps", "keeps_low", "keeps_high", "keeps_tokens", "needles_found", "needles_asked"),
-        *(
-            "keeps_at_least",
-            "measured_on",
-            "measured_here",
-            "record",
-            "attention_speedup",
-            "step_seconds",
-            "users",
-        ),
+    columns: ClassVar[tuple[str, ...]] = tuple(
+        column for name in AdvisedPlan.model_fields for column in _SEVERAL.get(name, (name,))
     )
 
     inputs: AdviseInputs
@@ -124,7 +122,7 @@ class AdviseResult(Result):
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the plans."""
         for plan in self.data.plans:
-            row = plan.model_dump(exclude={"keeps_interval", "needles", "users_at"})
-            found, asked = plan.needles or (None, None)
-            row |= {"needles_found": found, "needles_asked": asked}
-            yield row | ends("keeps", plan.keeps_interval)
+            row = plan.model_dump()
+            for name, columns in _SEVERAL.items():
+                row.update(zip(columns, row.pop(name) or (), strict=False))
+            yield row

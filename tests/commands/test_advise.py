@@ -57,6 +57,7 @@ def test_a_folder_with_a_config_alone_is_advised(tmp_path: Path) -> None:
     config = {
         **{"model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048},
         **{"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+        "quantization_config": {"bits": float("inf")},  # which no parameter has
     }
     (folder / "config.json").write_text(json.dumps(config))
     data = advice(tmp_path, folder, "--gpu", "a100-80gb")["data"]

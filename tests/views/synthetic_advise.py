@@ -7,7 +7,7 @@ from typing import Any
 
 from kvprof.methods.advice import GPUS, Question, advised
 from kvprof.methods.engine_cache import CacheLayer
-from kvprof.results.advise import AdvisedPlan, best_of
+from kvprof.results.advise import best_of
 from tests.results.made import made
 
 
@@ -32,11 +32,11 @@ def advise_result(
         users=1,
     )
     plans = advised(question)
-    best = best_of([AdvisedPlan(**row) for row in plans[:3]], 0.99)
+    best = best_of(plans[:3], 0.99)
     return made(
         "advise",
         {
-            **{"plans": plans, "best": best and best.plan},
+            **{"plans": [one.model_dump() for one in plans], "best": best and best.plan},
             **{"weights_bytes": weights, "available_bytes": question.available},
             **{"cached_layers": 32, "layer_kinds": Counter(one.kind for one in question.layers)},
         },
