@@ -16,7 +16,7 @@ pytestmark = [
 def test_all_methods_run_and_are_right():
     data, warnings = run_bench(BenchRequest(seqs=(4096,), batches=(1, 2), repeats=5, device="cuda"))
     for phase, methods in (
-        ("decode", {"full", "fp8", "fdc", "kq", "palu", "tale", "fdc-4bit"}),
+        ("decode", {"full", "fp8", "fdc", "kq", "palu", "tale"}),
         ("prefill", {"full", "fdc", "kq"}),
     ):
         rows = [row for row in data["rows"] if row["phase"] == phase]
