@@ -22,7 +22,7 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 93_991,
+    "package_lines": 93_994,
     "package_files": 415,
     "docstring_share": 0.109,
     "raises": 1087,
@@ -31,8 +31,8 @@ CEILINGS: Measures = {
     "test_lines": 57_532,
     "test_functions": 2634,
     "tests_of_wording": 598,
-    "document_words": 21_323,
-    "readme_lines": 115,
+    "document_words": 21_340,
+    "readme_lines": 120,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
     "files_executed_spectrum": 48,

@@ -21,12 +21,14 @@ from kvprof.views.numbers import MISSING, duration, number
 __all__ = ["report"]
 
 _NOTES = (
-    "Bits: of a value, scales counted. KiB: of a token at the context, as the engine allocates.",
-    "Keeps: accuracy kept [95 % interval]; worst model: lowest end of all, or of this if measured.",
+    "Keeps: accuracy kept [95 % interval], of the model most like this one that was measured.",
+    "At least: the interval's lowest end of all measured models, or of this one if measured.",
     "Needles: found of asked, RULER's niah_single_1; --csv names the records.",
     "Attention, step: limits by bytes over the GPU's bandwidth, not measured times.",
-    "Users: sequences that fit at the context at a time; vLLM's own count of its blocks.",
+    "Users: sequences that fit at the context at a time; for vLLM, in blocks as it counts them.",
 )
+
+_LINE = 74  # characters of a command on one line
 
 #: Plans whose users are drawn, beside the best.
 _DRAWN = ("16 bits", "fp8_e4m3", "kq-wf 7x")
@@ -39,7 +41,7 @@ def report(result: AdviseResult) -> Report:
     best = next((one for one in data.plans if one.plan == data.best), None)
     shown = [one for one in data.plans if one.refused is None]
     drawn = [one for one in shown if one.plan in _DRAWN or one is best]
-    cautions = [f"Run: {(best or data.plans[0]).command}"]
+    cautions = [f"Run: {_on_short_lines((best or data.plans[0]).command)}"]
     if inputs.saved is not None:
         cautions.append(f"Saved {data.saved}: kvprof generate {inputs.model} --plan {inputs.saved}")
     body: list[Block] = [
@@ -58,6 +60,12 @@ def report(result: AdviseResult) -> Report:
         notes=_NOTES,
         measured_with=_facts(result),
     )
+
+
+def _on_short_lines(command: str) -> str:
+    """Break a command before its last option as a shell reads it, so that it is copied whole."""
+    head, option, last = command.rpartition(" --")
+    return command if len(command) <= _LINE or not option else f"{head} \\\n    --{last}"
 
 
 def _users(users: float | None) -> str:
@@ -108,7 +116,7 @@ def _table(plans: list[AdvisedPlan], inputs: AdviseInputs) -> Table:
         Column("bits", "bits", _known("{:.2f}".format), goes=2),
         Column("bytes_per_token", "KiB a token", kib, goes=3),
         Column(_keeps, "keeps"),
-        Column("keeps_at_least", "worst model", _known("{:.3f}".format)),
+        Column("keeps_at_least", "at least", _known("{:.3f}".format)),
         Column(_source, "measured on", goes=1),
         Column(_needles, "needles", goes=5),
         Column("attention_speedup", "attention", _known("≤ {:.1f}×".format), goes=6),

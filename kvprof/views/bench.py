@@ -52,7 +52,7 @@ class Group:
 
 
 _HEIGHT = 14
-_RATE = "Rate: share of the cache's bytes saved vs {dtype}, scales included."
+_RATE = "Rate: share of a 16-bit cache's bytes saved, scales included."
 _TIME = "Time: attention of {measured}; median of {repeats} samples, {spread}."
 _BANDWIDTH = "{unit}: bytes that must move over time. Share: of {limit} ({how})."
 _SPEEDUP = "Speed-up: vs the fastest uncompressed kernel, in paired samples ({spread})."
@@ -97,11 +97,7 @@ def _answer(found: list[Group]) -> str:
         undecided = [row for row in timed if not _is_significant(row)]
         sure = [row for row in timed if row not in undecided]
         first, *rest = sure if sure and (sure[0]["speedup"] > 1 or not undecided) else undecided
-        against = ""
-        if best is not None:
-            # Of the same rounds as the speed-up, or the two would say different things.
-            beside = _beside_seconds(first) or best[1]
-            against = f" ({best[0]}, {number(beside * 1e3)} ms)"
+        against = "" if best is None else f" ({best[0]})"
         where, full = group.name, f"the fastest uncompressed kernel{against}"
         if first["speedup"] > 1 and first not in undecided:
             line = f"{where}: {first['method']} is {_speedup_words(first)} as fast as {full}"
@@ -218,15 +214,14 @@ def _roofline(result: Mapping[str, Any], found: list[Group]) -> list[RenderableT
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
-    data, inputs = result["data"], result["inputs"]
+    data = result["data"]
     rows = data["rows"]
     limit = data["bandwidth"]
     samples = sorted({len(row["seconds"] or ()) for row in rows}) or [0]
     repeats = "–".join(f"{value}" for value in dict.fromkeys((samples[0], samples[-1])))
     spread = _spread_name(rows)
-    dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows)) or inputs["dtype"]
     notes = [
-        _RATE.format(dtype=dtypes),
+        _RATE,
         _TIME.format(
             measured=data["shape"]["measured"],
             repeats=repeats,
