@@ -47,7 +47,7 @@ from kvprof.methods.storage import Levels, Quantiser, SideQuantiser
 SHAPE = "Llama-3.1-8B"
 SEQ, BATCHES = 102_400, (8, 1)
 SINK, WINDOW = 4, 32
-#: Columns of keys and values of the rows of 4 bits that are timed beside it, by kinds of head.
+#: Columns of keys and values of the rows of 4 bits that are timed beside it, by head configs.
 ROWS: dict[str, list[tuple[int, int]]] = {
     "rows-4bit": [(112, 112)],
     "rows-4bit-two": [(128, 112), (112, 96)],

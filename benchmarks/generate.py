@@ -1,7 +1,7 @@
 """What a user of the README gets: the time between tokens of `model.generate`, as it is called.
 
 A decoder of a shape, with random weights and heads of unlike rank, unlike in every layer
-(`fdc:kinds=4` has at most four kinds of head), reads a prompt of random tokens and writes greedily:
+(`fdc:kinds=4` has at most four head configs), reads a prompt of random tokens and writes greedily:
 as transformers runs it (`uncompressed`), and inside `kvprof.compressed` with the plan of `full`,
 which is the baseline (uncompressed, the same kernels and CUDA graphs), and of each method. What
 is timed is the gap between two tokens as they reach a streamer, with the device idle at each; what

@@ -4,7 +4,7 @@ A decoder of a shape with vLLM's dummy weights; prompts are random token ids. Ev
 engine of a process of its own, with the same share of the memory, decoding steps in CUDA graphs, no
 torch.compile, and vLLM's default attention but for the plans (`kvprof.serving`). Plans have ranks
 like the reference model's, resampled to the shape, unlike in every layer, with at most ``--kinds``
-kinds of head. In a batch all rows have the same context; what is timed is the last request's
+head configs. In a batch all rows have the same context; what is timed is the last request's
 decoding alone, by the engine's own stamps, when all prompts are done. The first run of a case is
 left out.
 

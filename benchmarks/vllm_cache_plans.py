@@ -246,6 +246,8 @@ def defaults(path: str) -> None:
         inner = next((n for n in _INNER if getattr(config, n, None) is text), None)
         if getattr(config, "is_encoder_decoder", False):
             continue
+        if hasattr(getattr(config, "attn_config", None), "kv_n_heads"):
+            continue  # it states its heads where nothing looks (DBRX)
         if inner is not None:
             found[kind] = {inner: text.model_type}
             causal.add(text.model_type)

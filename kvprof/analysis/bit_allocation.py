@@ -103,7 +103,7 @@ def few_column_bits(
     weights: Sequence[float],
     distortion: Mapping[int, float],
 ) -> list[ColumnBits]:
-    """Return bits of at most so many kinds of head, a kind being those of its keys and values.
+    """Return bits of at most so many head configs, a kind being those of its keys and values.
 
     Chosen among what some target has already, and of no more bits in all; of such choices (nearly)
     the least loss (`kvprof.analysis.rank_allocation.few_kinds`).

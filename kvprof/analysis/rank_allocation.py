@@ -264,7 +264,7 @@ def budget_ranks(
     return ranks
 
 
-# --- At most so many kinds of head.
+# --- At most so many head configs.
 
 
 def allocation_losses(
@@ -365,7 +365,7 @@ def few_kinds(
     kinds: int,
     cost: Callable[[RankTarget, int], float] | None = None,
 ) -> Callable[[Sequence[int]], list[int]]:
-    """Return a function from an allocation's ranks to those with at most so many kinds of head.
+    """Return a function from an allocation's ranks to those with at most so many head configs.
 
     They cost no more, and of all such ranks lose (nearly) the least by the allocation's own
     measure. Ranks that have so few kinds stay as they are. On a grid of more than 32 ranks kinds

@@ -1,6 +1,6 @@
-"""Few kinds of head: at most so many distinct pairs of ranks, at the least loss within a budget.
+"""Few head configs: at most so many distinct pairs of ranks, at the least loss within a budget.
 
-A kernel is compiled for every kind of head there is, a pair of K's and V's rank. Which pairs a
+A kernel is compiled for every head config, a pair of K's and V's rank. Which pairs a
 model should have, and which head takes which, is a k-median problem on the lattice of ranks with a
 budget of columns. It is solved in two steps. With a price λ on a column every head takes the pair
 of least ``loss + λ · cost``, and the pairs are searched by exchanging one at a time for the best of

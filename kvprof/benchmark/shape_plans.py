@@ -250,7 +250,7 @@ def _of_ranks(
 def _low_rank(where: Bare, behind: str, shared: int) -> PlanFamily:
     """Return a method's plans, whose ranks are given; `shared` KV heads have a latent together."""
     given = {"heads": shared} if behind == "palu" else {}
-    # Whatever has limited the kinds of head of ranks that are given, no plan has to keep to it.
+    # Whatever has limited the head configs of ranks that are given, no plan has to keep to it.
     return stand_in_family(where, behind, allocation="uniform", kinds=0, **given)
 
 

@@ -327,7 +327,7 @@ def _evaluate(run: _Run, sample: "Sample", plans: "list[Plan]", stop: Stop) -> N
 def _run_harness(
     run: _Run, loaded: "LoadedModel", plans: "list[Plan]", settings: "HarnessSettings", stop: Stop
 ) -> None:
-    from kvprof.evaluation.evaluator import affected_by_teacher_forcing
+    from kvprof.evaluation.evaluator import hidden_in_one_pass
     from kvprof.evaluation.harness import harness_rows, settings_described
 
     rows: list[dict[str, Any]] = []
@@ -337,7 +337,7 @@ def _run_harness(
             run.complete = False
             return
         name = "uncompressed" if plan is None else plan.method
-        hidden = None if plan is None else affected_by_teacher_forcing(plan)
+        hidden = None if plan is None else hidden_in_one_pass(plan)
         blind = list(dict.fromkeys(row["task"] for row in rows if row["single_pass"]))
         if hidden and blind:
             text = (

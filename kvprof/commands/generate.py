@@ -278,10 +278,10 @@ def _run(
 
 def _doubts(data: dict[str, Any], plan: "Plan") -> list[str]:
     """Return what a reader must know of the text, and of the cache that it was written with."""
-    from kvprof.evaluation.evaluator import affected_by_teacher_forcing
+    from kvprof.evaluation.evaluator import hidden_in_one_pass
 
     found = []
-    if len(data["tokens"]) < 2 and (hidden := affected_by_teacher_forcing(plan)):
+    if len(data["tokens"]) < 2 and (hidden := hidden_in_one_pass(plan)):
         found.append(
             f"the only new token comes from prefill, which hides the cost of {hidden}; use "
             "--max-new-tokens 2 or more"

@@ -52,8 +52,8 @@ __all__ = [
     "EvaluationSettings",
     "Evaluator",
     "Found",
-    "affected_by_teacher_forcing",
     "assembled",
+    "hidden_in_one_pass",
     "needs_decoding",
     "without_intervals",
 ]
@@ -164,7 +164,7 @@ def assembled(
     }
 
 
-def affected_by_teacher_forcing(plan: Plan) -> str | None:
+def hidden_in_one_pass(plan: Plan) -> str | None:
     """Return in words what of a plan an ordinary pass cannot show; None where it shows all of it.
 
     A pass attends to its own tokens before they are quantised or evicted unless the plan reads by

@@ -59,6 +59,8 @@ def _defaults() -> dict[str, Any]:
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model's decoder, with what its class takes where it says nothing."""
     kind, known = str(config.get("model_type")), _defaults()
+    if config.get("is_encoder_decoder"):
+        raise UsageError(f"{kind}: encoder-decoder caches are not supported")
     for inner in _INNER:
         if isinstance(config.get(inner), Mapping):
             default = known.get(kind, {}).get(inner)
@@ -68,13 +70,15 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"{kind}: transformers has no decoder of this model_type, so its cache cannot be "
             "counted"
         )
-    stated = {key: value for key, value in config.items() if value is not None}
+    stated = {x: value for x, value in config.items() if value is not None or x in _NULLABLE}
     default = known.get(kind, {})
     renamed = default.get("renamed", {})
     stated |= {name: stated[given] for name, given in renamed.items() if given in stated}
     return {**default, **stated, "model_type": kind}
 
 
+#: What a config turns off by null; its class has a number.
+_NULLABLE = ("sliding_window", "attention_chunk_size")
 #: Families whose layers hold latents of all heads together, as vLLM keeps them.
 _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 #: Families whose layers may hold a state.

@@ -67,7 +67,7 @@ def kq_wf(
         no limit. They are chosen among those that heads have without the limit.
     alike : bool
         Give the heads of a layer the same bits by column, those that are best for them together,
-        so that a launch of a kernel meets one kind of head.
+        so that a launch of a kernel meets one head config.
     sink, window : int
         First and newest tokens that stay exact, all columns at full precision.
     hadamard : bool

@@ -90,7 +90,7 @@ class PaperSetting:
         return [sentence for option, sentence in self.differs if option not in given]
 
 
-# No paper limits the kinds of head, which are what kernels are compiled for.
+# No paper limits the head configs, which are what kernels are compiled for.
 _FINE = {"grid": 1, "minimum": 1, "kinds": 0}
 
 PAPERS: dict[str, PaperSetting] = {

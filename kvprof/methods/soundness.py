@@ -37,7 +37,7 @@ def check_fits(plan: Plan, layout: ModelLayout, fingerprint: str) -> None:
 
 
 def head_kinds(plan: Plan) -> set[tuple[tuple[Any, ...], ...]]:
-    """Return the kinds of head that a plan has: distinct ranks of K and of V, by token level.
+    """Return the head configs that a plan has: distinct ranks of K and of V, by token level.
 
     Where heads or columns have bits of their own, these count too.
 
@@ -68,7 +68,7 @@ def _ranks_of(groups: Sequence[HeadGroup], first: int, heads: int) -> tuple[tupl
 
 
 def check_kinds(plan: Plan) -> None:
-    """Refuse a plan that has more kinds of head than it says (option ``kinds``).
+    """Refuse a plan that has more head configs than it says (option ``kinds``).
 
     Raises
     ------

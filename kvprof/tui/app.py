@@ -88,7 +88,7 @@ class LiveApp(App[int]):
     ]
 
     def __init__(self, session: Session, *, save_to: Path, light: bool = False) -> None:
-        # Without colour the terminal's own ground and ink are the only ones that surely fit.
+        # Without colour the terminal's own ground and ink are the only ones sure to fit.
         no_colour = "NO_COLOR" in os.environ
         super().__init__(ansi_color=True if no_colour else None)
         kind = "ansi" if no_colour else "textual"

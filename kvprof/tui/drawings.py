@@ -147,7 +147,7 @@ def _total(
     return time, Text(difference(value, against), style=style)
 
 
-# --- Bytes of the cache: stored, reserved and at most on the device, against full width;
+# --- Bytes of the cache: stored, reserved and at most on the device, against uncompressed;
 # levels.
 
 

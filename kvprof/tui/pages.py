@@ -293,7 +293,7 @@ def _map(title: str, rows: Sequence[LayerRow], *, keys: bool) -> RenderableType:
     )
 
 
-# --- Cache: bytes stored, reserved and at most on the device, against full width; tokens by
+# --- Cache: bytes stored, reserved and at most on the device, against uncompressed; tokens by
 # level.
 
 
@@ -344,7 +344,7 @@ class CacheScreen(RunScreen):
         return Group(*shown)
 
     def _colours(self, series: list[Series]) -> tuple[str, ...]:
-        """Return the methods' colours, those of Overview; full width is none of them."""
+        """Return the methods' colours, those of Overview; uncompressed is none of them."""
         added = bool(series) and series[0].label == "uncompressed"
         return ("",) * added + self.live.ink.curves(len(series) - added)
 

@@ -139,7 +139,7 @@ def test_a_grid_without_ranks_is_refused():
         Grid(0, 1)
 
 
-# --- Few kinds of head.
+# --- Few head configs.
 
 
 def heads(seed, layers, count, width, *, copies=1):

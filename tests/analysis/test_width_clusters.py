@@ -1,4 +1,4 @@
-"""Tests of few kinds of head: against every choice there is, and against rounding."""
+"""Tests of few head configs: against every choice there is, and against rounding."""
 
 import itertools
 

@@ -180,7 +180,7 @@ def test_unknown_methods_are_refused(name):
         parse_method(name)
 
 
-# --- Few kinds of head, and layers that are unlike.
+# --- Few head configs, and layers that are unlike.
 
 
 @settings(max_examples=25)

@@ -11,7 +11,7 @@ from kvprof.evaluation import evaluator as module
 from kvprof.evaluation.evaluator import (
     EvaluationSettings,
     Evaluator,
-    affected_by_teacher_forcing,
+    hidden_in_one_pass,
     needs_decoding,
 )
 from kvprof.evaluation.requests import option_names
@@ -165,7 +165,7 @@ _ROUNDED = Quantiser("affine", SideQuantiser((4,)), None)
 def test_what_of_a_plan_a_single_pass_hides(changes: dict[str, Any], hidden: str | None) -> None:
     made = plan("svd-kv", 0.25, 15)
     layers = tuple(_unfolded(layer, changes.get("levels")) for layer in made.layers)
-    found = affected_by_teacher_forcing(replace(made, layers=layers, **changes))
+    found = hidden_in_one_pass(replace(made, layers=layers, **changes))
     assert found is None if hidden is None else found is not None and hidden in found
 
 

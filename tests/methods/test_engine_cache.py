@@ -38,7 +38,7 @@ _LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64}
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such family": ({"model_type": "nosuch"}, "nosuch"),
     "layers are missing": ({"model_type": "llama"}, "num_hidden_layers"),
-    "an encoder and a decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "t5"),
+    "an encoder and a decoder": ({**_LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
     "a state of another kind": ({**_LLAMA, "ssm_state_size": 16}, "ssm_state_size"),
     "an unknown attention": ({**_LLAMA, "layer_types": ["odd_attention"] * 4}, "odd_attention"),
     "too few layer types": ({**_LLAMA, "layer_types": ["full_attention"]}, "layer_types"),
@@ -73,6 +73,10 @@ _GEMMA4 = {
 #: A config, and heads and width of its layers of full attention.
 _COUNTED: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "its class' defaults": ({"model_type": "gemma3", "text_config": _GEMMA3}, [(4, 256)] * 5),
+    "a window that is turned off": (
+        {**_LLAMA, "model_type": "mistral", "sliding_window": None},
+        [(8, 2)] * 4,
+    ),
     "one head for all": (_FALCON, [(1, 64)] * 8),
     "a new decoder's heads": (_FALCON | {"new_decoder_architecture": True}, [(8, 64)] * 8),
     "a layer's own": (

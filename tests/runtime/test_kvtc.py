@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvprof.errors import UsageError
-from kvprof.evaluation.evaluator import affected_by_teacher_forcing
+from kvprof.evaluation.evaluator import hidden_in_one_pass
 from kvprof.methods.accounting import bytes_at, dim_rate, full_bytes, paper_rate, rate
 from kvprof.methods.across import Across, LayerGroup
 from kvprof.methods.family import plan_at, plan_for_rate
@@ -73,7 +73,7 @@ def test_bytes_at_rest_are_those_of_the_streams_and_of_what_stays_exact() -> Non
             model("Llama").model(ids[:, :-1], past_key_values=cache)
             model("Llama").model(ids[:, -1:], past_key_values=cache)
         assert cache.rest_bytes == bytes_at(plan, tokens, itemsize=4, batch=3).total
-        # Decoding holds all of it, at full width.
+        # Decoding holds all of it, uncompressed.
         assert cache.nbytes == full_bytes(plan, tokens + 1, itemsize=4, batch=3)
     plan = coded_plan("Llama")
     assert plan.across is not None
@@ -197,7 +197,7 @@ def test_a_rate_is_reached_and_files_keep_the_plan(tmp_path: Any) -> None:
     assert "stored or moved" in said
     assert "measured on 60 tokens of random" in said
     assert "not for decoding from it" in said
-    assert affected_by_teacher_forcing(plan) == "storing tokens across layers"
+    assert hidden_in_one_pass(plan) == "storing tokens across layers"
 
 
 def test_what_does_not_go_with_it_is_refused_in_a_line() -> None:

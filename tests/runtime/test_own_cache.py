@@ -1,4 +1,4 @@
-"""What the model's own cache stores is what counts as full width; who can run compressed."""
+"""What the model's own cache stores is what counts as uncompressed; who can run compressed."""
 
 import pytest
 import torch

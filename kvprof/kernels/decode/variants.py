@@ -72,7 +72,7 @@ def _combine(width: int, most: int, *, beside: bool) -> Variant:
         "BESIDE": beside,
         "DEPENDENT": True,
     }
-    name = "decode merge, beside others" if beside else "decode merge"
+    name = "decode combine, beside others" if beside else "decode combine"
     return Variant(name, combine_splits, types, constants, 4)
 
 

@@ -93,9 +93,10 @@ def _query_block(layout: SegmentsLayout, warps: int) -> int:
 def _near(kinds: int, int8: bool) -> int:
     """Return `Tuning.near` of rows for so many kinds of quantised unit.
 
-    Time in shares over time in order, on an H200: never below 1 with two head configs; with four
-    0.75 at 48 tiles a piece, 0.98 at 4, 1.10 at 2; with six 0.52, 0.77, 0.92; with eight 0.52 to
-    0.68 at 1, as int8 in 16 pieces. `tuning_for` tells up to four kinds of 4 bits as int8 apart.
+    Time in shares over time in order, by earlier schedulers on an H200: never below 1 with two head
+    configs; with four 0.75 at 48 tiles a piece, 0.98 at 4, 1.10 at 2; with six 0.52, 0.77, 0.92;
+    with eight 0.52 to 0.68 at 1, as int8 in 16 pieces. Up to four kinds of 4 bits as int8 are told
+    apart by `tuning_for`.
     """
     if kinds <= (4 if int8 else 2):
         return 0

@@ -54,7 +54,7 @@ class _Addressed:
 
 
 @dataclass(frozen=True, eq=False)
-class _StepPlan:
+class _StepSchedule:
     """What a decoding step does to layers that are stored alike."""
 
     step: Step
@@ -148,7 +148,7 @@ class SegmentKernelLayer(KernelLayer):
         self,
         store: SegmentStore,
         metadata: KernelMetadata,
-        step_plan: _StepPlan,
+        step_plan: _StepSchedule,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -202,7 +202,7 @@ class SegmentKernelLayer(KernelLayer):
 
     def _step_plan(
         self, store: SegmentStore, layout: SegmentsLayout, metadata: KernelMetadata
-    ) -> _StepPlan:
+    ) -> _StepSchedule:
         from kvprof.kernels.dispatch import uses_triton  # Triton is for Linux only
         from kvprof.kernels.quantized.moving import full_precision, token_move
 
@@ -226,11 +226,11 @@ class SegmentKernelLayer(KernelLayer):
             ]
             exact = layout.segments[0]
             if fused and step.low is None and exact.layout.capacity <= PLACES * exact.slots:
-                return _StepPlan(step, None, moves)
+                return _StepSchedule(step, None, moves)
             if fused:
                 planes = self._dense(layout.batch, 1)
-                return _StepPlan(step, token_move(layout, 0, planes, device), moves)
-            return _StepPlan(step, at(0, step.newest), moves)
+                return _StepSchedule(step, token_move(layout, 0, planes, device), moves)
+            return _StepSchedule(step, at(0, step.newest), moves)
 
     def _behind(self, side: int, device: torch.device) -> Tensor:
         """Return which columns of the top level the lowest one lacks, ``[Σ width]`` bool."""
