@@ -13,7 +13,7 @@ __all__ = ["CENTRED", "check_fits", "check_kinds", "head_kinds", "refuse_latent_
 
 
 #: Why the kernels do not run a centred plan.
-CENTRED = "the kernels take no keys and values without their means yet (option centre=false)"
+CENTRED = "no kernel runs centred plans yet (option centre=false)"
 
 
 def check_fits(plan: Plan, layout: ModelLayout, fingerprint: str) -> None:
