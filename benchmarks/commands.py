@@ -102,15 +102,16 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
     "load-answers": (
         f"{_EIGHT} --methods full,fdc-4bit:kinds=4,fdc:kinds=4 --memory 2GB "
         "--lengths in=256,out=512 --request-rate 8,10,12,16,18,20,24,28,30,34 --seconds 20 "
-        f"--slo ttft=2s,tbt=50ms {_ENGINE}"
+        f"--slo ttft=2s,tpot=50ms {_ENGINE}"
     ),
     "load-arxiv": (
         f"{_EIGHT} --methods full,fp8,fdc:kinds=4,fdc-4bit:kinds=4 --memory 4GB --lengths arxiv "
-        f"--request-rate 1.7,2.6,3.2,4.25 --seconds 40 --slo ttft=2s,tbt=50ms {_ENGINE}"
+        f"--request-rate 1.7,2.6,3.2,4.25 --seconds 40 --slo ttft=2s,tpot=50ms {_ENGINE}"
     ),
     "load-imdb": (
         "bench --load --model Mistral-7B-v0.3 --methods full,zack,fdc-4bit:kinds=4 --memory 32GB "
-        f"--lengths zack/imdb --request-rate 20,40,80 --seconds 10 --slo ttft=2s,tbt=50ms {_ENGINE}"
+        "--lengths zack/imdb --request-rate 20,40,80 --seconds 10 --slo ttft=2s,tpot=50ms "
+        f"{_ENGINE}"
     ),
     "jct-inputs-8b": (
         f"{_SWEEP} --model Llama-3.1-8B --rate 0.5 --input-len {_LONG} --output-len 256"

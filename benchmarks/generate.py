@@ -109,9 +109,9 @@ def measure(
     first, second = calls[0], calls[-1]
     return {
         **second,
-        "tbt_median_s": statistics.median(second["tbt_s"][_SETTLING:]),
+        "itl_median_s": statistics.median(second["itl_s"][_SETTLING:]),
         "graph_median_s": _median_of(replays),
-        "first_call": {"opened_s": opened, "ttft_s": first["ttft_s"], "tbt_s": first["tbt_s"][:4]},
+        "first_call": {"opened_s": opened, "ttft_s": first["ttft_s"], "itl_s": first["itl_s"][:4]},
         **found,
     }
 
@@ -185,7 +185,7 @@ def _generated(
     # The first entry is the prompt itself, handed over before any pass.
     return {
         "ttft_s": stamps.times[1] - start_s if not extra else None,
-        "tbt_s": [after - before for before, after in pairwise(stamps.times[1:])],
+        "itl_s": [after - before for before, after in pairwise(stamps.times[1:])],
     }
 
 
@@ -248,7 +248,7 @@ def main() -> None:
             prompt_s = "" if found["ttft_s"] is None else f"TTFT {found['ttft_s']:.2f} s, "
             print(
                 f"{context:7,} tokens x {batch}: {name:14} {prompt_s}between tokens "
-                f"{found['tbt_median_s'] * 1e3:.2f} ms, of it the graph "
+                f"{found['itl_median_s'] * 1e3:.2f} ms, of it the graph "
                 f"{(found['graph_median_s'] or 0) * 1e3:.2f}; "
                 f"replayed {found.get('replayed_steps')}",
                 flush=True,
@@ -288,12 +288,12 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         base = [
-            other["tbt_median_s"]
+            other["itl_median_s"]
             for other in rows
             if other["method"] == "full"
             and (other["context"], other["batch"]) == (row["context"], row["batch"])
         ]
-        ratio = row["tbt_median_s"] / statistics.mean(base) if base else None
+        ratio = row["itl_median_s"] / statistics.mean(base) if base else None
         found.append({**row, "times_full": ratio})
     return found
 

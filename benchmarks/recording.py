@@ -21,7 +21,7 @@ Data = dict[str, Any]
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 INDEX = "index.jsonl"
 #: Keys of samples; of more than so many a record keeps the median alone.
-_SAMPLES, _MOST_SAMPLES = ("seconds", "tbt_s"), 4
+_SAMPLES, _MOST_SAMPLES = ("seconds", "tpot_s", "itl_s"), 4
 _DIGITS = 6
 
 

@@ -97,7 +97,7 @@ def run_engine(name: str, folder: Path, arguments: argparse.Namespace) -> None:
             drawn=drawn,
             enough=lambda runs: runs >= _REPEATS,
         )
-        row = {"method": name, "context": context, "batch": batch, "tbt_s": times.tpot}
+        row = {"method": name, "context": context, "batch": batch, "tpot_s": times.tpot}
         row["ttft_s"] = times.ttft if batch == 1 else None
         print(json.dumps(row), flush=True)
 
@@ -151,7 +151,7 @@ def told(row: dict[str, Any]) -> None:
     prompt = f", TTFT {statistics.median(row['ttft_s']):.3f} s" if row["ttft_s"] else ""
     print(
         f"{row['context']:7,} tokens x {row['batch']}: {row['method']:12} between tokens "
-        f"{statistics.median(row['tbt_s']) * 1e3:.2f} ms{prompt}",
+        f"{statistics.median(row['tpot_s']) * 1e3:.2f} ms{prompt}",
         flush=True,
     )
 
@@ -227,9 +227,9 @@ def with_ratios(rows: list[Any]) -> list[Any]:
             seconds
             for other in rows
             if other["method"] == "full" and (other["context"], other["batch"]) == case
-            for seconds in other["tbt_s"]
+            for seconds in other["tpot_s"]
         ]
-        ratio = statistics.median(row["tbt_s"]) / statistics.median(base) if base else None
+        ratio = statistics.median(row["tpot_s"]) / statistics.median(base) if base else None
         found.append({**row, "times_full": ratio})
     return found
 

@@ -176,8 +176,8 @@ def main() -> None:
                 return runs >= most or (runs >= least and spent > arguments.seconds)
 
             times = case_times(engine, context, batch, arguments.tokens, drawn=drawn, enough=enough)
-            row: dict[str, Any] = {"context": context, "batch": batch, "tbt_s": times.tpot}
-            row["tbt_median_s"] = statistics.median(times.tpot)
+            row: dict[str, Any] = {"context": context, "batch": batch, "tpot_s": times.tpot}
+            row["tpot_median_s"] = statistics.median(times.tpot)
             # In a batch the first answer waits for other prompts.
             row["ttft_s"] = times.ttft if batch == 1 else None
             print(json.dumps(row), flush=True)

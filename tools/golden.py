@@ -26,7 +26,7 @@ _TEXT = "--calibrate-tokens 1k --seq-len 128 --sequences 2"
 _SMALL = f"{_TEXT} --tasks none"
 _BENCH = "--model Llama-3.1-8B --seq 256,512 --batch 1 --device cpu --repeats 3 --dtype float32"
 _REQUEST = "--jct --composed --input-len 256 --output-len 8 --device cpu --repeats 3"
-_LOAD = "bench --load --simulate --lengths in=2k,out=32 --requests 24 --slo ttft=2s,tbt=50ms"
+_LOAD = "bench --load --simulate --lengths in=2k,out=32 --requests 24 --slo ttft=2s,tpot=50ms"
 
 #: Commands that measure what does not change with time.
 EXACT = (

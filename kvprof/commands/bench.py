@@ -219,7 +219,7 @@ def bench(
     kvprof bench --model reference --seq 4k --methods full,zack-8bit,kq:grid=32
     kvprof bench --jct --model Llama-3.1-8B --input-len 8k,32k --output-len 256
     kvprof bench --jct --methods full,palu,fdc --out jct-run   # the reference model
-    kvprof bench --load --url http://127.0.0.1:8000 --lengths arxiv --slo ttft=2s,tbt=50ms
+    kvprof bench --load --url http://127.0.0.1:8000 --lengths arxiv --slo ttft=2s,tpot=50ms
     kvprof bench --load --simulate --lengths arxiv --methods full,fp8,fdc   # needs no GPU
     """
     outputs = Outputs(json=json, csv=csv, out=out, svg=svg, png=png, force=force)

@@ -62,7 +62,7 @@ _MOST_ENGINES = 10_000
 _TIME = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s)")
 _LIMITS = {
     "ttft": "ttft_seconds",
-    "tbt": "tbt_seconds",
+    "tpot": "tpot_seconds",
     "latency": "normalised_latency_seconds",
 }
 
@@ -350,11 +350,11 @@ def _objective(text: str | None) -> dict[str, float]:
         if name not in _LIMITS or match is None or not 0 < float(match[1]) < _MOST_SECONDS:
             raise UsageError(
                 f"--slo: cannot read {piece.strip()[:40]!r}; write limits such as "
-                "ttft=2s,tbt=50ms,latency=10s,share=0.9"
+                "ttft=2s,tpot=50ms,latency=10s,share=0.9"
             )
         found[_LIMITS[name]] = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
     if not found.keys() & set(_LIMITS.values()):
-        raise UsageError("--slo has no limit; write for example ttft=2s,tbt=50ms")
+        raise UsageError("--slo has no limit; write for example ttft=2s,tpot=50ms")
     return {"share": 0.9, **found}
 
 

@@ -76,7 +76,7 @@ SloOption = Annotated[
     _option(
         "--slo",
         metavar="LIST",
-        text="SLO of a request, such as ttft=2s,tbt=50ms,latency=10s; share=0.9: for 90 % of "
+        text="SLO of a request, such as ttft=2s,tpot=50ms,latency=10s; share=0.9: for 90 % of "
         "requests.",
     ),
 ]

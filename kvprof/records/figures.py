@@ -108,20 +108,20 @@ def _jct(data: Row) -> Iterator[Figure]:
         steps = [
             row for row in data["steps"] if row["case"] == case["case"] and row["phase"] == "decode"
         ]
-        if case["tbt_seconds"] is not None:
+        if case["itl_seconds"] is not None:
             # Neighbouring steps share what slows them: no limit judges it, but all steps' time.
             # Steps that stand for unlike numbers of passes are no sample of their median.
             alike = len({row["weight"] for row in steps}) == 1 and len(steps) >= _LEAST_SAMPLES
             samples = [row["seconds"] for row in steps] if alike else None
             yield Figure(
                 key,
-                "tbt_seconds",
-                case["tbt_seconds"],
+                "itl_seconds",
+                case["itl_seconds"],
                 "lower",
                 samples,
                 beside=beside("decode"),
             )
-        yield from _present(case, "tbt_p99_seconds", key, "lower")
+        yield from _present(case, "itl_p99_seconds", key, "lower")
         yield from _present(case, "energy_per_token_joules", key, "lower")
     whole: dict[str, float] = {}
     for row in data["parts"]:
@@ -138,7 +138,7 @@ def _load(data: Row) -> Iterator[Figure]:
         if not row["complete"]:
             continue
         key = _key(row, ("method", "rate"))
-        for name in ("normalised_latency_seconds", "ttft_seconds", "tbt_seconds"):
+        for name in ("normalised_latency_seconds", "ttft_seconds", "tpot_seconds"):
             for statistic in ("mean", "p50", "p99"):
                 yield from _present(
                     {name: row[name][statistic], "ends": row[name][f"{statistic}_interval"]},

@@ -264,7 +264,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
             for name, values in (
                 ("normalised_latency_seconds", asked.latencies),
                 ("ttft_seconds", asked.first_tokens),
-                ("tbt_seconds", asked.between_tokens),
+                ("tpot_seconds", asked.between_tokens),
                 ("longest_gap_seconds", [o.longest for o in served if o.longest is not None]),
             )
         },
@@ -291,7 +291,7 @@ def rate_row(case: LoadCase, objective: Mapping[str, float]) -> dict[str, Any]:
 
 
 #: What an objective may limit of a request.
-LIMITS = ("ttft_seconds", "tbt_seconds", "normalised_latency_seconds")
+LIMITS = ("ttft_seconds", "tpot_seconds", "normalised_latency_seconds")
 
 
 def attains(one: LoadRequest, limits: Mapping[str, float]) -> bool:
@@ -313,7 +313,7 @@ def _seconds(one: LoadRequest) -> dict[str, float] | None:
         "normalised_latency_seconds": (one.last - one.arrival) / one.tokens,
     }
     if one.tokens > 1:
-        found["tbt_seconds"] = _tpot(one)
+        found["tpot_seconds"] = _tpot(one)
     return found
 
 
@@ -476,7 +476,7 @@ def _rates(own: Sequence[LoadCase], baseline: Sequence[LoadCase]) -> dict[str, A
         if latency is None:
             continue
         row = {"rate": rate, **latency}
-        for name, found in (("ttft", ttft), ("tbt", tpot)):
+        for name, found in (("ttft", ttft), ("tpot", tpot)):
             known = found or {"ratio": None, "interval": None}
             row |= {f"{name}_ratio": known["ratio"], f"{name}_ratio_interval": known["interval"]}
         ratios.append(row)

@@ -93,7 +93,7 @@ def short(name: str, longest: int = _LONGEST_NAME) -> str:
 
 _TOTALS: dict[str, Callable[[CaseState], float | None]] = {
     "TTFT": CaseState.ttft_seconds,
-    "TBT": CaseState.itl_seconds,
+    "ITL": CaseState.itl_seconds,
     "completion": lambda case: case.account.seconds if case.finished is not None else None,
 }
 _LONGEST_METHOD = 16  # in the table of parts, where several stand side by side

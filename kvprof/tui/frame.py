@@ -383,7 +383,7 @@ _READING = (
     "Shares are of the method's own time.",
     "A pass is one run of a request; a point is one context length of a composed run.",
     "Differences are from the baseline. › marks the chosen method.",
-    "TBT is the time of a decode step. A TTFT that is not bold is from a single run.",
+    "ITL is the time of a decode step. A TTFT that is not bold is from a single run.",
     "Colours mark parts, methods, or better, worse and doubtful.",
     "A running rate shows finished requests only. ▲ the queue grows, ▽ the server sheds "
     "requests, ! requests fail, × too few meet the SLO.",

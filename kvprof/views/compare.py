@@ -36,7 +36,7 @@ _INTERVALS = "Change: from A, with a 95 % interval; the range below 15 samples."
 _NOISE = "Times: intervals include the drift of control figures between the runs."
 _CERTAIN = "Not significant: the interval includes no change."
 _UNKNOWN = "Change: from A; without intervals, so measure again to see the noise."
-_STEPS = "tbt: its interval covers decode steps of one run, not the noise between runs."
+_STEPS = "ITL: its interval covers decode steps of one run, not the noise between runs."
 
 
 def run_letters(runs: int) -> list[str]:

@@ -203,7 +203,7 @@ def _summary_table(group: Group) -> DataTable:
         group.names,
         [MISSING if case["rate"] is None else f"{case['rate']:.3f}" for case in shown],
     ]
-    for key, title in (("jct_seconds", "JCT"), ("ttft_seconds", "TTFT"), ("tbt_seconds", "TBT")):
+    for key, title in (("jct_seconds", "JCT"), ("ttft_seconds", "TTFT"), ("itl_seconds", "ITL")):
         factor, unit = unit_of(case[key] for case in group.cases)
         titles.append(f"{title} ({unit})")
         cells.append([_scaled(case[key], factor) for case in shown])
@@ -223,12 +223,12 @@ def _summary_table(group: Group) -> DataTable:
 def _reliability_table(group: Group, accounts: Mapping[str, Account]) -> DataTable | None:
     """Return what tells how far the figures can be believed; None where nothing does."""
     rows = []
-    factor, unit = unit_of(case["tbt_p99_seconds"] for case in group.cases)
+    factor, unit = unit_of(case["itl_p99_seconds"] for case in group.cases)
     for name, case in zip(group.names, group.cases, strict=True):
         rows.append(
             (
                 name,
-                _scaled(case["tbt_p99_seconds"], factor),
+                _scaled(case["itl_p99_seconds"], factor),
                 _unattributed(accounts[case["case"]]),
                 number(case["energy_per_token_joules"]),
             )
@@ -236,7 +236,7 @@ def _reliability_table(group: Group, accounts: Mapping[str, Account]) -> DataTab
     heads = columns(
         "method",
         figures=(
-            f"TBT p99 ({unit})",
+            f"ITL p99 ({unit})",
             UNATTRIBUTED,
             "J per token",
         ),
@@ -412,7 +412,7 @@ _MODES = {
 _PARTS = "Unattributed: wall time minus the parts, which are timed in separate runs."
 _COMPOSED_PARTS = "Unattributed: time of whole layers minus the sum of their parts."
 _SHARES = "Share: of JCT. Differs: the part's time minus the same part's of {baseline}."
-_TIMES = "JCT: the whole request. TTFT: prefill. TBT: the median decode step."
+_TIMES = "JCT: the whole request. TTFT: prefill. ITL: the median decode step."
 _APART = "[…]: 95 % interval of the JCT difference; the range below 15 samples."
 
 
@@ -500,8 +500,8 @@ _FIGURES = (
     "jct_seconds",
     "ttft_seconds",
     "decode_seconds",
-    "tbt_seconds",
-    "tbt_p99_seconds",
+    "itl_seconds",
+    "itl_p99_seconds",
     "measured_seconds",
     "unattributed_share",
     "excess_share",

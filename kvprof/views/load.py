@@ -29,7 +29,7 @@ __all__ = ["figure", "report", "to_csv"]
 _LATENCIES = {
     "normalised_latency_seconds": "latency per token",
     "ttft_seconds": "TTFT",
-    "tbt_seconds": "TBT",
+    "tpot_seconds": "TPOT",
     "longest_gap_seconds": "longest gap",
 }
 _SHOWN = tuple(_LATENCIES)[:3]  # in tables and figures
@@ -349,7 +349,7 @@ def _paying(data: Mapping[str, Any]) -> list[RenderableType]:
 def _latency_ratios(ratios: Sequence[Row]) -> RenderableType:
     """Return a method's mean latencies over the baseline's, rate by rate."""
     called = (_LATENCIES[name] for name in _SHOWN)
-    names = dict(zip(("ratio", "ttft_ratio", "tbt_ratio"), called, strict=True))
+    names = dict(zip(("ratio", "ttft_ratio", "tpot_ratio"), called, strict=True))
     # Records of before know latencies per token alone.
     known = [name for name in names if any(name in one for one in ratios)]
     cells = [
@@ -437,7 +437,7 @@ def _missing(data: Mapping[str, Any]) -> Iterator[str]:
     if rates and all(row["parts"] is None for row in rates):
         yield "time of a request by phase: no server reports it"
     if not _limits(data["objective"]):
-        yield "requests within an SLO: none was given (--slo ttft=2s,tbt=50ms)"
+        yield "requests within an SLO: none was given (--slo ttft=2s,tpot=50ms)"
     for method in data["methods"]:
         rows = _rows(data, method["method"])
         if rows and method["fit"] is None:
@@ -459,7 +459,7 @@ def _missing(data: Mapping[str, Any]) -> Iterator[str]:
 def _notes(data: Mapping[str, Any]) -> list[str]:
     notes = [
         "Latency per token: from arrival to the last token, per output token.",
-        "TTFT: from arrival to the first token. TBT: mean time between output tokens.",
+        "TTFT: from arrival to the first token. TPOT: mean time between output tokens.",
         "Counted: requests after warm-up, except the last tenth of the run.",
         "Queue: grows, or steady (under 2 % of the rate), at 95 %; otherwise open.",
     ]
@@ -582,7 +582,7 @@ def to_csv(result: Mapping[str, Any]) -> str:
 
 
 def figure(result: Mapping[str, Any]) -> Any:
-    """Return latency per token, TTFT and TBT against the rate, a curve per method."""
+    """Return latency per token, TTFT and TPOT against the rate, a curve per method."""
     data = result["data"]
     limits = data["objective"]
 

@@ -68,14 +68,14 @@ def test_a_load_is_measured_shown_compared_and_exported(
 ) -> None:
     pytest.importorskip("matplotlib")
     run = tmp_path / "run"
-    done = load(server, "--slo", "ttft=2s,tbt=1s", "--out", run, "--csv", tmp_path / "a.csv")
+    done = load(server, "--slo", "ttft=2s,tpot=1s", "--out", run, "--csv", tmp_path / "a.csv")
     assert done.code == 0, done.stderr
     # So few requests do not tell whether the queue grows, and this client may be late.
     assert re.search(r"served(: no rate can be judged| sustained (80|160) )", done.stdout)
     result = read_result(run / "result.json")
     assert (result["kind"], result["complete"]) == ("load", True)
     assert [row["case"] for row in result["data"]["rates"]] == ["served @ 80/s", "served @ 160/s"]
-    assert result["data"]["objective"] == {"share": 0.9, "ttft_seconds": 2.0, "tbt_seconds": 1.0}
+    assert result["data"]["objective"] == {"share": 0.9, "ttft_seconds": 2.0, "tpot_seconds": 1.0}
     lines = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
     for line, row in zip(lines, result["data"]["rates"], strict=True):
         assert float(line["outside_seconds"]) == pytest.approx(row["parts"]["outside_seconds"])

@@ -42,7 +42,7 @@ def test_a_load_is_simulated_shown_and_compared(tmp_path):
     assert all(row["lateness_seconds"]["most"] == 0 for row in rows.values())
     assert all(row["parts"]["elsewhere_seconds"] == 0 for row in rows.values())
     for case in ("1/s", "6/s"):
-        ours, theirs = (rows[f"{m} @ {case}"]["tbt_seconds"]["mean"] for m in ("fdc", "full"))
+        ours, theirs = (rows[f"{m} @ {case}"]["tpot_seconds"]["mean"] for m in ("fdc", "full"))
         assert ours < theirs
     assert kvprof("show", run).stdout == done.stdout
     again = tmp_path / "again"

@@ -316,7 +316,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("--load --request-rate 1,x", "--request-rate: 'x'"),
         ("--load --request-rate 0", "--request-rate: '0'"),
         ("--load --slo ttft=2x", "'ttft=2x'"),
-        ("--load --slo tbt=50", "'tbt=50'"),
+        ("--load --slo tpot=50", "'tpot=50'"),
         ("--load --slo share=0.9", "--slo has no limit"),
         (f"--load --slo ttft={400 * '9'}s", "--slo: cannot read 'ttft=999"),
         ("--load --slo ttft=1s,share=2", "share=2"),

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 def slower(folder: Path, target: Path, factor: float) -> Path:
     result = copy.deepcopy(read_result(folder))
     for row in result["data"]["cases"]:
-        for key in ("jct_seconds", "ttft_seconds", "decode_seconds", "tbt_seconds"):
+        for key in ("jct_seconds", "ttft_seconds", "decode_seconds", "itl_seconds"):
             row[key] *= factor
         for key in ("jct_seconds", "ttft_seconds", "decode_seconds"):
             row[f"{key}_interval"] = [0.99 * row[key], 1.01 * row[key]]
@@ -122,7 +122,7 @@ def test_results_are_compared_and_a_limit_is_enforced(run: Path) -> None:
     assert "got worse by more" in done.error
     kept = read_result(run.parent / "c.json")
     assert kept["kind"] == "compare"
-    assert kept["data"]["failed"] == 6  # of two methods; TBT is of one run's steps
+    assert kept["data"]["failed"] == 6  # of two methods; ITL is of one run's steps
     assert kvprof("compare", run, worse, "--fail-over", "20%").code == 0
     assert kvprof("compare", worse, run, "--fail-over", "0.05").code == 0
     assert kvprof("show", run.parent / "c.json").code == 0

@@ -109,7 +109,7 @@ def request_time(unattributed: float) -> dict[str, Any]:
             "method": method,
             "ttft_seconds": seconds,
             "jct_seconds": seconds,
-            "tbt_seconds": None,
+            "itl_seconds": None,
             "unattributed_share": share_,
         }
 

@@ -239,7 +239,7 @@ def test_job_completion_time_is_matched_by_case_phase_and_part() -> None:
     assert ("decode", "attention") in parts
     assert ("prefill", "unattributed") in parts
     # Steps are the samples of the time between tokens; there is one prefill.
-    assert rows_of(data, "tbt_seconds")[0]["changes"][0]["share_interval"] is not None
+    assert rows_of(data, "itl_seconds")[0]["changes"][0]["share_interval"] is not None
     assert rows_of(data, "ttft_seconds")[0]["changes"][0]["share_interval"] is None
     held = {row["key"]["case"]: row["in"] for row in data["unmatched"]}
     assert held == {"palu b1 in2048 out21": ["a"], "fdc b1 in2048 out21": ["b"]}

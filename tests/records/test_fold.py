@@ -100,7 +100,7 @@ def test_steps_of_several_runs_take_the_place_of_one_runs() -> None:
     run = small_run(*first, *medians)
     data = fold(run)
     assert [row["seconds"] for row in data["steps"]] == [1.0, 3.0, 2.0]
-    assert data["cases"][0]["tbt_seconds"] == 2.0
+    assert data["cases"][0]["itl_seconds"] == 2.0
     assert data["cases"][0]["measured_seconds"] == 6.0
     passes = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
     assert [event["dur"] for event in passes] == pytest.approx([9e6, 7e6, 8e6])
@@ -172,8 +172,8 @@ def test_every_case_of_a_run_adds_up_to_its_wall_time() -> None:
 
 def test_time_between_tokens_counts_the_passes_that_a_step_stands_for() -> None:
     data = fold(small_run(step(1.0, 90.0), step(2.0, 9.5), step(5.0, 0.5), finished(1.0, 1.0)))
-    assert data["cases"][0]["tbt_seconds"] == 1.0
-    assert data["cases"][0]["tbt_p99_seconds"] == 2.0
+    assert data["cases"][0]["itl_seconds"] == 1.0
+    assert data["cases"][0]["itl_p99_seconds"] == 2.0
 
 
 def test_the_intervals_of_two_phases_add_up() -> None:

@@ -59,7 +59,7 @@ def test_latencies_are_those_of_the_requests_in_the_window():
         np.mean([e.first - e.arrival for e in counted])
     )
     step = METHODS["full"][1] + METHODS["full"][2] * 2048
-    assert one["tbt_seconds"]["p90"] == pytest.approx(step)
+    assert one["tpot_seconds"]["p90"] == pytest.approx(step)
     assert one["longest_gap_seconds"]["mean"] == pytest.approx(step)
     inside = sum(begin <= e.last < end for e in events)
     assert one["completed_per_s"] == pytest.approx(inside / (end - begin))
@@ -124,13 +124,13 @@ def test_a_rate_whose_end_nobody_saw_has_no_ratio_to_a_larger_one(own, other, ra
 
 
 def test_an_objective_ends_what_the_queue_does_not():
-    limits = {"share": 0.9, "tbt_seconds": 1e-3}
+    limits = {"share": 0.9, "tpot_seconds": 1e-3}
     strict = result_of(load_stream(rates=(0.5, 1.0), lengths=SHORT, objective=limits))
     own = method("full", strict)
     assert (own["largest_rate"], own["limited_by"]) == (None, "objective")
     assert own["largest_rate_interval"] == [None, 0.5]
     assert row("full @ 1/s", strict)["goodput_per_s"] == 0
-    limits = {"share": 0.9, "tbt_seconds": 1.0}
+    limits = {"share": 0.9, "tpot_seconds": 1.0}
     loose = result_of(load_stream(rates=(0.5, 1.0), lengths=SHORT, objective=limits))
     own = method("full", loose)
     assert (own["largest_rate"], own["limited_by"]) == (1.0, None)
@@ -299,7 +299,7 @@ def test_ratios_are_those_of_the_means_over_requests_that_both_served(rate):
     assert own["count"] == len(both)
     figures = {
         "ttft": lambda one: one.first - one.arrival,
-        "tbt": lambda one: (one.last - one.first) / (one.tokens - 1),
+        "tpot": lambda one: (one.last - one.first) / (one.tokens - 1),
     }
     for key, figure in figures.items():
         mine, theirs = (np.mean([figure(found[name][n]) for n in both]) for name in found)

@@ -52,7 +52,7 @@ def load(
             "load",
             ("kvprof", "bench", "--load"),
             mode,
-            {"objective": {"tbt_seconds": 0.03, "share": 0.9}},
+            {"objective": {"tpot_seconds": 0.03, "share": 0.9}},
             first.environment,
             {"name": "a-shape"},
             tuple(methods),

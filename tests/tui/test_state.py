@@ -32,7 +32,7 @@ def figures(state: RunState) -> dict:
             "parts": {part: pytest.approx(s) for part, s in case.account.by_part().items()},
             "jct": pytest.approx(case.account.seconds),
             "ttft": case.ttft_seconds(),
-            "tbt": case.itl_seconds(),
+            "itl": case.itl_seconds(),
             "layers": {
                 number: (layer.key_ranks, layer.nbytes, pytest.approx(layer.seconds))
                 for number, layer in case.layers.items()
@@ -61,7 +61,7 @@ class TestAgainstTheFold:
             assert case.account.by_part() == pytest.approx(sums)
             assert case.account.seconds == pytest.approx(row["jct_seconds"])
             assert case.ttft_seconds() == row["ttft_seconds"]
-            assert case.itl_seconds() == pytest.approx(row["tbt_seconds"])
+            assert case.itl_seconds() == pytest.approx(row["itl_seconds"])
 
     def test_a_killed_run_has_come_as_far_here_as_there(self):
         for events in (self.events, whole_first(self.events)):

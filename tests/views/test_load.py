@@ -35,9 +35,9 @@ def test_where_a_method_is_faster_at_some_rates_only_they_are_named():
     assert "1 0.900 [0.850, 0.950] 90" in said
     for one in pays["ratios"]:
         one |= {"ttft_ratio": 1.2, "ttft_ratio_interval": [1.1, 1.3]}
-        one |= {"tbt_ratio": 0.8, "tbt_ratio_interval": None}
+        one |= {"tpot_ratio": 0.8, "tpot_ratio_interval": None}
     said = text_of(result)
-    assert "req/s latency per token TTFT TBT requests" in said
+    assert "req/s latency per token TTFT TPOT requests" in said
     assert "1 0.900 [0.850, 0.950] 1.20 [1.10, 1.30] 0.800 90" in said
     pays["ratios"] = pays["ratios"][1:]
     assert "fdc is significantly faster than full at no tested rate, by" in text_of(result)

@@ -22,7 +22,7 @@ __all__ = [
     "weight_bytes",
 ]
 
-# --- TTFT, TBT, latency and overheads over a trace's requests (FDC §6.5, §6.8).
+# --- TTFT, TPOT, latency and overheads over a trace's requests (FDC §6.5, §6.8).
 
 
 #: Of decode: an integration error that is worth a warning.
@@ -33,7 +33,7 @@ def summary(trace: Trace, seed: int, found: dict[str, list[ComposedRequest]]) ->
     """Return ``data.requests``."""
     figures: dict[str, list[dict[str, Any]]] = {
         "ttft": [],
-        "tbt": [],
+        "tpot": [],
         "jct": [],
         "normalised_latency": [],
         "overheads": [],
@@ -42,7 +42,7 @@ def summary(trace: Trace, seed: int, found: dict[str, list[ComposedRequest]]) ->
         decoded = [one for one in requests if one.request.output_len > 1]
         for name, values in (
             ("ttft", [one.prefill_seconds for one in requests]),
-            ("tbt", [one.decode_seconds / (one.request.output_len - 1) for one in decoded]),
+            ("tpot", [one.decode_seconds / (one.request.output_len - 1) for one in decoded]),
             ("jct", [one.jct for one in requests]),
             ("normalised_latency", [one.jct / one.request.output_len for one in requests]),
         ):

@@ -26,7 +26,7 @@ def test_percentiles_are_over_requests():
         "full": [composition(10, 1, 1.0, 0.0, 0.0)] * 100,
     }
     data = summary(load_trace("fdc/arxiv"), 5, found)
-    (ttft, _), (tpot,) = data["ttft"], data["tbt"]
+    (ttft, _), (tpot,) = data["ttft"], data["tpot"]
     assert ttft["p50_seconds"] == pytest.approx(50.5)
     assert tpot["method"] == "fdc"  # a request of one token has no time between tokens
     assert tpot["p99_seconds"] == pytest.approx(99.01 * 2 / 10)
