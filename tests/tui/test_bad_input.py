@@ -102,7 +102,7 @@ class TestQuittingWhileItMeasures:
         async def steps(app, pilot):
             await until(app, pilot, begun(session))
             await press(app, pilot, "q", "s")
-            await until(app, pilot, lambda: not session.worker.running)
+            await until(app, pilot, lambda: app.return_value is not None)
 
         assert show(session, folder, steps, everything=False) == 130
         lines = (folder / "events.jsonl").read_text().splitlines()
