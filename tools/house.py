@@ -28,10 +28,10 @@ CEILINGS: Measures = {
     "raises": 1088,
     "functions_with_12_parameters": 67,
     "modules_with_one_importer": 98,
-    "test_lines": 57_536,
+    "test_lines": 57_537,
     "test_functions": 2634,
     "tests_of_wording": 598,
-    "document_words": 21_338,
+    "document_words": 21_356,
     "readme_lines": 120,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
