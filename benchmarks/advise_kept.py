@@ -17,7 +17,7 @@ MODELS = {
 }
 _FORMATS = (
     *("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
-    *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "q8_0"),
+    *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "q8_0", "q4_0"),
 )
 _QWEN, _SMOL = "qwen2.5-coder-1.5b-h200", "smollm2-h200"
 #: A plan's name in the table, its record, and its method there; of `centring` the label.

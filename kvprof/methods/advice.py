@@ -106,6 +106,7 @@ PLANS = (
     Plan("16 bits", "vLLM"),
     *(Plan(name, *ENGINE_FORMATS[name]) for name in _VLLM),
     Plan("q8_0", *ENGINE_FORMATS["q8_0"], bits=8.5),
+    Plan("q4_0", *ENGINE_FORMATS["q4_0"], bits=4.5),
     Plan("hadamard 4/4", _TORCH, "", 4.25, "hadamard-int4", _OPEN),
     Plan("hadamard 3/2", _TORCH, "", 2.75, "hadamard-int3", ("bits=k3v2", *_OPEN)),
     Plan("kq-wf 7x", _TORCH, "", 16 / 7, "kq-wf", _KQ, rate=1 - 1 / 7),
