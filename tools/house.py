@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 57_537,
     "test_functions": 2634,
     "tests_of_wording": 598,
-    "document_words": 21_356,
+    "document_words": 21_384,
     "readme_lines": 120,
     "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
