@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])"
 _BITS = {"mxfp4": 4.25, "fp8": 8.0}
 
 
+@cache
 def _shape(model: str) -> dict[str, Any] | None:
     """Return a shape that ships, by its name."""
     text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")

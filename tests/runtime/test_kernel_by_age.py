@@ -80,9 +80,11 @@ def test_no_border_of_a_pass_changes_an_answer(
     model, plan = made
     borders = data.draw(st.sets(st.integers(1, tokens - 1), max_size=4))
     whole = logits(model, plan, [0, tokens])
+    exact = logits(model, replace(plan, prefill_uncompressed=True), [0, tokens])
+    # Sums of another order may round one value to the next code; a token read wrongly moves more.
+    limit = max(1e-4, 0.2 * error(exact, whole))
     for cuts in ([0, *sorted(borders), tokens], list(range(tokens + 1))):
-        # Sums of another order may round one value to the next code: 4e-4 was seen.
-        assert error(logits(model, plan, cuts), whole) < 2e-3
+        assert error(logits(model, plan, cuts), whole) < limit
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
