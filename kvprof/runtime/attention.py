@@ -68,7 +68,10 @@ class GroupStack:
 
     def by_group(self, states: Tensor) -> Tensor:
         """Take the stack's heads out of ``[rows, Hkv, t, d]``: ``[rows, g, n, t, d]``."""
-        if self.kv_heads != tuple(range(states.shape[1])):
+        first, count = self.kv_heads[0], len(self.kv_heads)
+        if self.kv_heads == tuple(range(first, first + count)):
+            states = states[:, first : first + count]
+        else:
             states = states.index_select(1, index_of(self.kv_heads, states.device))
         return unflatten(states, 1, (self.groups, self.heads))
 

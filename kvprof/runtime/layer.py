@@ -33,7 +33,7 @@ from kvprof.runtime.clock import part
 from kvprof.runtime.codecs import PLAIN
 from kvprof.runtime.retention import EvictionPolicy, OwnTokens
 from kvprof.runtime.rows import Part, RowGroup
-from kvprof.runtime.tensors import index_of, unflatten
+from kvprof.runtime.tensors import concatenated, index_of, unflatten
 
 __all__ = ["LayerRuntime"]
 
@@ -350,7 +350,7 @@ class LayerRuntime:
         """Return all stored and own tokens in a form, ``[rows, g, N, r']``."""
         kept = getattr(row_group, side)
         parts: list[Part] = kept[index] if kept else []
-        rows = torch.cat([*(x.rows() for x in parts), latent], dim=-2)
+        rows = concatenated([*(x.rows() for x in parts), latent], -2)
         plain = self.layer.sliding_window is not None
         # Sinks stay, and what is stored so already is not quantised twice.
         start = 0 if plain else min(self.plan.levels.sink, rows.shape[-2])
