@@ -17,7 +17,7 @@ from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments
 from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import UsageError
 
-__all__ = ["Centre", "centred_moments", "layer_centre", "rotated_mean"]
+__all__ = ["Centre", "bias_centre", "centred_moments", "layer_centre", "rotated_mean"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,12 @@ def layer_centre(
         mean[:, pairs.first[dropped]] = mean[:, pairs.second[dropped]] = 0.0
     lost = moments.sums["v"] / tokens if values else torch.zeros_like(moments.sums["v"])
     return Centre(mean.float().cpu(), lost.float().cpu())
+
+
+def bias_centre(moments: LayerMoments) -> Centre:
+    """Return what a layer's projections of keys and values add, 0 where they add nothing."""
+    both = (moments.biases.get(k, torch.zeros(moments.rest[k].shape[:2])) for k in ("k", "v"))
+    return Centre(*(bias.float().cpu() for bias in both))
 
 
 def rotated_mean(moments: LayerMoments) -> Tensor | None:

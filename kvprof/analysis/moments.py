@@ -149,6 +149,8 @@ class LayerMoments:
         ``Σ c_j c_jᵀ``, ``[2F + 1, 2F + 1]``.
     sums : dict of str to Tensor
         Of ``v`` and, where kept, ``o`` the sum over all positions, ``[heads, d_v]``.
+    biases : dict of str to Tensor
+        Of ``k`` and ``v`` what their projections add, ``[num_kv_heads, d]``; empty without.
     """
 
     rest: dict[str, Tensor]
@@ -160,6 +162,7 @@ class LayerMoments:
     cross: Tensor | None = None
     table: Tensor | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def empty(
@@ -171,6 +174,7 @@ class LayerMoments:
         c_wv: Tensor | None = None,
         magnitudes: bool = False,
         pairs: RotaryPairs | None = None,
+        biases: Mapping[str, Tensor] | None = None,
     ) -> "LayerMoments":
         """Return moments with nothing counted yet.
 
@@ -186,6 +190,8 @@ class LayerMoments:
             Count how large the values of K and V are too.
         pairs : RotaryPairs or None
             Keep moments of keys against positions.
+        biases : mapping or None
+            As in the class.
         """
 
         def zeros() -> dict[str, Tensor]:
@@ -196,6 +202,7 @@ class LayerMoments:
 
         counts = {key: empty_counts(shapes[key][0], device) for key in ("k", "v") if magnitudes}
         empty = cls(rest=zeros(), first=zeros(), c_o=c_o, c_wv=c_wv, magnitudes=counts)
+        empty.biases = {key: bias.to(device) for key, bias in (biases or {}).items()}
         if pairs is not None:
             size = 2 * pairs.count + 1
             empty.pairs = pairs.to(device)

@@ -136,11 +136,6 @@ PAPERS: dict[str, PaperSetting] = {
         differs=(
             _SVD_LLM_DATA,
             (
-                "centre",
-                "Latents hold the bias of a projection that has one (Qwen 2); Palu's code adds it "
-                "to what is rebuilt.",
-            ),
-            (
                 None,
                 "Fisher information, where ranks go by it, is taken on the calibration text, or "
                 "the user's, at most the paper's 2,048 sequences of 1,024, not on WikiText-2.",

@@ -39,7 +39,8 @@ def palu(
     RoPE nothing is rebuilt: queries meet the latent, by ``up`` folded into W_Q (eq. 7) or, where
     heads share a latent, online. With QK-norm between projection
     and RoPE, K after the norm is decomposed and projected online: the norm is no linear map.
-    Values are folded into W_V and W_O, which makes W_O up to `heads` times larger.
+    Values are folded into W_V and W_O, which makes W_O up to `heads` times larger. Where
+    projections add a bias, latents are without it, as in Palu's code, and nothing is folded.
 
     Parameters
     ----------

@@ -14,8 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from kvprof.analysis.centring import centred_moments, layer_centre, rotated_mean
+from kvprof.analysis.centring import (
+    Centre,
+    bias_centre,
+    centred_moments,
+    layer_centre,
+    rotated_mean,
+)
 from kvprof.analysis.linalg import few_threads
+from kvprof.analysis.moments import LayerMoments
 from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import dim_rate, rate
 from kvprof.methods.engine_formats import engine_format
@@ -49,6 +56,7 @@ from kvprof.methods.svd_alone import svd_k, svd_kv, svd_v
 from kvprof.methods.tale import tale, tale_kivi
 from kvprof.methods.turboquant import turboquant
 from kvprof.methods.xkv import xkv
+from kvprof.models.layout import ModelLayout
 
 __all__ = [
     "COMMON_OPTIONS",
@@ -159,13 +167,8 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
 def _family(name: str, inputs: MethodInputs, given: Mapping[str, Any]) -> PlanFamily:
     options = typed_options(name, given)
     centre = options.pop("centre", None)
-    if centre is None:  # stand-ins for a model without weights have no means, nor do old moments
-        pairs = [facts.rotary_pairs is not None for facts in inputs.layout.layers]
-        known = inputs.moments is not None and (
-            any(x.cross is not None for x in inputs.moments.layers)
-            or ("source" in inputs.moments.info and not any(pairs))
-        )
-        centre = centred_by_default(name) and known
+    if centre is None:
+        centre = centred_by_default(name, inputs.layout) and _default_centre(name, inputs)
     if centre is not False:
         return _centring(name, inputs, options, centre)
     installed = _installed()
@@ -415,32 +418,56 @@ def _evicting(family: PlanFamily, part: str, order: str, keep: float | None) -> 
             ) from None
         return evicted(half, part, share, order)
 
-    def at_rate(wanted: float, tokens: int) -> Plan:
-        # Scores are stored too: both halves give a little more until the bytes are what was asked.
-        total = wanted
-        while True:
-            plan = shared(total, tokens)
-            lacking = wanted - rate(plan, tokens)
-            if lacking <= 1e-9:
-                return plan
-            total += max(lacking, 1e-4)
-            if total >= 1:
-                raise UsageError(f"{family.method}+{part} does not reach the rate {wanted:g}")
-
+    # Scores are stored too: both halves give a little more.
+    at_rate = _reaching(shared, f"{family.method}+{part}")
     return PlanFamily(
         family.method, family.knob, build, family.bounds, family.settings, at_rate, family.finish
     )
 
 
-def centred_by_default(name: str) -> bool:
-    """Whether a method is centred unless it is told otherwise."""
-    return name in _CENTRED
+def _reaching(attempt: Callable[[float, int], Plan], name: str) -> Callable[[float, int], Plan]:
+    """Ask for a little more until the bytes are what was asked."""
+
+    def at_rate(wanted: float, tokens: int) -> Plan:
+        total = wanted
+        while True:
+            plan = attempt(total, tokens)
+            lacking = wanted - rate(plan, tokens)
+            if lacking <= 1e-9:
+                return plan
+            total += max(lacking, 1e-4)
+            if total >= 1:
+                raise UsageError(f"{name} does not reach the rate {wanted:g}")
+
+    return at_rate
+
+
+def centred_by_default(name: str, layout: ModelLayout | None = None) -> bool:
+    """Whether a method stores no means, or no biases, unless it is told otherwise."""
+    biased = layout is not None and any(layer.biased for layer in layout.layers)
+    return name in _CENTRED or (biased and base_method(name, {})[0] == "palu")
+
+
+def _default_centre(name: str, inputs: MethodInputs) -> bool | str:
+    """Stand-ins for a model without weights have no means, nor do old moments."""
+    if inputs.moments is None:
+        return False
+    layers = inputs.moments.layers
+    if name not in _CENTRED:
+        return "bias" if any(layer.biases for layer in layers) else False
+    pairs = [facts.rotary_pairs is not None for facts in inputs.layout.layers]
+    return any(layer.cross is not None for layer in layers) or (
+        "source" in inputs.moments.info and not any(pairs)
+    )
 
 
 def _centring(
-    name: str, inputs: MethodInputs, options: dict[str, Any], centre: bool | int
+    name: str, inputs: MethodInputs, options: dict[str, Any], centre: bool | int | str
 ) -> PlanFamily:
-    """Return a method's plans of keys and values without their means (`kvprof.methods.plan`)."""
+    """Return a method's plans of keys and values without their means (`kvprof.methods.plan`).
+
+    With ``bias`` without what their projections add, as Palu's code stores them.
+    """
     base = base_method(name, options)[0]
     needs = calibration_needs(name, **options, centre=False)
     if needs is not None and needs.across is not None:
@@ -450,14 +477,20 @@ def _centring(
     moments = inputs.calibrated(name)
     # Bases of low rank lose what queries see; codes lose by a key's length.
     by_query = base in METHODS and "grid" in option_types(METHODS[base])
-    count = None if centre is True else centre
     # A first token that all attend to has a value near 0, which a plan without the mean has to
     # store: on Qwen2.5-Coder-1.5B kq's values at a rate of 0.25 keep 0.953 for 0.976. Where first
     # tokens stay uncompressed it costs nothing.
     values = bool(option_of(name, options, "sink"))
     crossed = [layer.cross is not None for layer in moments.layers]
+
+    def centre_of(layer: LayerMoments) -> Centre:
+        if isinstance(centre, str):
+            return bias_centre(layer)
+        count = None if centre is True else centre
+        return layer_centre(layer, moments.tokens, count, by_query, values)
+
     centres = {
-        index: layer_centre(moments.layers[index], moments.tokens, count, by_query, values)
+        index: centre_of(moments.layers[index])
         for index, facts in enumerate(inputs.layout.layers)
         if not facts.shared and (crossed[index] or facts.rotary_pairs is not None)
     }
@@ -480,7 +513,10 @@ def _centring(
     return replace(
         family,
         build=lambda value: centred(family.build(value)),
-        at_rate=None if at_rate is None else lambda *asked: centred(at_rate(*asked)),
+        # Kept tokens of a centred plan know their positions.
+        at_rate=None
+        if at_rate is None
+        else _reaching(lambda *asked: centred(at_rate(*asked)), name),
         at_ranks=None if at_ranks is None else lambda ranks: centred(at_ranks(ranks)),
     )
 

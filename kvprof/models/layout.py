@@ -33,6 +33,7 @@ class LayerLayout:
     #: Names inside the attention module; None where no plain projection gives the output or V.
     output_projection: str | None = None
     value_projection: str | None = None
+    biased: bool = False  # whether the projection of V adds a bias
     value_interleaved: bool = False  # whether a fused projection lays out q, k, v head by head
     #: Where the slice that goes through the rotary function starts; None where Q and K before RoPE
     #: cannot be had.

@@ -182,6 +182,7 @@ class _Observer:
             value_projection=None
             if value is None
             else self._name(value[0][0]).removeprefix(prefix),
+            biased=value is not None and getattr(value[0][0], "bias", None) is not None,
             value_interleaved=value is not None and value[1],
             rotary_offset=offset,
             rotary_transposed=transposed,

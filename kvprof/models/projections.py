@@ -1,6 +1,7 @@
 """The weights of single heads inside the projections of Q, K, V and the output, fused or not."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from kvprof.errors import UsageError
 from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.weights import projection_matrix
 
-__all__ = ["head_columns", "output_slices", "value_weight"]
+__all__ = ["head_columns", "output_slices", "projection_biases", "value_weight"]
 
 
 def output_slices(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Tensor:
@@ -46,6 +47,23 @@ def value_weight(model: PreTrainedModel, layout: ModelLayout, layer: int) -> Ten
     else:
         per_head = matrix[:, -heads * width :].view(layout.hidden_size, heads, width)
     return per_head.transpose(0, 1).contiguous()
+
+
+def projection_biases(model: PreTrainedModel, facts: LayerLayout) -> dict[str, Tensor]:
+    """Return what projections add to each head of ``k`` and ``v``, ``[num_kv_heads, d]`` float64.
+
+    Left out where a norm follows.
+    """
+    found = {}
+    if facts.biased and not facts.mla and not facts.shared:
+        for kind in ("v",) if facts.qk_norm else ("k", "v"):
+            with suppress(UsageError):  # keys whose projection is not known keep theirs
+                name, columns = head_columns(model, facts, kind, range(facts.num_kv_heads))
+                bias = getattr(model.get_submodule(name), "bias", None)
+                if bias is not None and bool(bias.any()):
+                    own = bias.detach()[columns.to(bias.device)].to(torch.float64)
+                    found[kind] = own.view(facts.num_kv_heads, -1)
+    return found
 
 
 def head_columns(

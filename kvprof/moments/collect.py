@@ -31,7 +31,7 @@ from kvprof.models.interface import (
 )
 from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.load import LoadedModel, OpenedModel
-from kvprof.models.projections import output_slices, value_weight
+from kvprof.models.projections import output_slices, projection_biases, value_weight
 from kvprof.models.weights import compute_device
 from kvprof.sources.grammar import RANDOM, Source, SourceKind
 from kvprof.sources.windows import ModelTokens, batches, windows
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 # Tokens per forward pass that keep a device busy without needing much memory.
-_CPU_BATCH_TOKENS = 8192
+_CPU_BATCH_TOKENS = 2048
 _GPU_BATCH_TOKENS = 16384
 
 
@@ -211,7 +211,13 @@ def empty_moments(
         )
         layers.append(
             LayerMoments.empty(
-                shapes, device, c_o=c_o, c_wv=c_wv, magnitudes=magnitudes, pairs=pairs
+                shapes,
+                device,
+                c_o=c_o,
+                c_wv=c_wv,
+                magnitudes=magnitudes,
+                pairs=pairs,
+                biases=projection_biases(loaded.model, layer),
             )
         )
     return Moments(layers, loaded.fingerprint)

@@ -34,6 +34,8 @@ def save_moments(moments: Moments, path: Path, *, force: bool = False) -> None:
             tensors[f"layers.{index}.magnitudes.{key}"] = counts
         for key, total in layer.sums.items():
             tensors[f"layers.{index}.sums.{key}"] = total
+        for key, bias in layer.biases.items():
+            tensors[f"layers.{index}.biases.{key}"] = bias
         if layer.pairs is not None:
             pairs = [layer.pairs.first, layer.pairs.second, layer.pairs.sign, layer.pairs.column]
             # safetensors takes no empty tensor: of a layer without RoPE, one row of zeros.
@@ -130,6 +132,7 @@ def _layer(own: dict[str, Tensor]) -> LayerMoments:
         own.get("cross"),
         own.get("table"),
         part("sums"),
+        part("biases"),
     )
 
 
@@ -165,9 +168,9 @@ def _check(name: str, layer: LayerMoments) -> None:
             raise ValueError(f"{name}: the key means by position have the wrong shape")
     if layer.cross is not None and "v" not in layer.sums:
         raise ValueError(f"{name} lacks the sum of its values")
-    for key, total in layer.sums.items():
-        if key not in layer.rest or total.shape != layer.rest[key].shape[:2]:
-            raise ValueError(f"{name}: the sum of {key[:40]!r} has the wrong shape")
+    for key, row in (*layer.sums.items(), *layer.biases.items()):
+        if key not in layer.rest or row.shape != layer.rest[key].shape[:2]:
+            raise ValueError(f"{name}: the sum or bias of {key[:40]!r} has the wrong shape")
     heads = {key: len(gram) for key, gram in {**layer.rest, **weights}.items() if key in _KV_HEADS}
     queries = {len(layer.rest[key]) for key in ("q", "q_pre", "o") if key in layer.rest}
     if len(set(heads.values())) > 1 or any(

@@ -44,7 +44,7 @@ def check_servable(plan: Plan) -> None:
 
 def check_method(laid: Laid, method: str, **options: Any) -> None:
     """Refuse a method whose plans the plug-in cannot serve, before anything is calibrated."""
-    if options.get("centre", centred_by_default(method)) is not False:
+    if options.get("centre", centred_by_default(method, laid.layout)) is not False:
         raise UsageError(f"{method} cannot be served: {CENTRED}")
     family = uncalibrated_family(laid, method, **options)
     if family is not None:

@@ -200,7 +200,6 @@ def test_where_methods_project_and_what_they_fold():
         ("zack", none, Placement.POST_ROPE, (True, True)),
         ("kq", none, Placement.POST_ROPE, (True, True)),
         ("palu", rope, Placement.PRE_ROPE, (True, False)),
-        ("palu", none, Placement.POST_ROPE, (True, False)),
         ("palu", "Qwen3", Placement.PRE_ROPE, (False, False)),
     ):
         layer = plan_at(plan_family(name, inputs(arch), **LOW_RANK[name]), 0.5).layers[0]
@@ -210,7 +209,8 @@ def test_where_methods_project_and_what_they_fold():
 
 
 def test_palu_folds_queries_too_where_heads_have_their_own_latents():
-    alone = plan_at(plan_family("palu", inputs("GPT2"), heads=1, **FINE), 0.5).layers[0].keys
+    family = plan_family("palu", inputs("GPT2"), heads=1, centre=False, **FINE)
+    alone = plan_at(family, 0.5).layers[0].keys
     assert (alone.placement, alone.fold_down, alone.fold_up) == (Placement.POST_ROPE, True, True)
 
 

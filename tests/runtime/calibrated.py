@@ -1,6 +1,7 @@
 """One-layer models in float64, what methods are given for them, and the vectors behind it."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,4 +50,19 @@ def known(arch: str) -> tuple[MethodInputs, dict[str, Array]]:
     if hasattr(attention, "v_proj"):
         weight = attention.v_proj.weight.detach().double().numpy()
         vectors["w_v"] = weight.reshape(len(vectors["v"]), -1, weight.shape[-1])
+    _, b_k, b_v = _biases(attention)
+    vectors |= {
+        "b_k": b_k.reshape(len(vectors["k"]), -1),
+        "b_v": b_v.reshape(len(vectors["v"]), -1),
+    }
     return MethodInputs(model.layout, model.fingerprint, moments), vectors
+
+
+def _biases(attention: Any) -> list[Array]:
+    """Return what the projections of Q, K and V add."""
+    if hasattr(attention, "c_attn"):  # of one width each
+        return np.split(attention.c_attn.bias.detach().double().numpy(), 3)
+    return [
+        np.zeros(x.out_features) if x.bias is None else x.bias.detach().double().numpy()
+        for x in (attention.q_proj, attention.k_proj, attention.v_proj)
+    ]

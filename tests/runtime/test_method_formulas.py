@@ -80,7 +80,7 @@ def projector(name: str, side: str, head: int, rank: int, seen: dict[str, Array]
     q, k, v = np.concatenate(list(seen["q"][own])), seen["k"][head], seen["v"][head]
     w_o = np.concatenate(list(seen["w_o"][own].swapaxes(1, 2)))
     if name.startswith("palu"):
-        joined = seen["k_pre" if side == "keys" else "v"]
+        joined = seen["k_pre" if side == "keys" else "v"] - bias(side, seen)
         return leading(np.concatenate(list(joined[head : head + 2]), axis=1), rank)
     if name in ("full", "svd_v" if side == "keys" else "svd_k"):
         return None
@@ -97,19 +97,26 @@ def projector(name: str, side: str, head: int, rank: int, seen: dict[str, Array]
     return leading(np.concatenate([math.sqrt(8192 / TOKENS) * v, w_o]), rank)
 
 
+def bias(side: str, seen: dict[str, Array]) -> Array:
+    """Return what the projection adds, which Palu's code adds after the rebuild."""
+    return seen["b_k" if side == "keys" else "b_v"][:, None]
+
+
 def through(name: str, side: str, plan: Plan, states: Tensor, seen: dict[str, Array]) -> Tensor:
     groups = getattr(plan.layers[0], side).groups
     parts = []
+    added = torch.from_numpy(bias(side, seen)) if name.startswith("palu") else 0.0
+    states = states.double() - added
     for group in groups:
-        x = states[:, group.first : group.first + group.heads].double()
+        x = states[:, group.first : group.first + group.heads]
         flat = torch.cat(list(x.unbind(1)), dim=-1)
         matrix = projector(name, side, group.first, group.rank, seen)
         flat = flat if matrix is None else flat @ torch.from_numpy(matrix)
         parts.append(torch.stack(flat.split(group.head_dim, dim=-1), dim=1))
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1) + added
 
 
-@pytest.mark.parametrize("arch", ["Llama", "GPT2", "Gemma2"])
+@pytest.mark.parametrize("arch", ["Llama", "Qwen2", "GPT2", "Gemma2"])
 @pytest.mark.parametrize("name", LOW_RANK)
 def test_outputs_are_the_formulas(name: str, arch: str) -> None:
     if name == "fdc_weight_v" and arch == "GPT2":
