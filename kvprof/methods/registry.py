@@ -445,7 +445,7 @@ def _reaching(attempt: Callable[[float, int], Plan], name: str) -> Callable[[flo
 def centred_by_default(name: str, layout: ModelLayout | None = None) -> bool:
     """Whether a method stores no means, or no biases, unless it is told otherwise."""
     biased = layout is not None and any(layer.biased for layer in layout.layers)
-    return name in _CENTRED or (biased and base_method(name, {})[0] == "palu")
+    return name in _CENTRED or (biased and plain_name(base_method(name, {})[0]) == "palu")
 
 
 def _default_centre(name: str, inputs: MethodInputs) -> bool | str:

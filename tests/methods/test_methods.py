@@ -141,6 +141,15 @@ def test_palu_loses_the_tail_of_the_joint_spectrum(seen):
         assert ((joined - kept) ** 2).sum() == pytest.approx(best(joined, 16), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["palu", "palu:paper", "palu-3bit", "palu:paper+keyformer"])
+def test_palu_in_every_form_keeps_biases_out_of_latents(name):
+    family = plan_family(name, inputs("Qwen2"), **FINE)
+    plan = plan_at(family, 0.3) if family.at_rate is None else family.at_rate(0.3, 64)
+    for layer, own in zip(plan.layers, model("Qwen2").model.model.layers, strict=True):
+        assert torch.equal(layer.centre.keys.flatten(), own.self_attn.k_proj.bias)
+        assert torch.equal(layer.centre.values.flatten(), own.self_attn.v_proj.bias)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 0])
 def test_palus_group_sizes(heads):
     plan = at_share("palu", 0.5, heads=heads)

@@ -19,11 +19,10 @@ def main() -> None:
         run_as_in_graphs()
     engine = LLM(
         folder,
-        dtype="float32",
         skip_tokenizer_init=True,
         compilation_config={"mode": 0, **wanted["graphs"]},
         disable_log_stats=False,
-        **wanted["engine"],
+        **{"dtype": "float32", **wanted["engine"]},
     )
     how = SamplingParams(
         temperature=0, max_tokens=wanted["tokens"], ignore_eos=True, detokenize=False

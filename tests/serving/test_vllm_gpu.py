@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvprof.methods.plan_files import load_plan, save_plan
+from kvprof.methods.quantisers import quantised
 from kvprof.serving.settings import RUNNER_VARIABLE
-from tests.serving.engine_runs import CHUNKS, served_by_engine
+from tests.serving.engine_runs import CHUNKS, ENGINE, served_by_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,3 +41,18 @@ def test_a_graph_may_be_longer_than_a_sequence(
     how: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 2, "block_size": 16}
     found = served_by_engine(model, plan, graphs=graphs, variables={RUNNER_VARIABLE: runner}, **how)
     assert found["waves"] == [wanted]
+
+
+def test_no_chunk_or_preemption_changes_what_quantised_pages_serve(
+    model: Path, plan: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """In a graph of chunks bfloat16 rounds otherwise, and 4-bit codes tell."""
+    own = tmp_path / "tiny-4bit.plan"
+    save_plan(quantised(load_plan(plan), "per-token", 4), own)
+    how = {**ENGINE, "block_size": 64, "dtype": "bfloat16"}
+    (wave,) = served_by_engine(model, own, enable_prefix_caching=False, **how)["waves"]
+    assert wave != wanted
+    how = {**how, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 8}
+    found = served_by_engine(model, own, waves=2, **how)
+    assert found["waves"] == [wave, wave]
+    assert found["preemptions"] > 0
