@@ -63,7 +63,7 @@ COMMAND_NEEDS = {
     "spectrum": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext"), (("matplotlib", "--svg and --png"),), uses_gpu=True
     ),
-    "advise": CommandNeeds(("plotext",), (("matplotlib", "--svg and --png"),)),
+    "advise": CommandNeeds(),
     "stability": CommandNeeds(
         (*_MODEL_PACKAGES, "plotext"), (("matplotlib", "--svg and --png"),), uses_gpu=True
     ),

@@ -1,17 +1,14 @@
 """``kvprof advise``: which cache to use for a model, a GPU and a context."""
 
-import hashlib
-import json
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
 
-from kvprof.commands.options import LoadOptions
-from kvprof.commands.output import FigureOptions, Outcome, measuring
+from kvprof.commands.options import LoadOptions, parse_removal, share_option
+from kvprof.commands.output import Outcome, TableOptions, measuring
 from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
 from kvprof.environment import read_gpus
 from kvprof.errors import UsageError
@@ -19,8 +16,8 @@ from kvprof.loading import loading
 from kvprof.methods.advice import GPUS, AdvisedGpu, Question, advised
 from kvprof.methods.engine_cache import cache_layers, text_config
 from kvprof.models.config_files import read_config_file, read_share, served_name, weight_bytes
-from kvprof.results.advise import AdvisedPlan, best_of
-from kvprof.sizes import format_count, parse_bytes, parse_count, parse_share
+from kvprof.results.advise import best_of
+from kvprof.sizes import format_count, parse_bytes, parse_count
 
 _DEFAULT_GPU = "h100-80gb"
 
@@ -37,15 +34,11 @@ def _read_gpu(text: str, *, what: str) -> AdvisedGpu:
     return GPUS[_DEFAULT_GPU]
 
 
-def _keeps_a_share(request: "AdviseRequest") -> str | None:
-    return None if 0 < request.keep <= 1 else f"--keep {request.keep:g} is not in (0, 1]"
-
-
 _GPU_HELP = f"here (this machine's first), or one of {', '.join(GPUS)}."
 _MINUTES_HELP = "Load the model and measure plans for this long; a second run resumes."
 
 
-class AdviseRequest(LoadOptions, FigureOptions):
+class AdviseRequest(LoadOptions, TableOptions):
     """Advise a cache format for a model, a GPU and a context: users that fit, accuracy, time.
 
     MODEL may also name a shape (Llama-3.1-8B). Without --minutes no weights are read.
@@ -72,9 +65,9 @@ class AdviseRequest(LoadOptions, FigureOptions):
     ] = 1
     keep: Annotated[
         float,
-        typer.Option("--keep", help="Accuracy to keep: lower end of the interval."),
-        *(Parsed(parse_share), Mark.FREE, Input()),
-    ] = written("0.99")
+        share_option("--keep", "Accuracy to keep: lower end of the interval.", None, parse_removal),
+        *(Mark.FREE, Input()),
+    ] = 0.99
     weights: Annotated[
         int | None,
         typer.Option("--weights", metavar="SIZE", help="Weights' size, if unknown."),
@@ -92,22 +85,9 @@ class AdviseRequest(LoadOptions, FigureOptions):
     ] = None
 
     # Without --minutes no weights are read.
-    rules: ClassVar[tuple[Rule, ...]] = (
-        _keeps_a_share,
-        *(needs(name, "minutes") for name in ("device", "dtype", "trust_remote_code", "save")),
+    rules: ClassVar[tuple[Rule, ...]] = tuple(
+        needs(name, "minutes") for name in ("device", "dtype", "trust_remote_code", "save")
     )
-
-
-@dataclass
-class Advice:
-    """What was found: plans as the config has them, then as they were measured."""
-
-    plans: list[AdvisedPlan]
-    inputs: dict[str, Any]
-    warnings: list[str]
-    saved: str | None = None
-    complete: bool = True
-    lost: list[str] = field(default_factory=list)
 
 
 @measuring(AdviseRequest)
@@ -120,61 +100,39 @@ def advise(request: AdviseRequest) -> Outcome:
     weights, source = request.weights, "--weights"
     if weights is None:
         weights, source = weight_bytes(model, config, request.revision, request.gguf)
+    read_weights = int(weights * read_share(model))
     question = Question(
-        model=served_name(model),
-        model_type=own["model_type"],
-        layers=layers,
-        weights=weights,
-        read_weights=int(weights * read_share(model)),
-        gpu=gpu,
-        context=request.context,
-        users=request.users,
-        biased=own["model_type"].startswith("qwen2") or bool(own.get("attention_bias")),
+        *(served_name(model), own, layers, weights, read_weights, gpu),
+        *(request.context, request.users),
     )
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    warnings = _warnings(request, own.get("max_position_embeddings"), question)
-    found = Advice(advised(question), {"fingerprint": digest[:32]}, warnings)
+    plans, warnings = advised(question), []
+    if not request.has("gpu") and gpu is GPUS[_DEFAULT_GPU]:
+        warnings.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
+    if request.context > (longest := own.get("max_position_embeddings") or request.context):
+        warnings.append(f"the model states a context of {format_count(longest)}")
+    inputs, complete, problem = dict[str, Any](), True, None
     if request.minutes is not None:
         with loading():
             from kvprof.commands.advise_weights import measure
-        measure(request, found, until=began + 60 * request.minutes)
-    best = best_of(found.plans, request.keep)
+        until = began + 60 * request.minutes
+        inputs, complete, problem = measure(request, plans, warnings, until=until)
+    best = best_of(plans, request.keep)
     return Outcome(
         inputs={
             **request.inputs(),
-            **found.inputs,
-            "model": model,
-            "model_type": own["model_type"],
-            "weights_from": source,
-            "gpu": gpu.name,
-            "gpu_memory_bytes": gpu.memory,
+            **inputs,
+            **{"model": model, "model_type": own["model_type"], "weights_from": source},
+            **{"gpu": gpu.name, "gpu_memory_bytes": gpu.memory},
             "gpu_bytes_per_second": gpu.bandwidth,
         },
         data={
-            "plans": [one.model_dump() for one in found.plans],
+            "plans": [one.model_dump() for one in plans],
             "best": best and best.plan,
-            "saved": found.saved,
             "weights_bytes": weights,
             "available_bytes": question.available,
-            "cached_layers": len(layers),
             "layer_kinds": dict(Counter(one.kind for one in layers)),
         },
-        warnings=found.warnings,
-        complete=found.complete,
-        lost=found.lost,
+        warnings=warnings,
+        complete=complete,
+        problem=problem,
     )
-
-
-def _warnings(request: AdviseRequest, longest: object, question: Question) -> list[str]:
-    found = []
-    if not request.has("gpu") and request.gpu is GPUS[_DEFAULT_GPU]:
-        found.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
-    if isinstance(longest, int) and request.context > longest:
-        found.append(f"the model states a context of {format_count(longest)}")
-    if any(one.reach for one in question.layers):
-        tokens = format_count(2 * question.gpu.step_tokens)
-        found.append(
-            f"in sliding windows vLLM reserves {tokens} tokens in flight for each user; more "
-            "users fit during decode"
-        )
-    return found

@@ -8,9 +8,8 @@ itself, and a test holds this against its answers.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from math import ceil
 from typing import Any
@@ -20,8 +19,6 @@ from kvprof.methods.named import EDGE, TURBOQUANT
 
 __all__ = ["CacheLayer", "Pool", "cache_layers", "plan_pool", "text_config", "token_bytes"]
 
-_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
-_COUNTS = range(1, 100_001)  # of layers, or of heads
 _BLOCK = 16  # tokens of a page, where nothing makes it larger
 
 
@@ -36,9 +33,7 @@ class CacheLayer:
     state: int = 0  # bytes of a sequence's state
 
     def __post_init__(self) -> None:
-        sizes = (self.heads, self.width, self.reach, self.state)
-        whole = all(isinstance(size, int) and size >= 0 for size in sizes)
-        if not whole or self.values + self.state == 0:
+        if self.values + self.state <= 0 or self.reach < 0:
             raise ValueError(f"no such layer: {self}")
 
     @property
@@ -50,42 +45,26 @@ class CacheLayer:
 # --- A config's layers.
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    text = (files("kvprof") / "assets" / "cache-defaults.json").read_text("utf-8")
-    return dict(json.loads(text))
-
-
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a model's decoder, with what its class takes where it says nothing."""
-    kind, known = str(config.get("model_type")), _defaults()
-    if config.get("is_encoder_decoder"):
-        raise UsageError(f"{kind}: encoder-decoder caches are not supported")
-    for inner in _INNER:
-        if isinstance(config.get(inner), Mapping):
-            default = known.get(kind, {}).get(inner)
-            return text_config({"model_type": default, **config[inner]})
-    if kind not in known and kind not in _LATENT:
-        raise UsageError(
-            f"{kind}: transformers has no decoder of this model_type, so its cache cannot be "
-            "counted"
-        )
-    stated = {x: value for x, value in config.items() if value is not None or x in _NULLABLE}
-    default = known.get(kind, {})
-    renamed = default.get("renamed", {})
-    stated |= {name: stated[given] for name, given in renamed.items() if given in stated}
-    return {**default, **stated, "model_type": kind}
-
-
+_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 #: What a config turns off by null; its class has a number.
 _NULLABLE = ("sliding_window", "attention_chunk_size")
 #: Families whose layers hold latents of all heads together, as vLLM keeps them.
 _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
-#: Families whose layers may hold a state.
-_STATES = (
-    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "nemotron_h"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+# What states a recurrence's heads, their width, its size, its groups, and a convolution's kernel.
+_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+_NEMOTRON = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+_DELTA = (
+    *("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim"),
+    *("linear_num_key_heads", "linear_conv_kernel_dim"),
 )
+#: Families whose layers may hold a state, and what gives its size.
+_STATES: dict[str, Sequence[str | int]] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _MAMBA),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), (1, "hidden_size", 0, 0, "conv_L_cache")),
+    "jamba": ("mamba_expand", "hidden_size", "mamba_d_state", 0, "mamba_d_conv"),
+    "nemotron_h": _NEMOTRON,
+}
 # What else may be kept that this does not know.
 _UNKNOWN = re.compile(
     r"mamba|ssm|linear_(num|key|value|conv|attn)|conv_L|kv_lora|recurrent|lru_|rwkv|state_size|"
@@ -93,94 +72,101 @@ _UNKNOWN = re.compile(
 )
 #: Kinds of attention as transformers calls them, and what states their reach.
 _ATTENTION = {
-    "full_attention": ("full",),
-    "attention": ("full",),
+    "full_attention": ("full", ""),
+    "attention": ("full", ""),
+    "hybrid": ("full", ""),  # beside a state
     "sliding_attention": ("window", "sliding_window"),
     "chunked_attention": ("chunk", "attention_chunk_size"),
 }
 
 
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a model's decoder, with what its class takes where it says nothing."""
+    kind = str(config.get("model_type"))
+    known = json.loads((files("kvprof") / "assets" / "cache-defaults.json").read_text("utf-8"))
+    default = known.get(kind, {})
+    for inner in _INNER:
+        if isinstance(config.get(inner), Mapping):
+            return text_config({"model_type": default.get(inner), **config[inner]})
+    if kind not in known and kind not in _LATENT:
+        raise UsageError(
+            f"{kind}: transformers has no decoder of this model_type, so its cache cannot be "
+            "counted"
+        )
+    stated = {x: value for x, value in config.items() if value is not None or x in _NULLABLE}
+    renamed = default.get("renamed", {})
+    stated |= {name: stated[given] for name, given in renamed.items() if given in stated}
+    return {**default, **stated, "model_type": kind}
+
+
 def cache_layers(own: Mapping[str, Any]) -> list[CacheLayer]:
     """Return what each layer of a model keeps, of what `text_config` returned."""
-    try:
-        return _layers(own)
-    except KeyError as missing:
-        problem = f"lacks {missing.args[0]}"
-    except (AttributeError, TypeError, ValueError, ArithmeticError):
-        problem = "has an unexpected value"
     kind = own["model_type"]
-    raise UsageError(f"{kind}: config.json {problem}, so the cache cannot be counted")
+    try:
+        found = _layers(own)
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as problem:
+        raise UsageError(
+            f"{kind}: config.json lacks a size, or has another than expected ({problem}), so the "
+            "cache cannot be counted"
+        ) from None
+    if not found:
+        raise UsageError(f"{kind}: no layer of this model has a cache")
+    return found
 
 
 def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
-    for needed in ("num_hidden_layers", "num_attention_heads"):
-        if own.get(needed) not in _COUNTS:
-            raise KeyError(needed)
+    """Return the layers that have a cache of their own."""
     kind, count = own["model_type"], own["num_hidden_layers"]
     if kind in _LATENT:
         return [CacheLayer("latent", 1, own["kv_lora_rank"] + own["qk_rope_head_dim"])] * count
     if kind not in _STATES and (other := [key for key in own if _UNKNOWN.search(key) and own[key]]):
         raise UsageError(f"{kind}: {other[0]} in config.json names a cache that is not supported")
-    types = _types(own)[:count]
+    types = _layer_types(own)
     if len(types) < count:
         raise UsageError(f"{kind}: layer_types in config.json must have {count} entries")
-    each = own.get("per_layer_config", {})
-    if kind.startswith("gemma4"):
-        types[-1] = "full_attention"
-        own = own if each else {"global_head_dim": 512, **own}
-    found: list[CacheLayer] = []
-    for index, type_ in enumerate(types[: count - own.get("num_kv_shared_layers", 0)]):
-        found += _layer({**own, **each.get(str(index), {})}, type_)
-    if not found:
-        raise UsageError("no layer of this model has a cache")
+    found = []
+    for index, name in enumerate(types[: count - own.get("num_kv_shared_layers", 0)]):
+        if name not in _ATTENTION and kind not in _STATES:
+            raise UsageError(f"{kind}: caches of {name} are not supported")
+        if name == "hybrid" or name not in (*_ATTENTION, "moe", "mlp"):
+            found.append(CacheLayer("state", state=_state_bytes(own)))
+        if name in _ATTENTION:
+            each = own.get("per_layer_config", {}).get(str(index), {})
+            found.append(_attention({**own, **each}, *_ATTENTION[name]))
     return found
 
 
-def _types(own: Mapping[str, Any]) -> list[str]:
+def _layer_types(own: Mapping[str, Any]) -> Sequence[str]:
     """Return the kind of each layer, as transformers calls it."""
-    count, kind, get = own["num_hidden_layers"], own["model_type"], own.get
-    other = "linear_attention" if kind in _STATES else "sliding_attention"
-
-    def full(at: Container[int]) -> list[str]:
-        return ["full_attention" if index in at else other for index in range(count)]
-
+    count, get = own["num_hidden_layers"], own.get
+    other = "linear_attention" if own["model_type"] in _STATES else "sliding_attention"
     if types := get("layer_types") or get("layers_block_type"):
-        return [*types]
+        return list(types)
     if letters := get("hybrid_override_pattern"):
         return [{"M": other, "*": "full_attention"}.get(letter, "mlp") for letter in letters]
     if get("attention_chunk_size") and (rotated := get("no_rope_layers")):
         return ["chunked_attention" if one else "full_attention" for one in rotated]
-    if indices := get("attn_layer_indices") or get("full_attn_idxs"):
-        return full(indices)
-    if period := get("attn_layer_period"):
-        return full(range(own["attn_layer_offset"], count, period))
     every = get("full_attention_interval") or get("sliding_window_pattern")
-    if isinstance(every, int) and every > 0:
-        return full(range(every - 1, count, every))
-    if get("use_sliding_window"):
-        return full(range(get("max_window_layers", 0)))
-    if pattern := get("pattern"):
+    full: Sequence[int] = range(count)
+    if indices := get("attn_layer_indices") or get("full_attn_idxs"):
+        full = indices
+    elif period := get("attn_layer_period"):
+        full = range(own["attn_layer_offset"], count, period)
+    elif isinstance(every, int) and every > 0:
+        full = range(every - 1, count, every)
+    elif get("use_sliding_window"):
+        full = range(get("max_window_layers", 0))
+    elif pattern := get("pattern"):  # of the family, in the table of defaults
         return [pattern[index % len(pattern)] for index in range(count)]
-    if kind in _STATES:
+    elif own["model_type"] in _STATES:
         raise KeyError("layer_types")
-    windowed = get("sliding_window") and get("use_sliding_window", True)
-    return full(() if windowed else range(count))
+    elif get("sliding_window") and get("use_sliding_window", True):
+        full = ()
+    return ["full_attention" if index in full else other for index in range(count)]
 
 
-def _layer(own: Mapping[str, Any], type_: str) -> list[CacheLayer]:
-    """Return what a layer of a kind keeps: attention, a state, both or nothing."""
-    kind = own["model_type"]
-    if type_ in _ATTENTION:
-        return [_attention(own, *_ATTENTION[type_])]
-    if kind not in _STATES:
-        raise UsageError(f"{kind}: caches of {type_} are not supported")
-    if type_ in ("moe", "mlp"):
-        return []
-    state = CacheLayer("state", state=_state(own))
-    return [state, _attention(own, "full")] if type_ == "hybrid" else [state]
-
-
-def _attention(own: Mapping[str, Any], kind: str, reach: str = "") -> CacheLayer:
+def _attention(own: Mapping[str, Any], kind: str, reach: str) -> CacheLayer:
+    """Return a layer of attention: its heads and their width by the names that families use."""
     heads = own["num_attention_heads"]
     single = own.get("multi_query") and not own.get("new_decoder_architecture")
     kv = own.get("num_key_value_heads") or (1 if single else own.get("num_kv_heads") or heads)
@@ -191,29 +177,13 @@ def _attention(own: Mapping[str, Any], kind: str, reach: str = "") -> CacheLayer
     return CacheLayer(kind, kv, width, reach=own[reach] if reach else 0)
 
 
-_MAMBA2 = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
-_NEMOTRON = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
-
-
-def _state(own: Mapping[str, Any]) -> int:
+def _state_bytes(own: Mapping[str, Any]) -> int:
     """Return the bytes of a sequence's convolution and recurrence in a layer."""
-    kind, recurrence = own["model_type"], 0
-    if kind.startswith("lfm2"):
-        kernel, channels = own["conv_L_cache"], own.get("conv_dim") or own["hidden_size"]
-    elif kind.startswith("qwen3"):
-        keys = own["linear_num_key_heads"] * own["linear_key_head_dim"]
-        values = own["linear_num_value_heads"] * own["linear_value_head_dim"]
-        kernel, channels = own["linear_conv_kernel_dim"], 2 * keys + values
-        recurrence = values * own["linear_key_head_dim"]
-    elif kind == "jamba":
-        kernel, channels = own["mamba_d_conv"], own["mamba_expand"] * own["hidden_size"]
-        recurrence = channels * own["mamba_d_state"]
-    else:
-        names = _NEMOTRON if kind == "nemotron_h" else _MAMBA2
-        heads, width, size, groups, kernel = (own[name] for name in names)
-        channels, recurrence = heads * width + 2 * groups * size, heads * width * size
-    exact = 4 if kind == "nemotron_h" or own.get("mamba_ssm_dtype") == "float32" else 2
-    return int(2 * (kernel - 1) * channels + exact * recurrence)
+    named = _STATES[own["model_type"]]
+    heads, width, size, groups, kernel = (own[x] if isinstance(x, str) else x for x in named)
+    exact = named is _NEMOTRON or own.get("mamba_ssm_dtype") == "float32"
+    convolution = 2 * (kernel - 1) * (heads * width + 2 * groups * size)
+    return int(convolution + (4 if exact else 2) * heads * width * size)
 
 
 # --- Pages, as vLLM plans them.
@@ -225,10 +195,6 @@ class Pool:
 
     block_bytes: int
     blocks: Callable[[int], int]
-
-    def bytes(self, context: int) -> int:
-        """Return the bytes that a sequence of a length takes."""
-        return self.blocks(context) * self.block_bytes
 
     def users(self, available: int, context: int) -> float:
         """Return how many sequences of a length fit, as vLLM's log has it."""
@@ -249,6 +215,7 @@ def _leaves_edges(layers: Sequence[CacheLayer], dtype: str) -> bool:
 
 
 def _token_bytes(layer: CacheLayer, dtype: str) -> int:
+    """Return what vLLM stores of a token in a layer that has the type."""
     heads, width = layer.heads, layer.width
     if dtype == "auto":
         return 2 * layer.values
@@ -283,7 +250,6 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
         raise UsageError(f"{dtype}: vLLM stores latents (MLA) as auto or fp8 only")
     if dtype.startswith("turboquant") and kinds - {"full", "state"}:
         raise UsageError(f"{dtype}: vLLM does not support it with sliding windows")
-    in_flight = 2 * step_tokens
     # The page of a layer left at 16 bits takes that of one that is not.
     tokens = 2 * _BLOCK if _leaves_edges(layers, dtype) else _BLOCK
     state = max(one.state for one in layers)
@@ -293,7 +259,9 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
     stored = zip(layers, held, token_bytes(layers, dtype), strict=True)
     sizes = [one.state or count * size for one, count, size in stored]
     if len({(one.kind, one.reach) for one in layers}) == 1:
-        return Pool(sum(sizes), lambda context: _pages(layers[0], held[0], context, in_flight))
+        return Pool(
+            sum(sizes), lambda context: _pages(layers[0], held[0], context, 2 * step_tokens)
+        )
     # Pages of one size, in groups of one number of layers: a smaller page holds more tokens, or
     # else is not full.
     largest = max(sizes)
@@ -306,7 +274,7 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
     return Pool(
         largest * group,
         lambda context: sum(
-            -(-number // group) * _pages(layer, count, context, in_flight)
+            -(-number // group) * _pages(layer, count, context, 2 * step_tokens)
             for (layer, count), number in alike.items()
         ),
     )

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,22 @@ _INDEX = "model.safetensors.index.json"
 _COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
 #: Bits of a parameter where ``quantization_config`` names a method without them.
 _BITS = {"mxfp4": 4.25, "fp8": 8.0}
+#: What a config calls the keys of a shape that ships, and those of a GGUF file.
+_NAMES = {
+    **{"layers": "num_hidden_layers", "block_count": "num_hidden_layers"},
+    **{"hidden_size": "hidden_size", "embedding_length": "hidden_size"},
+    **{"num_heads": "num_attention_heads", "attention.head_count": "num_attention_heads"},
+    **{"num_kv_heads": "num_key_value_heads", "attention.head_count_kv": "num_key_value_heads"},
+    **{"head_dim": "head_dim", "attention.key_length": "head_dim"},
+    **{"sliding_window": "sliding_window", "attention.sliding_window": "sliding_window"},
+    **{"context": "max_position_embeddings", "context_length": "max_position_embeddings"},
+}
 
 
-@cache
 def _shape(model: str) -> dict[str, Any] | None:
     """Return a shape that ships, by its name."""
     text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
-    shapes = {name.lower(): entry for name, entry in yaml.safe_load(text).items()}
-    return shapes.get(model.lower())
+    return {name.lower(): entry for name, entry in yaml.safe_load(text).items()}.get(model.lower())
 
 
 def hub_name(model: str) -> str:
@@ -45,26 +52,8 @@ def served_name(model: str) -> str:
     return str(_path(model, None, None)) if shipped else hub_name(model)
 
 
-def _of_shape(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a shape that ships as a config."""
-    kind = entry.get("model_type", "llama")
-    pattern, layers = entry.get("window_pattern", "F"), entry["layers"]
-    names = {"F": "full_attention", "W": "sliding_attention"}
-    return {
-        "model_type": kind,
-        "quantization_config": {"quant_method": "mxfp4"} if kind == "gpt_oss" else None,
-        "num_hidden_layers": layers,
-        "hidden_size": entry["hidden_size"],
-        "num_attention_heads": entry["num_heads"],
-        "num_key_value_heads": entry["num_kv_heads"],
-        "head_dim": entry["head_dim"],
-        "sliding_window": entry.get("sliding_window"),
-        "layer_types": [names[pattern[i % len(pattern)]] for i in range(layers)],
-        "max_position_embeddings": entry.get("context"),
-    }
-
-
 def _hub_file(model: str, name: str, revision: str | None) -> Path:
+    """Return a file of a hub model, downloaded unless it is in the cache."""
     try:
         path = huggingface_hub.hf_hub_download(
             model, name, revision=revision, local_files_only=not hub_answers()
@@ -75,25 +64,6 @@ def _hub_file(model: str, name: str, revision: str | None) -> Path:
         said = next(iter(str(error).splitlines()), type(error).__name__)
         raise LackingError(f"{model}: {name} cannot be downloaded from the hub: {said}") from error
     return Path(path)
-
-
-#: What a config calls the keys of a GGUF file.
-_GGUF_KEYS = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.sliding_window": "sliding_window",
-    "context_length": "max_position_embeddings",
-}
-
-
-def _of_gguf(model: str, path: Path) -> dict[str, Any]:
-    """Return what a GGUF file says of its cache as a config."""
-    found = read_gguf(model, path)
-    named = {_GGUF_KEYS[key]: value for key, value in found.settings.items() if key in _GGUF_KEYS}
-    return {"model_type": ARCHITECTURES[found.architecture], **named}
 
 
 def _path(model: str, revision: str | None, gguf: str | None) -> Path:
@@ -112,24 +82,27 @@ def read_config_file(
 ) -> dict[str, Any]:
     """Return the config of a shape that ships, a folder, a GGUF file, or a hub id."""
     if (entry := _shape(model)) is not None:
-        return _of_shape(entry)
+        names = {"F": "full_attention", "W": "sliding_attention"}
+        kind = entry.get("model_type", "llama")
+        return {
+            **{_NAMES[key]: value for key, value in entry.items() if key in _NAMES},
+            **{"model_type": kind, "pattern": [names[x] for x in entry.get("window_pattern", "F")]},
+            "quantization_config": {"quant_method": "mxfp4"} if kind == "gpt_oss" else None,
+        }
     path = _path(model, revision, gguf)
     if path.suffix == ".gguf" and path.is_file():
-        return _of_gguf(model, path)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        local = path.exists() or path.name == "config.json" or path.suffix == ".gguf"
-        if local or not HUB_ID.fullmatch(model):
-            raise UsageError(f"{model}: not a known shape, folder, .gguf file or hub id")
-        path = _hub_file(model, "config.json", revision)
+        found = read_gguf(model, path)
+        said = {_NAMES[key]: value for key, value in found.settings.items() if key in _NAMES}
+        return {"model_type": ARCHITECTURES[found.architecture], **said}
+    if not path.is_dir() and (
+        path.exists() or path.suffix == ".gguf" or not HUB_ID.fullmatch(model)
+    ):
+        raise UsageError(f"{model}: not a known shape, folder, .gguf file or hub id")
+    file = path / "config.json" if path.is_dir() else _hub_file(model, "config.json", revision)
     try:
-        found = json.loads(path.read_bytes())  # some state Infinity
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{model}: {path.name} cannot be read ({error})") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{model}: {path.name} is not a JSON object")
-    return found
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{model}: config.json cannot be read ({error})") from error
 
 
 def _parameters(model: str) -> dict[str, float]:
@@ -153,18 +126,16 @@ def weight_bytes(
     path = _path(model, revision, gguf)
     if path.suffix == ".gguf":
         return sum(one.stat().st_size for one in gguf_parts(path)), "its GGUF file"
-    local, folder = path.exists(), path if path.is_dir() else path.parent
-    if local and (stored := [*folder.glob("*.safetensors")]):
+    if stored := [*path.glob("*.safetensors")]:
         return sum(one.stat().st_size for one in stored), "its safetensors files"
-    if local or _shape(model) is None:
+    if _shape(model) is None:
         with suppress(LackingError, OSError, ValueError, LookupError, TypeError):
-            index = folder / _INDEX if local else _hub_file(model, _INDEX, revision)
+            index = path / _INDEX if path.is_dir() else _hub_file(model, _INDEX, revision)
             return int(json.loads(index.read_bytes())["metadata"]["total_size"]), _INDEX
     if not (counted := _parameters(model).get("")):
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
-    given = config.get("quantization_config")
-    quantised = given if isinstance(given, Mapping) else {}
+    quantised = config.get("quantization_config") or {}
     bits = quantised.get("bits")
-    if not isinstance(bits, int | float) or not 0 < bits <= 32:
+    if not isinstance(bits, int):
         bits = _BITS.get(str(quantised.get("quant_method")), 16)
     return int(counted * bits / 8), f"the parameter count in its name at {bits:g} bits"

@@ -5,12 +5,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Interval, Keyed, Part, Result
+from kvprof.results.base import Compared, Interval, Keyed, Part, Result, ends
 
-__all__ = ["CONFIG", "WEIGHTS", "AdviseResult", "AdvisedPlan", "best_of"]
+__all__ = ["TORCH", "AdviseResult", "AdvisedPlan", "best_of"]
 
-#: Depths.
-CONFIG, WEIGHTS = "config only", "weights"
+TORCH = "torch only"
 
 
 class AdvisedPlan(Part):
@@ -18,10 +17,8 @@ class AdvisedPlan(Part):
 
     plan: Annotated[str, Keyed()]
     engine: str = Field(description="vLLM, llama.cpp, or torch only: nothing serves it yet.")
-    served: bool
     command: str
-    depth: str = Field(description="config only, or weights: what it keeps was measured here.")
-    refused: str | None = Field(description="Why the engine does not store this model's cache so.")
+    refused: str | None = Field(None, description="Why this model's cache is not stored so.")
     bits: float | None = Field(None, description="Of a value, with its scales.")
     bytes_per_token: Annotated[float | None, Compared("lower", headline=True, exact=True)] = Field(
         None, description="As allocated at the context, pages and states counted."
@@ -37,7 +34,7 @@ class AdvisedPlan(Part):
     )
     measured_on: str | None = Field(None, description="The nearest model that was measured.")
     measured_here: bool = Field(False, description="Whether that is this model.")
-    record: str | None = None
+    record: str | None = Field(None, description="Of that measurement; null where it is new.")
     attention_speedup: float | None = Field(
         None, description="Bytes that a step reads uncompressed over the plan's: an upper bound."
     )
@@ -47,7 +44,6 @@ class AdvisedPlan(Part):
     users: Annotated[float | None, Compared("higher", headline=True, exact=True)] = Field(
         None, description="Sequences of the context that fit at a time."
     )
-    users_at: list[list[float]] = Field([], description="The same, of contexts: tokens and users.")
 
 
 def best_of(plans: Sequence[AdvisedPlan], keep: float) -> AdvisedPlan | None:
@@ -70,11 +66,9 @@ class AdviseData(Part):
     best: str | None = Field(
         description="Of vLLM's plans that keep enough, the one that fits most users."
     )
-    saved: str | None = Field(None, description="The plan that --save kept, of kvprof's own.")
     weights_bytes: int
     available_bytes: int = Field(description="For the cache; below 0 where weights do not fit.")
-    cached_layers: int
-    layer_kinds: dict[str, int]
+    layer_kinds: dict[str, int] = Field(description="How many layers of a kind have a cache.")
 
 
 class AdviseInputs(Part):
@@ -84,14 +78,11 @@ class AdviseInputs(Part):
 
     model: str
     model_type: str
-    fingerprint: str = Field(description="Of the weights, where they were read; of the config.")
-    minutes: float | None = None
+    fingerprint: str | None = Field(None, description="Of the weights, where they were read.")
     text: list[str] | None = None
     sequences: int | None = None
     seq_len: int | None = None
-    dtype: str | None = None
-    device: str | None = None
-    saved: str | None = Field(None, description="File of the plan that was saved.")
+    saved: str | None = Field(None, description="File of the best plan of kvprof's own.")
     weights_from: str
     gpu: str
     gpu_memory_bytes: int
@@ -101,19 +92,12 @@ class AdviseInputs(Part):
     keep: float
 
 
-#: Columns of a CSV for a field of several values.
-_SEVERAL = {
-    "keeps_interval": ("keeps_low", "keeps_high"),
-    "needles": ("needles_found", "needles_asked"),
-    "users_at": (),
-}
-
-
 class AdviseResult(Result):
     """Which cache fits a model, a GPU and a context; a row of its CSV is a plan."""
 
-    columns: ClassVar[tuple[str, ...]] = tuple(
-        column for name in AdvisedPlan.model_fields for column in _SEVERAL.get(name, (name,))
+    columns: ClassVar[tuple[str, ...]] = (
+        *(name for name in AdvisedPlan.model_fields if name not in ("keeps_interval", "needles")),
+        *("keeps_low", "keeps_high", "needles_found", "needles_asked"),
     )
 
     inputs: AdviseInputs
@@ -122,7 +106,9 @@ class AdviseResult(Result):
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the plans."""
         for plan in self.data.plans:
-            row = plan.model_dump()
-            for name, columns in _SEVERAL.items():
-                row.update(zip(columns, row.pop(name) or (), strict=False))
-            yield row
+            found, asked = plan.needles or (None, None)
+            yield {
+                **plan.model_dump(exclude={"keeps_interval", "needles"}),
+                **ends("keeps", plan.keeps_interval),
+                **{"needles_found": found, "needles_asked": asked},
+            }

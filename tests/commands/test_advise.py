@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvprof.errors import Interrupted
+from kvprof.methods.advice import PLANS
 from kvprof.methods.plan_files import load_plan
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
@@ -133,7 +134,7 @@ def test_what_would_change_the_answer_is_measured_first(
     served = [one for one in plans.values() if one["engine"] == "vLLM"]
     enough = [one for one in served if one["keeps_at_least"] >= 0.99]
     assert best == max(enough, key=lambda one: one["users"])
-    assert best["depth"] == "weights"
+    assert best["measured_here"]
     assert (best["keeps"], best["keeps_interval"]) == (0.999, [0.998, 1.0])
     assert best["measured_on"] == str(wide_folder)
     # The plan that the config alone would name, then those that fit more users, most first.
@@ -156,8 +157,8 @@ def test_what_was_not_reached_keeps_the_nearest_models_figure(
 
     monkeypatch.setattr(Half, "evaluation", broken_off)
     result = advice(tmp_path, wide_folder, *_H100)
-    depths = {one["plan"]: one["depth"] for one in result["data"]["plans"]}
-    assert [name for name in depths if depths[name] == "weights"] == ["16 bits", measured[0]]
+    here = [one["plan"] for one in result["data"]["plans"] if one["measured_here"]]
+    assert here == ["16 bits", measured[0]]
     other = next(one for one in result["data"]["plans"] if one["plan"] == "q8_0")
     assert (other["measured_on"], other["measured_here"]) == ("SmolLM2-135M", False)
     assert "q8_0" in next(one for one in result["warnings"] if "not finished" in one)
@@ -178,9 +179,9 @@ def test_the_best_plan_of_kvprofs_own_is_saved(
     path = tmp_path / "own.plan"
     result = advice(tmp_path, wide_folder, *_H100, "--save", path)
     saved = load_plan(path)
-    own = [one for one in result["data"]["plans"] if not one["served"] and one["keeps"]]
+    own = [one for one in result["data"]["plans"] if one["engine"] == "torch only" and one["keeps"]]
     best = max((one for one in own if one["keeps_at_least"] >= 0.99), key=lambda one: one["users"])
-    assert result["data"]["saved"] == best["plan"]
+    assert saved.method == next(one.method for one in PLANS if one.name == best["plan"])
     assert saved.fingerprint == result["inputs"]["fingerprint"]
 
 

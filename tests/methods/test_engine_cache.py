@@ -38,7 +38,6 @@ _LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64}
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such family": ({"model_type": "nosuch"}, "nosuch"),
     "layers are missing": ({"model_type": "llama"}, "num_hidden_layers"),
-    "an encoder and a decoder": ({**_LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
     "a state of another kind": ({**_LLAMA, "ssm_state_size": 16}, "ssm_state_size"),
     "an unknown attention": ({**_LLAMA, "layer_types": ["odd_attention"] * 4}, "odd_attention"),
     "too few layer types": ({**_LLAMA, "layer_types": ["full_attention"]}, "layer_types"),
@@ -48,8 +47,8 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a hybrid without its state": ({"model_type": "jamba", "num_hidden_layers": 8}, "mamba_"),
     "a width that is text": ({**_LLAMA, "hidden_size": "wide"}, "config.json"),
-    "no layers": ({**_LLAMA, "num_hidden_layers": 0}, "num_hidden_layers"),
-    "a negative size": ({**_LLAMA, "num_key_value_heads": -2}, "unexpected"),
+    "no layers": ({**_LLAMA, "num_hidden_layers": 0}, "no layer"),
+    "a negative size": ({**_LLAMA, "num_key_value_heads": -2}, "another than expected"),
     "an indexed cache": ({"model_type": "deepseek_v32", "num_hidden_layers": 2}, "deepseek_v32"),
 }
 

@@ -23,7 +23,7 @@ def advise_result(
     other = CacheLayer("window", 8, 128, window) if window else full
     question = Question(
         model="made-up-8b",
-        model_type="llama",
+        config={"model_type": "llama"},
         layers=[full, other] * 16,
         weights=weights,
         read_weights=weights,
@@ -38,13 +38,12 @@ def advise_result(
         {
             **{"plans": [one.model_dump() for one in plans], "best": best and best.plan},
             **{"weights_bytes": weights, "available_bytes": question.available},
-            **{"cached_layers": 32, "layer_kinds": Counter(one.kind for one in question.layers)},
+            **{"layer_kinds": Counter(one.kind for one in question.layers)},
         },
         inputs={
-            **{"model": "made-up-8b", "model_type": "llama", "fingerprint": "0" * 32},
+            **{"model": "made-up-8b", "model_type": "llama", "fingerprint": None},
             **{"weights_from": "--weights", "gpu": "h100-80gb", "context": 32_768, "users": 1},
-            **{"gpu_memory_bytes": question.gpu.memory, "keep": 0.99},
-            **{"gpu_bytes_per_second": question.gpu.bandwidth, "dtype": None, "device": None},
+            **{"gpu_memory_bytes": 80 << 30, "gpu_bytes_per_second": 3.35e12, "keep": 0.99},
         },
         warnings=warnings,
         created=datetime(2026, 11, 29, tzinfo=UTC),
