@@ -22,7 +22,7 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 93_789,
+    "package_lines": 93_809,
     "package_files": 415,
     "docstring_share": 0.11,
     "raises": 1084,
@@ -33,7 +33,7 @@ CEILINGS: Measures = {
     "tests_of_wording": 598,
     "document_words": 21_387,
     "readme_lines": 120,
-    "tracked_megabytes_outside_the_package": 6.2,
+    "tracked_megabytes_outside_the_package": 6.1,
     # With --trace alone.
     "files_executed_spectrum": 48,
     "files_executed_eval": 92,

@@ -134,8 +134,9 @@ def weight_bytes(
             return int(json.loads(index.read_bytes())["metadata"]["total_size"]), _INDEX
     if not (counted := _parameters(model).get("")):
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
-    quantised = config.get("quantization_config") or {}
+    given = config.get("quantization_config")
+    quantised = given if isinstance(given, Mapping) else {}
     bits = quantised.get("bits")
-    if not isinstance(bits, int):
+    if not isinstance(bits, int | float) or not 0 < bits <= 32:
         bits = _BITS.get(str(quantised.get("quant_method")), 16)
     return int(counted * bits / 8), f"the parameter count in its name at {bits:g} bits"

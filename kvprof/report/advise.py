@@ -3,13 +3,13 @@
 from kvprof.report.blocks import Block, Column, Heading, Paragraph, Report, Table, framed
 from kvprof.results.advise import AdvisedPlan, AdviseResult
 from kvprof.sizes import format_bytes, format_count
-from kvprof.views.numbers import MISSING, duration, interval, number
+from kvprof.views.numbers import MISSING, duration, number
 
 __all__ = ["report"]
 
 _NOTES = (
-    "Keeps: accuracy kept [95 % interval], of the model most like this one that was measured.",
-    "At least: the interval's lowest end of all measured models, or of this one if measured.",
+    "At least: the interval's lowest end of all measured models, or of this one if measured here.",
+    "Torch only: 36 tokens stay at 16 bits, so short texts keep more than long contexts do.",
     "Attention, step: limits by bytes over the GPU's bandwidth, not measured times.",
     "Users: sequences that fit at the context at a time; for vLLM, in blocks as it counts them.",
 )
@@ -31,6 +31,10 @@ def report(result: AdviseResult) -> Report:
     ]
     kinds = ", ".join(f"{count} {kind}" for kind, count in data.layer_kinds.items())
     speed = f"{number(inputs.gpu_bytes_per_second / 1e12)} TB/s"
+    elsewhere = {one.measured_on for one in data.plans if one.measured_on and not one.measured_here}
+    keeps = f"Keeps: accuracy kept [95 % interval], measured on {', '.join(sorted(elsewhere))}"
+    if not elsewhere:
+        keeps = "Keeps: accuracy kept [95 % interval] of this model"
     texts = f"{inputs.sequences} sequences of {inputs.seq_len} tokens"
     facts = {
         "model": f"{inputs.model} ({inputs.model_type})",
@@ -46,7 +50,7 @@ def report(result: AdviseResult) -> Report:
         verdict=_verdict(result, best, context),
         subject=f"{inputs.model}, {inputs.gpu}, {context}",
         cautions=cautions,
-        notes=_NOTES,
+        notes=(f"{keeps}.", *_NOTES),
         measured_with=facts,
     )
 
@@ -60,13 +64,28 @@ def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
     if best is first:
         known = f"no served plan that is known to keep {inputs.keep:g} fits more"
         return f"Stay uncompressed: {known}; {uncompressed} users fit uncompressed."
-    keeps = f"at least {number(best.keeps_at_least)} on every model measured; this model was not"
+    keeps = f"at least {best.keeps_at_least:.3f} on every model measured; this model was not"
     if best.measured_here:
-        keeps = f"{interval(best.keeps, best.keeps_interval)} on this model"
+        keeps = f"{_kept(best)} on this model"
     return (
         f"{best.plan} in {best.engine}: {number(best.users)} users of {context}, "
         f"{uncompressed} uncompressed; it keeps {keeps}."
     )
+
+
+def _kept(plan: AdvisedPlan) -> str:
+    """Return what a plan keeps, with its interval."""
+    if plan.keeps is None:
+        return MISSING
+    ends = ", ".join(f"{end:.3f}" for end in plan.keeps_interval or () if end is not None)
+    return f"{plan.keeps:.3f}" + (f" [{ends}]" if ends else "")
+
+
+def _measured_on(plan: AdvisedPlan) -> str:
+    """Return a measured model's family; a note has whole names."""
+    if plan.measured_here:
+        return "here"
+    return plan.measured_on.partition("-")[0] if plan.measured_on else MISSING
 
 
 def _table(plans: list[AdvisedPlan]) -> Table:
@@ -76,9 +95,9 @@ def _table(plans: list[AdvisedPlan]) -> Table:
         Column("engine", "get it", words=True),
         Column("bits", "bits", number, goes=2),
         Column("bytes_per_token", "bytes a token", number, goes=3),
-        Column(lambda one: interval(one.keeps, one.keeps_interval), "keeps"),
-        Column("keeps_at_least", "at least", number),
-        Column(lambda one: one.measured_on or MISSING, "measured on", goes=1),
+        Column(_kept, "keeps"),
+        Column("keeps_at_least", "at least", lambda x: MISSING if x is None else f"{x:.3f}"),
+        Column(_measured_on, "measured on"),
         Column(lambda one: "/".join(map(str, one.needles or [MISSING])), "needles", goes=5),
         Column(lambda one: f"≤ {number(one.attention_speedup, 2)}×", "attention", goes=6),
         Column(lambda one: f"≥ {duration(one.step_seconds)}", "step", goes=4),
