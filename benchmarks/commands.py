@@ -34,6 +34,7 @@ _LONG = "128,1k,4k,16k,32k,64k,100k"
 _OPEN = "sink=4,window=32"
 _WF = "allocation=output,centre=true,sink=4,window=32"
 _LOW_RANK = "fdc,zack,palu,tale,kq"
+_QUARTER = "--method kq,fdc,zack,palu,svd-kv --rate 0.25"
 _BITS = "per-token,kivi,kvquant,turboquant,kq-4bit,kq-wf:allocation=output"
 _HADAMARD = "hadamard-int3:bits=k3v2"
 _PROSE_AND_CODE = "--text prose --text code --sequences 64 --seq-len 1k --tasks none"
@@ -87,6 +88,8 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         "frontier MODEL --method fdc:paper,zack:paper,palu:paper,tale:paper --points 4 "
         f"{_PROSE_AND_CODE}"
     ),
+    "rate-0.25-bfloat16": f"eval MODEL {_QUARTER} --dtype bfloat16 {_PROSE_AND_CODE}",
+    "rate-0.25-float32": f"eval MODEL {_QUARTER} --dtype float32 {_PROSE_AND_CODE}",
     "sinks-and-window": (
         f"frontier MODEL --method {_HADAMARD},sink=4,window=32,{_HADAMARD},sink=0,window=32,"
         f"{_HADAMARD},sink=4,window=0,{_HADAMARD},sink=0,window=0 {_PROSE_AND_CODE}"

@@ -31,9 +31,9 @@ CEILINGS: Measures = {
     "test_lines": 57_587,
     "test_functions": 2636,
     "tests_of_wording": 598,
-    "document_words": 21_387,
+    "document_words": 21_678,
     "readme_lines": 120,
-    "tracked_megabytes_outside_the_package": 6.1,
+    "tracked_megabytes_outside_the_package": 6.2,
     # With --trace alone.
     "files_executed_spectrum": 48,
     "files_executed_eval": 92,
