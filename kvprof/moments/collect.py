@@ -198,12 +198,10 @@ def empty_moments(
     for index, layer in enumerate(loaded.layout.layers):
         c_o = c_wv = None
         if layer.output_projection is not None:
-            slices = output_slices(loaded.model, loaded.layout, index).to(torch.float64)
-            by_group = slices.view(layer.num_kv_heads, -1, *slices.shape[1:])
-            c_o = torch.einsum("kgvd,kgwd->kvw", by_group, by_group)
+            slices = output_slices(loaded.model, loaded.layout, index)
+            c_o = _grams(slices).unflatten(0, (layer.num_kv_heads, -1)).sum(1)
         if not layer.mla and layer.value_projection is not None:
-            weight = value_weight(loaded.model, loaded.layout, index).to(torch.float64)
-            c_wv = weight.transpose(1, 2) @ weight
+            c_wv = _grams(value_weight(loaded.model, loaded.layout, index).mT)
         shapes = moment_shapes(layer, pre_rope=pre_rope, joint_heads=joint_heads, outputs=outputs)
         device = compute_device(loaded.model.get_submodule(layer.attention))
         pairs = (
@@ -221,6 +219,11 @@ def empty_moments(
             )
         )
     return Moments(layers, loaded.fingerprint)
+
+
+def _grams(heads: Tensor) -> Tensor:
+    """Return ``W Wᵀ`` of each head, float64; one by one, for copies of all stay on the heap."""
+    return torch.stack([(wide := head.to(torch.float64)) @ wide.mT for head in heads])
 
 
 def count_tokens(loaded: OpenedModel, source: Source, options: CollectOptions) -> int:
