@@ -108,14 +108,15 @@ def advise(request: AdviseRequest) -> Outcome:
     plans, warnings = advised(question), []
     if not request.has("gpu") and gpu is GPUS[_DEFAULT_GPU]:
         warnings.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
-    if request.context > (longest := own.get("max_position_embeddings") or request.context):
+    longest = own.get("max_position_embeddings")
+    if isinstance(longest, int) and request.context > longest:
         warnings.append(f"the model states a context of {format_count(longest)}")
-    inputs, complete, problem = dict[str, Any](), True, None
+    inputs, complete, lost = dict[str, Any](), True, list[str]()
     if request.minutes is not None:
         with loading():
             from kvprof.commands.advise_weights import measure
         until = began + 60 * request.minutes
-        inputs, complete, problem = measure(request, plans, warnings, until=until)
+        inputs, complete, lost = measure(request, plans, warnings, until=until)
     best = best_of(plans, request.keep)
     return Outcome(
         inputs={
@@ -134,5 +135,5 @@ def advise(request: AdviseRequest) -> Outcome:
         },
         warnings=warnings,
         complete=complete,
-        problem=problem,
+        lost=lost,
     )

@@ -4,7 +4,6 @@ It imports torch: only with ``--minutes``.
 """
 
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +38,7 @@ _TASK = "niah_single_1"
 
 def measure(
     request: "AdviseRequest", rows: list[AdvisedPlan], warnings: list[str], *, until: float
-) -> tuple[dict[str, Any], bool, KvprofError | None]:
+) -> tuple[dict[str, Any], bool, list[str]]:
     """Measure plans and replace their rows, until the time is over; then save kvprof's best.
 
     Returns what the result says of it, whether nobody stopped it, and why nothing was saved.
@@ -55,11 +54,11 @@ def measure(
     )
     loaded = sample.evaluator.loaded
     inputs = {**model_inputs(loaded), **sample.inputs()}
-    halves = [
-        Half(one, EvaluationCache(cache_folder(), one.digest, warnings.append))
-        for one in (sample.evaluator, _questions(sample.evaluator))
-        if one is not None
-    ]
+    halves = [_half(sample.evaluator, warnings)]
+    try:
+        halves.append(_half(_questions(sample.evaluator), warnings))
+    except KvprofError as problem:  # no prompt fits
+        warnings.append(f"no needles: {problem}")
     made: dict[int, Plan] = {}  # by the row's index
     with graceful_interrupt() as stop:
 
@@ -91,42 +90,52 @@ def measure(
                 return AdvisedPlan(**said, refused=f"{row.plan}: {problem}")
 
         def asked(half: Half, index: int) -> AdvisedPlan:
-            base = half.cache.get(BASELINE) or half.baseline(lambda _: None, ended)
-            rows[0] = rows[0].model_copy(update=_needles(base))
-            if not base["tasks"][_TASK]["accuracy"]:  # nothing that a plan could lose
+            try:
+                base = half.cache.get(BASELINE) or half.baseline(lambda _: None, ended)
+                rows[0] = rows[0].model_copy(update=_needles(base))
+                if not base["tasks"][_TASK]["accuracy"]:
+                    raise FailedError("the uncompressed model finds none")
+                return rows[index].model_copy(update=_needles(evaluate(half, index)))
+            except KvprofError as problem:
+                warnings.append(f"no needles: {problem}")
+                halves.remove(half)
                 return rows[index]
-            return rows[index].model_copy(update=_needles(evaluate(half, index)))
 
         try:
+            if not halves[0].cache.get(BASELINE):
+                halves[0].baseline(lambda _: None, ended)
             for group in _order(rows, request.keep):
-                for half in halves:
-                    for index in group:
-                        if half is halves[0]:
-                            rows[index] = measured(index)
-                        elif (rows[index].keeps_at_least or 0) >= request.keep:
-                            rows[index] = asked(half, index)
+                for index in group:
+                    rows[index] = measured(index)
+                for index in group:
+                    if len(halves) > 1 and (rows[index].keeps_at_least or 0) >= request.keep:
+                        rows[index] = asked(halves[1], index)
         except Interrupted:
             left = [row.plan for row in rows if row.record is not None] or ["needles"]
             warnings.append(f"not finished: {', '.join(left)}; repeat the command to resume")
+    lost = []
     try:
         if request.save is not None:
             own = [row for row in rows if row.engine == TORCH and row.record is None]
             if (best := best_of(own, request.keep)) is None:
-                raise FailedError(f"--save: no kvprof plan reaches --keep {request.keep:g}")
+                raise FailedError(f"no kvprof plan that was measured keeps {request.keep:g}")
             save_plan(made[rows.index(best)], request.save, force=request.force)
             inputs["saved"] = str(request.save)
     except KvprofError as problem:
-        return inputs, not stop.requested, problem
-    return inputs, not stop.requested, None
+        lost.append(f"--save {request.save}: {problem}")
+    return inputs, not stop.requested, lost
 
 
-def _questions(text: Evaluator) -> Evaluator | None:
-    """Return what asks for needles, beside one sequence of text; None where no prompt fits."""
-    with suppress(KvprofError):
-        items = select_tasks(text.loaded, (_TASK,), default_task_items(text.loaded)).items
-        first = text.samples[0].part(0, len(text.samples[0].ids))
-        return Evaluator(text.loaded, [first], items, text.settings)
-    return None
+def _half(evaluator: Evaluator, warnings: list[str]) -> Half:
+    """Return an evaluator with what is known of its evaluations."""
+    return Half(evaluator, EvaluationCache(cache_folder(), evaluator.digest, warnings.append))
+
+
+def _questions(text: Evaluator) -> Evaluator:
+    """Return what asks for needles, beside one sequence of text."""
+    items = select_tasks(text.loaded, (_TASK,), default_task_items(text.loaded)).items
+    first = text.samples[0].part(0, len(text.samples[0].ids))
+    return Evaluator(text.loaded, [first], items, text.settings)
 
 
 def _order(rows: list[AdvisedPlan], keep: float) -> tuple[list[int], list[int]]:

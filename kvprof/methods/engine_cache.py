@@ -33,7 +33,9 @@ class CacheLayer:
     state: int = 0  # bytes of a sequence's state
 
     def __post_init__(self) -> None:
-        if self.values + self.state <= 0 or self.reach < 0:
+        sizes = (self.heads, self.width, self.reach, self.state)
+        whole = all(isinstance(size, int) and size >= 0 for size in sizes)
+        if not whole or self.values + self.state == 0:
             raise ValueError(f"no such layer: {self}")
 
     @property
@@ -85,6 +87,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(config.get("model_type"))
     known = json.loads((files("kvprof") / "assets" / "cache-defaults.json").read_text("utf-8"))
     default = known.get(kind, {})
+    if config.get("is_encoder_decoder"):
+        raise UsageError(f"{kind}: encoder-decoder caches are not supported")
     for inner in _INNER:
         if isinstance(config.get(inner), Mapping):
             return text_config({"model_type": default.get(inner), **config[inner]})
@@ -117,13 +121,18 @@ def cache_layers(own: Mapping[str, Any]) -> list[CacheLayer]:
 def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
     """Return the layers that have a cache of their own."""
     kind, count = own["model_type"], own["num_hidden_layers"]
+    if count not in range(100_001):
+        raise ValueError(f"num_hidden_layers {count}")
     if kind in _LATENT:
         return [CacheLayer("latent", 1, own["kv_lora_rank"] + own["qk_rope_head_dim"])] * count
     if kind not in _STATES and (other := [key for key in own if _UNKNOWN.search(key) and own[key]]):
         raise UsageError(f"{kind}: {other[0]} in config.json names a cache that is not supported")
-    types = _layer_types(own)
+    types = [*_layer_types(own)][:count]
     if len(types) < count:
         raise UsageError(f"{kind}: layer_types in config.json must have {count} entries")
+    if kind.startswith("gemma4"):
+        types[-1] = "full_attention"
+        own = own if own.get("per_layer_config") else {"global_head_dim": 512, **own}
     found = []
     for index, name in enumerate(types[: count - own.get("num_kv_shared_layers", 0)]):
         if name not in _ATTENTION and kind not in _STATES:

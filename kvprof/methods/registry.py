@@ -167,10 +167,15 @@ def plan_family(name: str, inputs: MethodInputs, **options: Any) -> PlanFamily:
 def _family(name: str, inputs: MethodInputs, given: Mapping[str, Any]) -> PlanFamily:
     options = typed_options(name, given)
     centre = options.pop("centre", None)
+    usual = centred_by_default(name, inputs.layout)
     if centre is None:
-        centre = centred_by_default(name, inputs.layout) and _default_centre(name, inputs)
+        centre = usual and _default_centre(name, inputs)
     if centre is not False:
         return _centring(name, inputs, options, centre)
+    if usual and name not in _CENTRED and "centre" not in inputs.made and inputs.moments:
+        notes = ["latents hold the biases of projections, which Palu's code adds after the rebuild"]
+        made = {**inputs.made, "notes": [*inputs.made.get("notes", []), *notes]}
+        inputs = replace(inputs, made=made)
     installed = _installed()
     if (name in installed or name in METHODS) and skips_layers(name) and "skip" in options:
         left = replace(inputs, skip=_skipped(name, options.pop("skip"), inputs))
