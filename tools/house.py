@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 57_587,
     "test_functions": 2636,
     "tests_of_wording": 598,
-    "document_words": 21_832,
+    "document_words": 21_838,
     "readme_lines": 120,
     "tracked_megabytes_outside_the_package": 6.2,
     # With --trace alone.
