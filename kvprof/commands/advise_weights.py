@@ -6,8 +6,6 @@ It imports torch: only with ``--minutes``.
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from kvprof import console
 from kvprof.commands.loading import model_inputs
 from kvprof.commands.options import SampleOptions
@@ -24,6 +22,7 @@ from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import typed_options
 from kvprof.models.config_files import hub_name
+from kvprof.models.placement import main_device
 from kvprof.moments.calibrator import Calibrator
 from kvprof.results.advise import TORCH, AdvisedPlan, best_of
 
@@ -43,9 +42,8 @@ def measure(
 
     Returns what the result says of it, whether nobody stopped it, and why nothing was saved.
     """
-    on_cpu = request.device == "cpu" or not torch.cuda.is_available()
     # Half of what eval takes on a CPU: twice as many plans in the minutes.
-    count = 16 if on_cpu else None
+    count = 16 if main_device(request.device).type == "cpu" else None
     sample = load_sample(
         {"model": request.model and hub_name(request.model), **request.how},
         **SampleOptions(text=["prose", "code"], sequences=count, tasks="none").sample,

@@ -270,10 +270,6 @@ def _centre_sentences(plan: Plan) -> list[str]:
         free = sum(layer.key_mean is not None for layer in plan.layers)
         text = "layers project keys without their constant mean, which leaves the softmax"
         return [f"{free} of {len(plan.layers)} {text}."] if free else []
-    back = "scores and outputs get back what they lack"
-    if plan.made.get("centre") == "bias":
-        what = "keys and values without what their projections add as a bias"
-        return [f"{len(centres)} of {len(plan.layers)} layers store {what}; {back}."]
     found = []
     counts = sorted({int(n) + 1 >> 1 for x in centres for n in (x.keys != 0).sum(-1)})
     if counts[-1]:
@@ -283,7 +279,11 @@ def _centre_sentences(plan: Plan) -> list[str]:
     if any(bool(x.values.any()) for x in centres):
         found.append("values without their mean")
     what = " and ".join(found or ["keys and values with means of 0"])
-    return [f"{len(centres)} of {len(plan.layers)} layers store {what}; {back}."]
+    if plan.made.get("centre") == "bias":
+        what = "keys and values without what their projections add as a bias"
+    return [
+        f"{len(centres)} of {len(plan.layers)} layers store {what}; scores and outputs get back what they lack."
+    ]
 
 
 def _reading_sentences(plan: Plan) -> list[str]:

@@ -172,9 +172,9 @@ def _family(name: str, inputs: MethodInputs, given: Mapping[str, Any]) -> PlanFa
         centre = usual and _default_centre(name, inputs)
     if centre is not False:
         return _centring(name, inputs, options, centre)
-    if usual and name not in _CENTRED and "centre" not in inputs.made and inputs.moments:
-        notes = ["latents hold the biases of projections, which Palu's code adds after the rebuild"]
-        made = {**inputs.made, "notes": [*inputs.made.get("notes", []), *notes]}
+    if usual and name in METHODS and name not in _CENTRED and "centre" not in inputs.made:
+        note = "latents hold the biases of projections, which Palu's code adds after the rebuild"
+        made = {**inputs.made, "notes": [*inputs.made.get("notes", []), note]}
         inputs = replace(inputs, made=made)
     installed = _installed()
     if (name in installed or name in METHODS) and skips_layers(name) and "skip" in options:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ _NAMES = {
 }
 
 
+@cache
 def _shape(model: str) -> dict[str, Any] | None:
     """Return a shape that ships, by its name."""
     text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")

@@ -34,8 +34,17 @@ def test_the_table_has_every_family() -> None:
     assert {"qwen3", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next"} < kinds
 
 
+def test_gemma_4_ends_in_a_wide_full_layer_whatever_its_config_leaves_out() -> None:
+    stated = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 512, "head_dim": 256}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1}
+    layers = cache_layers(text_config({"model_type": "gemma4_text", **sizes, **stated}))
+    assert [(x.kind, x.width) for x in layers] == [("window", 256), ("full", 512)]
+
+
 _LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64}
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an encoder and a decoder": ({**_LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
+    "too many layers": ({**_LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers"),
     "no such family": ({"model_type": "nosuch"}, "nosuch"),
     "layers are missing": ({"model_type": "llama"}, "num_hidden_layers"),
     "a state of another kind": ({**_LLAMA, "ssm_state_size": 16}, "ssm_state_size"),
