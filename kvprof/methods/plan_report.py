@@ -281,9 +281,8 @@ def _centre_sentences(plan: Plan) -> list[str]:
     what = " and ".join(found or ["keys and values with means of 0"])
     if plan.made.get("centre") == "bias":
         what = "keys and values without what their projections add as a bias"
-    return [
-        f"{len(centres)} of {len(plan.layers)} layers store {what}; scores and outputs get back what they lack."
-    ]
+    back = "scores and outputs get back what they lack"
+    return [f"{len(centres)} of {len(plan.layers)} layers store {what}; {back}."]
 
 
 def _reading_sentences(plan: Plan) -> list[str]:
