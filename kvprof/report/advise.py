@@ -83,9 +83,9 @@ def _kept(plan: AdvisedPlan) -> str:
 
 def _measured_on(plan: AdvisedPlan) -> str:
     """Return a measured model's family; a note has whole names."""
-    if plan.measured_here:
-        return "here"
-    return plan.measured_on.partition("-")[0] if plan.measured_on else MISSING
+    if plan.measured_on is None:  # uncompressed: 1 by definition
+        return MISSING
+    return "here" if plan.measured_here else plan.measured_on.partition("-")[0]
 
 
 def _table(plans: list[AdvisedPlan]) -> Table:
