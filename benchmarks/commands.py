@@ -35,6 +35,7 @@ _OPEN = "sink=4,window=32"
 _WF = "allocation=output,centre=true,sink=4,window=32"
 _LOW_RANK = "fdc,zack,palu,tale,kq"
 _QUARTER = "--method kq,fdc,zack,palu,svd-kv --rate 0.25"
+_EQUAL = "--method kq --option allocation=uniform --rate 0.25"
 _BITS = "per-token,kivi,kvquant,turboquant,kq-4bit,kq-wf:allocation=output"
 _HADAMARD = "hadamard-int3:bits=k3v2"
 _PROSE_AND_CODE = "--text prose --text code --sequences 64 --seq-len 1k --tasks none"
@@ -90,6 +91,8 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
     ),
     "rate-0.25-bfloat16": f"eval MODEL {_QUARTER} --dtype bfloat16 {_PROSE_AND_CODE}",
     "rate-0.25-float32": f"eval MODEL {_QUARTER} --dtype float32 {_PROSE_AND_CODE}",
+    "equal-ranks-bfloat16": f"eval MODEL {_EQUAL} --dtype bfloat16 {_PROSE_AND_CODE}",
+    "equal-ranks-float32": f"eval MODEL {_EQUAL} --dtype float32 {_PROSE_AND_CODE}",
     "sinks-and-window": (
         f"frontier MODEL --method {_HADAMARD},sink=4,window=32,{_HADAMARD},sink=0,window=32,"
         f"{_HADAMARD},sink=4,window=0,{_HADAMARD},sink=0,window=0 {_PROSE_AND_CODE}"

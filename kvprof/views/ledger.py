@@ -65,17 +65,21 @@ def ledger(result: Mapping[str, Any]) -> RenderableType:
 def table(result: Mapping[str, Any]) -> RenderableType:
     """Return the ledger as one table: claim, source, measured, verdict, model, GPU.
 
-    Of a recipe stand the models that could test it, each with its larger sample; one row says of a
-    recipe that none could.
+    Of a recipe stand the models that could test it, each with its larger sample, the reference
+    model only where no other could; one row says of a recipe that none could.
     """
     entries: Sequence[Entry] = result["data"]["entries"]
     rows: dict[tuple[Any, ...], Entry] = {}
-    tested = {entry["recipe"] for entry in entries if entry["verdict"] != VERDICT_ORDER[3]}
-    for entry in sorted(entries, key=lambda entry: entry["profile"] != "smoke"):
+    tested: dict[str, list[bool]] = {}
+    for entry in entries:
         if entry["verdict"] != VERDICT_ORDER[3]:
-            rows[entry["recipe"], entry["model"]] = entry
-        elif entry["recipe"] not in tested:
+            tested.setdefault(entry["recipe"], []).append(_pretrained(entry))
+    for entry in sorted(entries, key=lambda entry: entry["profile"] != "smoke"):
+        others = tested.get(entry["recipe"])
+        if others is None:
             rows[entry["recipe"],] = entry
+        elif entry["verdict"] != VERDICT_ORDER[3] and (_pretrained(entry) or not any(others)):
+            rows[entry["recipe"], entry["model"]] = entry
     titles = ("claim", "source", "measured", "verdict", "model", "GPU")
     papers = list(dict.fromkeys([*SOURCES, *(entry["paper"] for entry in entries)]))
     order = list(dict.fromkeys(entry["recipe"] for entry in entries))
@@ -87,6 +91,10 @@ def table(result: Mapping[str, Any]) -> RenderableType:
         paragraph(answer(result["data"])),
         DataTable([Column(name, words=True) for name in titles], [_row(one) for one in shown]),
     )
+
+
+def _pretrained(entry: Entry) -> bool:
+    return "reference" not in (entry["model"] or "")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
