@@ -17,7 +17,14 @@ from kvprof.analysis.moments import JOINT_KEYS, LayerMoments, Moments
 from kvprof.analysis.rotary import RotaryPairs
 from kvprof.errors import UsageError
 
-__all__ = ["Centre", "bias_centre", "centred_moments", "layer_centre", "rotated_mean"]
+__all__ = [
+    "Centre",
+    "bias_centre",
+    "centred_keys",
+    "centred_moments",
+    "layer_centre",
+    "rotated_mean",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,15 +124,20 @@ def centred_moments(moments: Moments, centres: Mapping[int, Centre]) -> Moments:
     return replace(moments, layers=layers, across=None, centred=True)
 
 
-def _centred(layer: LayerMoments, tokens: int, centre: Centre) -> LayerMoments:
+def centred_keys(layer: LayerMoments, centre: Centre) -> Tensor:
+    """Return the second moment of keys after RoPE without their mean, ``[num_kv_heads, d, d]``."""
     cross, table, pairs = _crossed(layer)
-    keys, values = (x.to(cross.device, torch.float64) for x in (centre.keys, centre.values))
-    rotated = pairs.rotated(keys)
+    rotated = pairs.rotated(centre.keys.to(cross.device, torch.float64))
     crossed = cross @ rotated.mT
-    grams = {key: layer.gram(key) for key in layer.rest}
-    grams["k"] = grams["k"] - crossed - crossed.mT + rotated @ table @ rotated.mT
+    return layer.gram("k") - crossed - crossed.mT + rotated @ table @ rotated.mT
+
+
+def _centred(layer: LayerMoments, tokens: int, centre: Centre) -> LayerMoments:
+    device = layer.rest["k"].device
+    keys, values = (x.to(device, torch.float64) for x in (centre.keys, centre.values))
+    grams = {key: layer.gram(key) for key in layer.rest} | {"k": centred_keys(layer, centre)}
     # Keys before RoPE are R_jᵀ k_j over the squared scaling, of which the whole mean is known.
-    whole = layer_centre(layer, tokens, None, by_query=False).keys.to(cross.device, torch.float64)
+    whole = layer_centre(layer, tokens, None, by_query=False).keys.to(device, torch.float64)
     means = {"k_pre": (whole, keys), "v": (layer.sums["v"] / tokens, values)}
     for joint, vector in JOINT_KEYS.items():
         if joint in grams:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvprof.analysis.bases import eigenbasis, lost_product, optimal_pair, whitened_pair
+from kvprof.analysis.centring import centred_keys, layer_centre
 from kvprof.analysis.moments import LossMoments, Moments, from_eigenvalues, group_size, joint_gram
 from kvprof.analysis.pairs import pair_gram, query_head_gram
 from kvprof.errors import UsageError
@@ -45,6 +46,8 @@ class SideBases:
         ``[groups, width + 1]`` predicted squared error at every rank, float64.
     per_query_head : bool
         Whether a group is a query head with a stored key of its own, instead of KV heads.
+    whole : Tensor or None
+        ``[groups]``: what a removal rate is a share of, where that is not the sum of `values`.
     """
 
     heads: int
@@ -53,6 +56,7 @@ class SideBases:
     values: Tensor
     errors: Tensor
     per_query_head: bool = False
+    whole: Tensor | None = None
 
 
 def svd_qk(moments: Moments, facts: LayerLayout) -> SideBases:
@@ -89,9 +93,19 @@ def svd_k(moments: Moments, facts: LayerLayout) -> SideBases:
 
 
 def kq(moments: Moments, facts: LayerLayout) -> SideBases:
-    """``kq``: the best pair for ``Q Kᵀ`` (KQ-SVD)."""
+    """``kq``: the best pair for ``Q Kᵀ`` (KQ-SVD).
+
+    A removal rate is a share of keys without their mean, which says nothing about a token: in
+    layer 0 of Qwen2.5-Coder-1.5B the mean is 99 % of a head's sum, which left it rank 1.
+    """
     query, key = _query_key(moments, facts)
-    return _optimal(key, query)
+    layer = moments.layers[facts.index]
+    bases = _optimal(key, query)
+    if layer.cross is None:  # moments without the mean already, or from before it was kept
+        return bases
+    centre = layer_centre(layer, moments.tokens, None, by_query=True, values=False)
+    _, _, content = optimal_pair(centred_keys(layer, centre).cpu() / moments.tokens, query)
+    return replace(bases, whole=content.sum(-1))
 
 
 def svd_vo(moments: Moments, facts: LayerLayout) -> SideBases:

@@ -1,5 +1,7 @@
 """Means of keys and values, and moments without them, against sums over single tokens."""
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from torch import Tensor
 from kvprof.analysis.centring import centred_moments, layer_centre
 from kvprof.analysis.moments import LayerMoments, Moments
 from kvprof.analysis.rotary import RotaryPairs
+from kvprof.methods.pair_bases import kq
 
 HEADS, QUERIES, TOKENS = 2, 4, 40
 
@@ -102,3 +105,11 @@ def test_moments_are_of_what_is_stored(
         wanted = rows[0].mT @ rows[0]
         assert torch.allclose(found.gram(name), wanted, atol=1e-4 * float(wanted.norm())), name
     assert torch.allclose(lost, angles @ rotary.rotated(centre.keys.double()).mT, atol=1e-9)
+
+    # A removal rate of kq is a share of the singular values of Q (K − its mean)ᵀ.
+    left = (keys - turned(mean[None, :, None].expand_as(keys), pairs, cos, sin))[0]
+    if scaling == 1:
+        asked = queries.reshape(HEADS, -1, width)
+        nuclear = torch.linalg.svdvals(0.5 / TOKENS * left @ asked.mT).sum(-1)
+        share = kq(moments, SimpleNamespace(index=0, scaling=0.5)).whole
+        assert torch.allclose(share, nuclear, rtol=1e-4)

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,13 @@ def test_removal_uses_one_rate_for_all_and_singular_values_themselves():
     assert removal_ranks_of(targets, 0.1, FREE) == [3, 4]
     assert removal_ranks_of(targets, 0.3, FREE) == [2, 3]
     assert removal_ranks_of(targets, 0.0, FREE) == [4, 4]
+
+
+def test_a_removal_rate_is_a_share_of_what_a_target_says():
+    large_mean = target([100, 4, 3, 2, 1])
+    assert removal_ranks_of([large_mean], 0.3, FREE) == [1]
+    assert removal_ranks_of([replace(large_mean, whole=10.0)], 0.3, FREE) == [3]
+    assert removal_ranks_of([replace(large_mean, whole=10.0)], 1.0, FREE) == [1]
 
 
 def test_rate_zero_keeps_even_directions_without_energy():
@@ -161,11 +169,17 @@ def summed(losses, ranks):
     return sum(loss[rank] for loss, rank in zip(losses, ranks, strict=True))
 
 
-@pytest.mark.parametrize("name", ["removal", "uniform", "tail"])
-def test_an_allocation_has_the_least_of_its_own_loss_at_its_columns(name):
+@pytest.mark.parametrize(
+    ("name", "whole"), [("removal", 1.0), ("removal", 0.1), ("uniform", 1.0), ("tail", 1.0)]
+)
+def test_an_allocation_has_the_least_of_its_own_loss_at_its_columns(name, whole):
     """Whatever else has as few columns, drawn at random or changed by one step, loses more."""
     rule = {"removal": removal_ranks_of, "uniform": uniform_ranks, "tail": tail_ranks}[name]
-    targets, grid = heads(0, 2, 2, 40), Grid(8, 8)
+    drawn, grid = heads(0, 2, 2, 40), Grid(8, 8)
+    targets = [
+        replace(one, whole=float(one.values.sum()) * (whole if place % 2 else 1.0))
+        for place, one in enumerate(drawn)
+    ]
     losses = allocation_losses(name, targets, grid)
     source = torch.Generator().manual_seed(0)
     for knob in (0.05, 0.2, 0.4, 0.7):
