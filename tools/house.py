@@ -31,9 +31,9 @@ CEILINGS: Measures = {
     "test_lines": 57_621,
     "test_functions": 2638,
     "tests_of_wording": 598,
-    "document_words": 20_999,
+    "document_words": 20_998,
     "readme_lines": 119,
-    "tracked_megabytes_outside_the_package": 6.0,
+    "tracked_megabytes_outside_the_package": 6.2,
     # With --trace alone.
     "files_executed_spectrum": 48,
     "files_executed_eval": 92,

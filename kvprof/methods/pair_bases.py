@@ -96,7 +96,7 @@ def kq(moments: Moments, facts: LayerLayout) -> SideBases:
     """``kq``: the best pair for ``Q Kᵀ`` (KQ-SVD).
 
     A removal rate is a share of keys without their mean, which says nothing about a token: in
-    layer 0 of Qwen2.5-Coder-1.5B the mean is 99 % of a head's sum, which left it rank 1.
+    layer 0 of Qwen2.5-Coder-1.5B it is 99 % of a head's sum, which left the least rank.
     """
     query, key = _query_key(moments, facts)
     layer = moments.layers[facts.index]
