@@ -55,8 +55,8 @@ class RankTarget:
         ``[width]`` singular values, descending, on the CPU.
     errors : Tensor
         ``[width + 1]`` predicted squared error at every rank, never increasing, 0 at the end.
-    whole : float or None
-        What a removal rate is a share of, where that is not the sum of `values`.
+    counted : Tensor or None
+        ``[width]``: the singular values that a removal rate counts, where they are not `values`.
     """
 
     layer: int
@@ -64,7 +64,7 @@ class RankTarget:
     group: int
     values: Tensor
     errors: Tensor
-    whole: float | None = None
+    counted: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -92,7 +92,7 @@ class Grid:
         return [*range(self.up(1, width), width, self.step), width]
 
 
-def removal_ranks(values: Tensor, removal_rate: float, whole: Tensor | None = None) -> Tensor:
+def removal_ranks(values: Tensor, removal_rate: float) -> Tensor:
     """Return the fewest leading dimensions whose removed rest is at most `removal_rate`.
 
     FDC eq. 1, ZACK eq. 6: ``Σ_removed s_i / Σ s_i ≤ r``, singular values and not their squares.
@@ -103,8 +103,6 @@ def removal_ranks(values: Tensor, removal_rate: float, whole: Tensor | None = No
         ``[..., d]``, descending.
     removal_rate : float
         Between 0 and 1.
-    whole : Tensor, optional
-        ``[...]``: what the rate is a share of; by default the sum of `values`.
 
     Returns
     -------
@@ -115,8 +113,7 @@ def removal_ranks(values: Tensor, removal_rate: float, whole: Tensor | None = No
     tail = values.flip(-1).cumsum(-1).flip(-1)
     removed = torch.cat([tail[..., 1:], torch.zeros_like(tail[..., :1])], dim=-1)
     # A share that equals the rate up to rounding counts as equal.
-    of = tail[..., :1] if whole is None else whole[..., None]
-    allowed = removed <= removal_rate * of * (1 + 1e-12)
+    allowed = removed <= removal_rate * tail[..., :1] * (1 + 1e-12)
     return allowed.to(torch.int64).argmax(-1) + 1
 
 
@@ -143,11 +140,7 @@ def removal_ranks_of(targets: Sequence[RankTarget], rate: float, grid: Grid) -> 
         of_width.setdefault(target.width, []).append(index)
     for width, indices in of_width.items():
         # Together: a search for a knob asks this dozens of times for hundreds of heads.
-        own = [targets[index] for index in indices]
-        values = torch.stack([target.values for target in own])
-        # At 1 all may go, also what the share is not counted of.
-        wholes = values.new_tensor([_whole(target) for target in own])
-        found = removal_ranks(values, rate, wholes if rate < 1 else None)
+        found = removal_ranks(torch.stack([_counted(targets[index]) for index in indices]), rate)
         for index, rank in zip(indices, found.tolist(), strict=True):
             ranks[index] = grid.up(rank, width)
     return ranks
@@ -326,15 +319,15 @@ def allocation_losses(
             lost = [1.0 - rank / width for rank in ranks]
         else:
             # At each rank, from no column on: singular values are summed from the small end.
-            rest = summed[target.layer, target.side] if name == "tail" else _tail(target.values)
-            whole = float(rest[0]) if name == "tail" else _whole(target)
+            rest = summed[target.layer, target.side] if name == "tail" else _tail(_counted(target))
+            whole = float(rest[0])
             lost = [float(rest[rank]) / whole if whole > 0 else 0.0 for rank in ranks]
         found.append(dict(zip(ranks, left_sums(ranks, lost), strict=True)))
     return found
 
 
-def _whole(target: RankTarget) -> float:
-    return float(target.values.sum()) if target.whole is None else target.whole
+def _counted(target: RankTarget) -> Tensor:
+    return target.values if target.counted is None else target.counted
 
 
 def _tail(values: Tensor) -> Tensor:

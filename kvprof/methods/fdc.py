@@ -123,8 +123,8 @@ def kq(
     keys, values : str
         ``kq`` and ``vo-opt``, or one of ``fdc``'s; ``none`` leaves a side at full rank.
     allocation : str
-        ``tail`` is KQ-SVD's own; ``removal`` (of the product's singular values) is the default so
-        that it compares with ``fdc``.
+        ``tail`` is KQ-SVD's own; ``removal`` counts the product's singular values, and little of
+        the keys' mean (`kvprof.methods.pair_bases.kq`).
     grid, minimum, kinds : int
         As for ``fdc``.
     """

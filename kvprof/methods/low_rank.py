@@ -100,11 +100,11 @@ def rank_targets(layers: Sequence[LayerBases]) -> list[RankTarget]:
         for index, layer in enumerate(layers):
             bases: SideBases | None = getattr(layer, side)
             if bases is not None:
-                wholes = [None] * len(bases.values) if bases.whole is None else bases.whole.tolist()
+                counted = bases.values if bases.counted is None else bases.counted
                 targets += [
-                    RankTarget(index, side, group, values, errors, whole)
-                    for group, (values, errors, whole) in enumerate(
-                        zip(bases.values, bases.errors, wholes, strict=True)
+                    RankTarget(index, side, group, *own)
+                    for group, own in enumerate(
+                        zip(bases.values, bases.errors, counted, strict=True)
                     )
                 ]
     return targets

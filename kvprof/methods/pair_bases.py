@@ -46,8 +46,8 @@ class SideBases:
         ``[groups, width + 1]`` predicted squared error at every rank, float64.
     per_query_head : bool
         Whether a group is a query head with a stored key of its own, instead of KV heads.
-    whole : Tensor or None
-        ``[groups]``: what a removal rate is a share of, where that is not the sum of `values`.
+    counted : Tensor or None
+        ``[groups, width]``: singular values that a removal rate counts, where not `values`.
     """
 
     heads: int
@@ -56,7 +56,7 @@ class SideBases:
     values: Tensor
     errors: Tensor
     per_query_head: bool = False
-    whole: Tensor | None = None
+    counted: Tensor | None = None
 
 
 def svd_qk(moments: Moments, facts: LayerLayout) -> SideBases:
@@ -95,17 +95,29 @@ def svd_k(moments: Moments, facts: LayerLayout) -> SideBases:
 def kq(moments: Moments, facts: LayerLayout) -> SideBases:
     """``kq``: the best pair for ``Q Kᵀ`` (KQ-SVD).
 
-    A removal rate is a share of keys without their mean, which says nothing about a token: in
-    layer 0 of Qwen2.5-Coder-1.5B it is 99 % of a head's sum, which left the least rank.
+    A removal rate ρ lets go ρ of keys without their mean, and ρ⁴ of the mean, which says nothing
+    about a token: in layer 0 of Qwen2.5-Coder-1.5B it is 99 % of the sum, and left the least rank.
     """
     query, key = _query_key(moments, facts)
     layer = moments.layers[facts.index]
     bases = _optimal(key, query)
-    if layer.cross is None:  # moments without the mean already, or from before it was kept
+    if layer.cross is None:  # moments without the mean already, or that cannot tell it
         return bases
     centre = layer_centre(layer, moments.tokens, None, by_query=True, values=False)
-    _, _, content = optimal_pair(centred_keys(layer, centre).cpu() / moments.tokens, query)
-    return replace(bases, whole=content.sum(-1))
+    _, _, rest = optimal_pair(centred_keys(layer, centre).cpu() / moments.tokens, query)
+    return replace(bases, counted=_counted(bases.values, rest.sum(-1, keepdim=True)))
+
+
+def _counted(values: Tensor, rest: Tensor) -> Tensor:
+    """Return values whose sum from a rank on is the least ρ with ``ρ rest + ρ⁴ mean`` ≥ theirs."""
+    lost = values.flip(-1).cumsum(-1).flip(-1)
+    mean = (lost[..., :1] - rest).clamp_min(0)
+    low, high = torch.zeros_like(lost), torch.ones_like(lost)
+    for _ in range(60):  # halvings: to the last digit
+        rate = (low + high) / 2
+        enough = rate * rest + rate**4 * mean >= lost
+        low, high = torch.where(enough, low, rate), torch.where(enough, rate, high)
+    return high - torch.cat([high[..., 1:], torch.zeros_like(high[..., :1])], dim=-1)
 
 
 def svd_vo(moments: Moments, facts: LayerLayout) -> SideBases:

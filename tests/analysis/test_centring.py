@@ -106,10 +106,17 @@ def test_moments_are_of_what_is_stored(
         assert torch.allclose(found.gram(name), wanted, atol=1e-4 * float(wanted.norm())), name
     assert torch.allclose(lost, angles @ rotary.rotated(centre.keys.double()).mT, atol=1e-9)
 
-    # A removal rate of kq is a share of the singular values of Q (K − its mean)ᵀ.
+    # A removal rate ρ of kq lets go ρ of the singular values of Q (K − its mean)ᵀ, ρ⁴ of others.
     left = (keys - turned(mean[None, :, None].expand_as(keys), pairs, cos, sin))[0]
     if scaling == 1:
         asked = queries.reshape(HEADS, -1, width)
-        nuclear = torch.linalg.svdvals(0.5 / TOKENS * left @ asked.mT).sum(-1)
-        share = kq(moments, SimpleNamespace(index=0, scaling=0.5)).whole
-        assert torch.allclose(share, nuclear, rtol=1e-4)
+        rest, lost = (
+            torch.linalg.svdvals(0.5 / TOKENS * rows @ asked.mT)[:, :width]
+            for rows in (left, keys[0])
+        )
+        rest, whole = rest.sum(-1, keepdim=True), lost.sum(-1, keepdim=True)
+        counted = kq(moments, SimpleNamespace(index=0, scaling=0.5)).counted
+        rates = counted.flip(-1).cumsum(-1).flip(-1)
+        may_go = rates * rest + rates**4 * (whole - rest).clamp_min(0)
+        assert torch.allclose(may_go, lost.flip(-1).cumsum(-1).flip(-1), rtol=1e-4)
+        assert torch.allclose(rates[:, 0], torch.ones(HEADS, dtype=torch.float64), rtol=1e-4)
