@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprof.analysis.moments import LayerMoments, Moments
@@ -25,6 +25,7 @@ def lost(left, right, basis: SideBases, head: int, rank: int) -> float:
     return float(((left @ (right - right @ down @ up.T).T) ** 2).sum())
 
 
+@example(seed=66, width=2, heads=1, group=1, tokens=4, decay=0.0, fill_left=0.5, fill_right=0.5)
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
@@ -77,7 +78,9 @@ def test_kq_and_vo_opt_lose_least_at_every_rank(
             total = float(((left @ right.T) ** 2).sum())
             # What bases lose is predicted from moments in float64 and, here, found on the vectors
             # with the float32 matrices that a plan holds.
-            exact, slack = 1e-11 * total * scale, 1e-5 * total
+            # Queries that hardly see keys leave of either's moments little, and their rounding.
+            exact = 1e-12 * float((left**2).sum() * (right**2).sum()) * scale
+            slack = 1e-5 * total
             for rank in range(width + 1):
                 least = float(bases[best].errors[head, rank])
                 found = lost(left, right, bases[best], head, rank)
