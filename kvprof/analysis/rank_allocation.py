@@ -55,8 +55,8 @@ class RankTarget:
         ``[width]`` singular values, descending, on the CPU.
     errors : Tensor
         ``[width + 1]`` predicted squared error at every rank, never increasing, 0 at the end.
-    counted : Tensor or None
-        ``[width]``: the singular values that a removal rate counts, where they are not `values`.
+    counted : Tensor
+        ``[width]``: what a removal rate counts, mostly `values`.
     """
 
     layer: int
@@ -64,7 +64,7 @@ class RankTarget:
     group: int
     values: Tensor
     errors: Tensor
-    counted: Tensor | None = None
+    counted: Tensor
 
     @property
     def width(self) -> int:
@@ -140,7 +140,7 @@ def removal_ranks_of(targets: Sequence[RankTarget], rate: float, grid: Grid) -> 
         of_width.setdefault(target.width, []).append(index)
     for width, indices in of_width.items():
         # Together: a search for a knob asks this dozens of times for hundreds of heads.
-        found = removal_ranks(torch.stack([_counted(targets[index]) for index in indices]), rate)
+        found = removal_ranks(torch.stack([targets[index].counted for index in indices]), rate)
         for index, rank in zip(indices, found.tolist(), strict=True):
             ranks[index] = grid.up(rank, width)
     return ranks
@@ -319,15 +319,11 @@ def allocation_losses(
             lost = [1.0 - rank / width for rank in ranks]
         else:
             # At each rank, from no column on: singular values are summed from the small end.
-            rest = summed[target.layer, target.side] if name == "tail" else _tail(_counted(target))
+            rest = summed[target.layer, target.side] if name == "tail" else _tail(target.counted)
             whole = float(rest[0])
             lost = [float(rest[rank]) / whole if whole > 0 else 0.0 for rank in ranks]
         found.append(dict(zip(ranks, left_sums(ranks, lost), strict=True)))
     return found
-
-
-def _counted(target: RankTarget) -> Tensor:
-    return target.values if target.counted is None else target.counted
 
 
 def _tail(values: Tensor) -> Tensor:

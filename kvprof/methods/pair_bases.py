@@ -47,7 +47,7 @@ class SideBases:
     per_query_head : bool
         Whether a group is a query head with a stored key of its own, instead of KV heads.
     counted : Tensor or None
-        ``[groups, width]``: singular values that a removal rate counts, where not `values`.
+        ``[groups, width]``: what a removal rate counts, where that is not `values`.
     """
 
     heads: int
@@ -105,10 +105,10 @@ def kq(moments: Moments, facts: LayerLayout) -> SideBases:
         return bases
     centre = layer_centre(layer, moments.tokens, None, by_query=True, values=False)
     _, _, rest = optimal_pair(centred_keys(layer, centre).cpu() / moments.tokens, query)
-    return replace(bases, counted=_counted(bases.values, rest.sum(-1, keepdim=True)))
+    return replace(bases, counted=_mostly_rest(bases.values, rest.sum(-1, keepdim=True)))
 
 
-def _counted(values: Tensor, rest: Tensor) -> Tensor:
+def _mostly_rest(values: Tensor, rest: Tensor) -> Tensor:
     """Return values whose sum from a rank on is the least ρ with ``ρ rest + ρ⁴ mean`` ≥ theirs."""
     lost = values.flip(-1).cumsum(-1).flip(-1)
     mean = (lost[..., :1] - rest).clamp_min(0)

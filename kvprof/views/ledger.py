@@ -70,15 +70,13 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     """
     entries: Sequence[Entry] = result["data"]["entries"]
     rows: dict[tuple[Any, ...], Entry] = {}
-    tested: dict[str, list[bool]] = {}
-    for entry in entries:
-        if entry["verdict"] != VERDICT_ORDER[3]:
-            tested.setdefault(entry["recipe"], []).append(_pretrained(entry))
+    tested = [entry for entry in entries if entry["verdict"] != VERDICT_ORDER[3]]
+    others = {entry["recipe"] for entry in tested if not _of_reference(entry)}
+    known = {entry["recipe"] for entry in tested}
     for entry in sorted(entries, key=lambda entry: entry["profile"] != "smoke"):
-        others = tested.get(entry["recipe"])
-        if others is None:
+        if entry["recipe"] not in known:
             rows[entry["recipe"],] = entry
-        elif entry["verdict"] != VERDICT_ORDER[3] and (_pretrained(entry) or not any(others)):
+        elif entry in tested and not (_of_reference(entry) and entry["recipe"] in others):
             rows[entry["recipe"], entry["model"]] = entry
     titles = ("claim", "source", "measured", "verdict", "model", "GPU")
     papers = list(dict.fromkeys([*SOURCES, *(entry["paper"] for entry in entries)]))
@@ -93,8 +91,8 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     )
 
 
-def _pretrained(entry: Entry) -> bool:
-    return "reference" not in (entry["model"] or "")
+def _of_reference(entry: Entry) -> bool:
+    return not {"reference", "shape of reference"}.isdisjoint((entry["model"] or "").split(", "))
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def target(values, layer=0, side="keys", group=0):
     values = torch.tensor(sorted(values, reverse=True), dtype=torch.float64)
     tail = values.square().flip(-1).cumsum(-1).flip(-1)
     errors = torch.cat([tail, torch.zeros(1, dtype=torch.float64)])
-    return RankTarget(layer, side, group, values, errors)
+    return RankTarget(layer, side, group, values, errors, values)
 
 
 def drawn(seed, heads, width):

@@ -26,7 +26,7 @@ FREE = Grid()
 def target(values, *, layer=0, side="keys", group=0):
     tensor = torch.tensor(values, dtype=torch.float64)
     tail = tensor.square().flip(0).cumsum(0).flip(0)
-    return RankTarget(layer, side, group, tensor, torch.cat([tail, tail.new_zeros(1)]))
+    return RankTarget(layer, side, group, tensor, torch.cat([tail, tail.new_zeros(1)]), tensor)
 
 
 def test_removal_uses_one_rate_for_all_and_singular_values_themselves():

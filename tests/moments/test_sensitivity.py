@@ -109,9 +109,9 @@ def test_what_drowns_in_noise_counts_as_much_as_the_noise(monkeypatch: pytest.Mo
 def test_the_probe_goes_below_what_the_calibration_spans() -> None:
     values = torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     errors = torch.tensor([14.0, 5.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    assert probe_rank(RankTarget(0, "keys", 0, values, errors)) == 2
+    assert probe_rank(RankTarget(0, "keys", 0, values, errors, values)) == 2
     full = torch.arange(8.0, -1.0, -1.0)
-    assert probe_rank(RankTarget(0, "keys", 0, values, full)) == 4
+    assert probe_rank(RankTarget(0, "keys", 0, values, full, values)) == 4
 
 
 def test_it_stops_when_asked_and_needs_text() -> None:

@@ -70,11 +70,14 @@ def test_the_table_has_the_larger_sample_of_each_model_that_could_test_a_claim()
         recipe_entry("a", "not testable here", model="reference"),
         recipe_entry("a", "reproduced"),
         recipe_entry("a", "not reproduced", profile="small", gpu="an H200", lines=[fails]),
+        recipe_entry("a", "reproduced", model="reference", profile="small"),
         recipe_entry("b", "not testable here", model=None, lines=[], cells=[]),
+        recipe_entry("c", "reproduced", model="reference"),
     ]
     text = page_markdown("Ledger", table({**RESULT, "data": ledger_data(entries)}))
     rows = [line.split(" | ")[1:] for line in text.splitlines() if line.startswith("| It keeps")]
     assert rows == [
         ["FDC, Table 7", "kept 0.5000, must be ≥ 0.94", "not reproduced", "smollm2", "an H200 |"],
         ["FDC, Table 7", "n/a", "not testable here", "n/a", "n/a |"],
+        ["FDC, Table 7", "kept 0.9700, must be ≥ 0.94", "reproduced", "reference", "n/a |"],
     ]
