@@ -27,6 +27,7 @@ _ENGINE = (
     "--engine '--load-format dummy --skip-tokenizer-init --no-enable-prefix-caching "
     "--max-num-seqs 256'"
 )
+_FOUR = "fdc-4bit:rate=0.84"
 _EIGHT = "bench --load --model Llama-3.1-8B"
 _SWEEP = "bench --jct --composed --methods full,palu,fdc,kq --batch 1 --repeats 7"
 _LONG = "128,1k,4k,16k,32k,64k,100k"
@@ -99,23 +100,23 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
     ),
     "spectrum": "spectrum MODEL --tokens 16k --pairs qk,vo",
     "stability": "stability MODEL",
-    "bench-100k": "bench --seq 100k --batch 1,8 --methods full,fp8,fdc,kq,palu,tale,fdc-4bit",
+    "bench-100k": f"bench --seq 100k --batch 1,8 --methods full,fp8,fdc,kq,palu,tale,{_FOUR}",
     "frontier-smollm2": (
         "frontier smollm2 --methods per-token,kivi,kvquant,kq,fdc,palu,kq-4bit,fdc-4bit,"
         "palu+kvquant --points 4 --text prose --text code --sequences 96 --seq-len 512 "
         "--tasks none --dtype bfloat16"
     ),
     "load-answers": (
-        f"{_EIGHT} --methods full,fdc-4bit:kinds=4,fdc:kinds=4 --memory 2GB "
+        f"{_EIGHT} --methods full,{_FOUR},kinds=4,fdc:kinds=4 --memory 2GB "
         "--lengths in=256,out=512 --request-rate 8,10,12,16,18,20,24,28,30,34 --seconds 20 "
         f"--slo ttft=2s,tpot=50ms {_ENGINE}"
     ),
     "load-arxiv": (
-        f"{_EIGHT} --methods full,fp8,fdc:kinds=4,fdc-4bit:kinds=4 --memory 4GB --lengths arxiv "
+        f"{_EIGHT} --methods full,fp8,fdc:kinds=4,{_FOUR},kinds=4 --memory 4GB --lengths arxiv "
         f"--request-rate 1.7,2.6,3.2,4.25 --seconds 40 --slo ttft=2s,tpot=50ms {_ENGINE}"
     ),
     "load-imdb": (
-        "bench --load --model Mistral-7B-v0.3 --methods full,zack,fdc-4bit:kinds=4 --memory 32GB "
+        f"bench --load --model Mistral-7B-v0.3 --methods full,zack,{_FOUR},kinds=4 --memory 32GB "
         "--lengths zack/imdb --request-rate 20,40,80 --seconds 10 --slo ttft=2s,tpot=50ms "
         f"{_ENGINE}"
     ),
@@ -179,7 +180,7 @@ def shortened(result: dict[str, Any]) -> dict[str, Any]:
     if result["kind"] == "stability":  # without the single heads and seeds
         data["curves"] = compact([own for own in data["curves"] if own["layer"] is None], digits=3)
     if result["kind"] == "jct":
-        data |= {"parts": [], "steps": [], "layers": [], "memory": []}
+        data |= {"parts": [], "steps": [], "layers": [], "memory": [], "telemetry": {}}
     return {**result, "data": data}
 
 

@@ -12,7 +12,7 @@ set against both.
 A long or wide context is read once, for one row, in pieces, and its cache repeated for the batch:
 rows are then alike, which no kernel takes advantage of. Its prompt is not timed.
 
-    python benchmarks/generate.py --cases 32k,100k,32k*8,100k*8 --methods fdc,fdc-4bit
+    python benchmarks/generate.py --cases 32k,100k,32k*8,100k*8 --methods fdc,fdc-4bit:rate=0.84
 """
 
 import argparse

@@ -127,7 +127,7 @@ def palu(run: Run) -> dict[str, Any]:
     common: dict[str, Any] = {"shape": "Llama-2-7B", "batches": (1,), "phases": ("decode",)}
     found: dict[str, Any] = {
         "rope": run.bench("uniform,palu,palu:heads=1", seqs=(16_384,), **common),
-        "folded": run.bench("palu-folded,palu-folded-4bit", seqs=(65_536,), **common),
+        "folded": run.bench("palu-folded,palu-folded-4bit:rate=0.84", seqs=(65_536,), **common),
     }
     for name, seq in (("rope", 16_384), ("folded", 65_536)):
         found[f"{name}_gemv"] = product(run, run.tokens(seq))

@@ -47,7 +47,11 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> None:
     write_shape(model, folder / "shape")
     for name in arguments.methods.split(","):
         if name not in OWN:
-            drawn = drawn_plan(f"{name}:kinds={arguments.kinds}", model.attention, arguments.rate)
+            drawn = drawn_plan(
+                f"{name}{',' if ':' in name else ':'}kinds={arguments.kinds}",
+                model.attention,
+                arguments.rate,
+            )
             save_plan(drawn.plan, folder / f"{name}.plan")
 
 
@@ -162,7 +166,7 @@ def main() -> None:
     parser.add_argument("--model", default="Llama-3.1-8B", help="a shape that a Llama has")
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--cases", default="32k,100k,32k*8", help="contexts, with *N for N rows")
-    parser.add_argument("--methods", default="full,fp8,turboquant,fdc,kq,fdc-4bit,full")
+    parser.add_argument("--methods", default="full,fp8,turboquant,fdc,kq,fdc-4bit:rate=0.84,full")
     parser.add_argument("--rate", type=float, default=0.5)
     parser.add_argument("--kinds", type=int, default=4, help="of head in a model")
     parser.add_argument("--tokens", type=int, default=96)

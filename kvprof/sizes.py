@@ -8,6 +8,7 @@ from kvprof.errors import UsageError
 __all__ = [
     "DTYPE_BYTES",
     "MOST",
+    "check_rate",
     "format_bytes",
     "format_count",
     "long_name",
@@ -92,6 +93,14 @@ def parse_share(text: str | float, *, what: str) -> float:
         shown = (written if len(written) <= 40 else f"{written[:40]}…") or repr(written)
         raise UsageError(f"{what} {shown} is not a fraction; write for example 30% or 0.3")
     return value
+
+
+def check_rate(rate: float | None, what: str = "--rate") -> None:
+    """Refuse a rate that no cache can have; name the percentage that may have been meant."""
+    if rate is None or 0 <= rate < 1:
+        return
+    meant = f"write {rate:g}% or {rate / 100:g}" if 1 < rate < 100 else "1 stores no token"
+    raise UsageError(f"{what} {rate:g} is not between 0 and 1 ({meant})")
 
 
 def parse_bytes(text: str, *, what: str) -> int:

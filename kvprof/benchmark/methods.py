@@ -19,7 +19,7 @@ from kvprof.benchmark.shape_plans import Asked, ShapePlan, parse_method, shape_p
 from kvprof.benchmark.shapes import Shape, has_weights, layout_of
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import SERVED_BYTES, full_layer_bytes, layer_bytes
-from kvprof.methods.family import plan_for_rate
+from kvprof.methods.family import PlanFamily, plan_for_rate
 from kvprof.methods.kvtc import AT_REST
 from kvprof.methods.named import ALWAYS
 from kvprof.methods.plan import LayerPlan, Plan
@@ -146,6 +146,11 @@ def make_methods(
     for one in asked.values():
         if one.registered == "kvtc":
             raise UsageError(f"{one.name} cannot be timed: {AT_REST}")
+
+    def planned(one: Asked, family: PlanFamily) -> Plan:
+        wanted, sole = (rate, alone) if one.rate is None else (one.rate, True)
+        return plan_for_rate(family, wanted, tokens, alone=sole)
+
     calibrated = [one for one in asked.values() if one.needs_weights] if has_weights(model) else []
     found: dict[str, ShapePlan] = {}
     if calibrated:
@@ -153,9 +158,7 @@ def make_methods(
         for one in calibrated:
             # Before minutes of calibration; of others the plan itself tells, once there is one.
             if early := uncalibrated_family(loaded, one.registered, **dict(one.options)):
-                shown = ShapePlan(
-                    of_shape(plan_for_rate(early, rate, tokens, alone=alone), shape), ""
-                )
+                shown = ShapePlan(of_shape(planned(one, early), shape), "")
                 stored_method(one.name, one.base, shown, shape, device=device, dtype=dtype)
         calibrator = Calibrator(
             loaded, CalibrationOptions(seed=seed), progress=progress, should_stop=should_stop
@@ -164,7 +167,7 @@ def make_methods(
             calibrator.expect(one.registered, **dict(one.options))
         for one in calibrated:
             family = calibrator.family(one.registered, **dict(one.options))
-            plan = plan_for_rate(family, rate, tokens, alone=alone)
+            plan = planned(one, family)
             check_heads(one.name, plan, shape)
             words = layer_words(plan, f"the plan of kvprof plan for {one.name}")
             found[one.name] = ShapePlan(of_shape(plan, shape), words)
@@ -174,10 +177,8 @@ def make_methods(
     made = []
     for name in names:
         if name not in found:
-            own = alone and name not in ALWAYS
-            found[name] = shape_plan(
-                asked[name], shape, rate, tokens=tokens, ranks=ranks, alone=own
-            )
+            one, own = asked[name], alone and name not in ALWAYS
+            found[name] = shape_plan(one, shape, rate, tokens=tokens, ranks=ranks, alone=own)
         base = asked[name].base if name in asked else ""
         made.append(stored_method(name, base, found[name], shape, device=device, dtype=dtype))
     return made

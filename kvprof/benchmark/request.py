@@ -40,8 +40,6 @@ class BenchRequest:
             raise UsageError(f"--batch {min(self.batches, default=0)}: use 1 or more")
         if self.repeats is not None and self.repeats < 3:
             raise UsageError(f"--repeats {self.repeats}: use 3 or more")
-        if not 0 <= self.rate < 1:
-            raise UsageError(f"a rate of {self.rate:g} is not between 0 and 1")
         unknown = [name for name in self.phases if name not in PHASES]
         if unknown or not self.phases:
             raise UsageError(f"no phase {''.join(unknown[:1])!r}; use {', '.join(PHASES)}")

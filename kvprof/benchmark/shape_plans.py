@@ -29,6 +29,7 @@ from kvprof.methods.named import (
     method_entries,
     method_names,
     options_in,
+    own_rate,
     parts_of,
     unknown_method,
 )
@@ -76,6 +77,7 @@ class Asked:
     registered: str  # what `kvprof plan` calls it
     wrappers: tuple[Wrapper, ...] = ()  # what comes on top
     options: tuple[tuple[str, Any], ...] = ()
+    rate: float | None = None  # its own, whatever is asked of the others
 
     @property
     def known(self) -> bool:
@@ -112,6 +114,7 @@ def parse_method(text: str) -> Asked:
     base, wrappers = found
     registered = _BEHIND.get(base, base) + name.removeprefix(base)
     given = options_in(written)
+    rate = own_rate(text, given)
     own = _KNOWN.get(base, {})
     if base in BENCHED and (wrong := [key for key in given if key not in own]):
         has = ", ".join(f"{key}=N" for key in own)
@@ -121,7 +124,8 @@ def parse_method(text: str) -> Asked:
         allowed = "|".join(own[wrong[0]])
         raise UsageError(f"{text}: {base} requires {wrong[0]}={allowed}, not {texts[wrong[0]]}")
     options = typed_options(registered, {key: given[key] for key in given if key not in texts})
-    return Asked(text, base, registered, tuple(wrappers), tuple({**options, **texts}.items()))
+    every = tuple({**options, **texts}.items())
+    return Asked(text, base, registered, tuple(wrappers), every, rate)
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,8 @@ def shape_plan(
     alone: bool = False,
 ) -> ShapePlan:
     """Return the plan of a method on a shape without weights."""
+    if asked.rate is not None:
+        rate, alone = asked.rate, True
     if asked.base == "palu-folded":
         shape = replace(shape, rope=Rope("none", None), qk_norm=False)
     if asked.known:

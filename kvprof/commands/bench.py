@@ -45,7 +45,6 @@ from kvprof.commands.bench_load_options import (
 from kvprof.commands.options import (
     MODEL,
     GgufOption,
-    check_rate,
     joined,
     method_option,
     read_counts,
@@ -67,7 +66,7 @@ from kvprof.interrupt import graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.named import BENCHED, check_names, method_entries
 from kvprof.serving.load.server import served_by_engine
-from kvprof.sizes import read_dtype
+from kvprof.sizes import check_rate, read_dtype
 
 if TYPE_CHECKING:
     from kvprof.benchmark.request import BenchRequest
@@ -129,7 +128,8 @@ def bench(
     methods: Annotated[
         list[str] | None,
         method_option(
-            "Methods, comma-separated, palu:heads=1 sets options; also uniform and palu-folded.  "
+            "Methods, comma-separated; palu:heads=1 sets an option, fdc-4bit:rate=0.75 a "
+            "rate; also uniform and palu-folded.  "
             "[default: full,fp8,fdc,kq,palu,tale; full,palu,fdc with --jct; full,fp8,fdc with "
             "--load]",
         ),

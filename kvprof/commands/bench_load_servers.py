@@ -9,9 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvprof.commands.options import check_rate
 from kvprof.errors import LackingError, UsageError
-from kvprof.methods.named import method_entries, options_in
+from kvprof.methods.named import method_entries, options_in, own_rate
 from kvprof.models.gguf import is_gguf
 from kvprof.records.files import parse_json
 from kvprof.records.load_names import LoadMethod
@@ -28,7 +27,6 @@ from kvprof.serving.load.server import (
 )
 from kvprof.serving.plugin import check_found
 from kvprof.serving.settings import load_format_of
-from kvprof.sizes import parse_share
 
 if TYPE_CHECKING:
     from kvprof.serving.load.target import LoadTarget
@@ -266,12 +264,7 @@ def served_method(label: str) -> tuple[str, list[str], float | None]:
     if written and served_by_engine(method) is not None:
         raise UsageError(f"--methods {label}: {method} is vLLM's own and takes no options")
     own = options_in(written)
-    text = own.pop("rate", None)
-    if text is None:
-        return method, list(written), None
-    what = f"--methods {label}: rate"
-    rate = parse_share(text, what=what)
-    check_rate(rate, what)
+    rate = own_rate(label, own)
     return method, [f"{key}={value}" for key, value in own.items()], rate
 
 

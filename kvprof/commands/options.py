@@ -16,7 +16,7 @@ from kvprof.commands.request import Mark, Request, Rule, excludes, one_of
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
 from kvprof.methods.named import check_names, listed, options_in
-from kvprof.sizes import parse_counts, parse_share, second_reading
+from kvprof.sizes import check_rate, parse_counts, parse_share, second_reading
 
 __all__ = [
     "DATA",
@@ -58,7 +58,6 @@ __all__ = [
     "TasksOption",
     "TextOption",
     "TrustOption",
-    "check_rate",
     "grouped_option",
     "joined",
     "method_option",
@@ -302,14 +301,6 @@ def resolve_device(name: str) -> str:
         f"--device {name}: torch sees {gpus or 'no'} CUDA GPU{'' if gpus == 1 else 's'}; "
         f"{instead} (kvprof doctor describes this machine)"
     )
-
-
-def check_rate(rate: float | None, what: str = "--rate") -> None:
-    """Refuse a rate that no cache can have; name the percentage that may have been meant."""
-    if rate is None or 0 <= rate < 1:
-        return
-    meant = f"write {rate:g}% or {rate / 100:g}" if 1 < rate < 100 else "1 stores no token"
-    raise UsageError(f"{what} {rate:g} is not between 0 and 1 ({meant})")
 
 
 def parse_removal(text: str, *, what: str) -> float:

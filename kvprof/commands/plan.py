@@ -16,7 +16,6 @@ from kvprof.commands.options import (
     MethodOptionsOption,
     RateOption,
     RemovalOption,
-    check_rate,
     joined,
     one_method,
     read_counts,
@@ -28,7 +27,7 @@ from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.links import parse_links
 from kvprof.methods.named import check_names, method_entries
-from kvprof.sizes import DTYPE_BYTES, long_name
+from kvprof.sizes import DTYPE_BYTES, check_rate, long_name
 
 if TYPE_CHECKING:
     from kvprof.methods.plan import Plan

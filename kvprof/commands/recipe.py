@@ -214,15 +214,15 @@ def _check_methods(command: str, values: dict[str, Any]) -> None:
         if values.get("load") and not values.get("plan"):
             baseline_first(labels, values["baseline"])
         for label in labels:
-            if values.get("load"):
-                method, options, own = served_method(label)
-                if values.get("simulate") and own is not None:
-                    raise UsageError(
-                        f"--methods {label}: --simulate has recorded rates only; leave out its rate"
-                    )
-                parse_method(f"{method}:{','.join(options)}" if options else method)
-            else:
-                (parse_variant if values.get("jct") else parse_method)(label)
+            if (
+                values.get("load")
+                and served_method(label)[2] is not None
+                and values.get("simulate")
+            ):
+                raise UsageError(
+                    f"--methods {label}: --simulate has recorded rates only; leave out its rate"
+                )
+            (parse_variant if values.get("jct") else parse_method)(label)
         return
     from kvprof.methods.registry import calibration_needs
 

@@ -11,7 +11,6 @@ from kvprof.commands.options import (
     ModelOptions,
     SeqLenOption,
     TextOption,
-    check_rate,
     read_counts,
     share_option,
 )
@@ -21,7 +20,7 @@ from kvprof.errors import UsageError
 from kvprof.interrupt import graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.named import MEASURED_QUANTISERS
-from kvprof.sizes import parse_count
+from kvprof.sizes import check_rate, parse_count
 
 if TYPE_CHECKING:
     from kvprof.evaluation.data import TextSample

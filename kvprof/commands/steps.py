@@ -18,7 +18,7 @@ from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.data import TaskSelection, TextSample, default_shape, text_samples
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.interrupt import Stop
-from kvprof.methods.family import PlanFamily, check_rate, plan_at, plan_for_rate
+from kvprof.methods.family import PlanFamily, check_reached, plan_at, plan_for_rate
 from kvprof.methods.low_rank import KNOBS
 from kvprof.methods.plan import Plan
 from kvprof.methods.registry import calibration_needs, has_one_setting, has_removal_rate
@@ -253,10 +253,8 @@ def check_reach(
     if removal is not None and not has_removal_rate(method, **options):
         raise _no_removal_rate(method)
     family = uncalibrated_family(laid, method, **options)
-    if (
-        family is not None and rate is not None
-    ):  # of others the plan itself tells, once there is one
-        check_rate(family, rate, context, alone=alone)
+    if family is not None and rate is not None:  # of others the plan tells, once there is one
+        check_reached(family, rate, context, alone=alone)
 
 
 def check_plannable(

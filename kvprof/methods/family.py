@@ -16,6 +16,7 @@ from kvprof.errors import FailedError, UsageError
 from kvprof.methods.accounting import rate
 from kvprof.methods.plan import Plan
 from kvprof.models.layout import ModelLayout
+from kvprof.sizes import check_rate
 from kvprof.tensor_files import other_model
 
 __all__ = [
@@ -24,7 +25,7 @@ __all__ = [
     "MethodInputs",
     "PlanFamily",
     "by_head",
-    "check_rate",
+    "check_reached",
     "grid_words",
     "plan_at",
     "plan_for_rate",
@@ -245,7 +246,7 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool
     FailedError
         When its rate falls as its knob grows.
     """
-    _check_share(wanted)
+    check_rate(wanted)
     if not alone and len(family.settings) == 1:
         return plan_at(family, family.settings[0])
     asked = {"rate_asked": wanted, "context": tokens}
@@ -259,7 +260,7 @@ def plan_for_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool
     return _finished(family, family.build(value), {**asked, family.knob: value})
 
 
-def check_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool = True) -> None:
+def check_reached(family: PlanFamily, wanted: float, tokens: int, *, alone: bool = True) -> None:
     """Refuse a rate that `plan_for_rate` would, without looking for the knob that gives it.
 
     Parameters and errors are those of `plan_for_rate`.
@@ -267,14 +268,9 @@ def check_rate(family: PlanFamily, wanted: float, tokens: int, *, alone: bool = 
     if family.at_rate is not None:  # only the plan's own parts know
         plan_for_rate(family, wanted, tokens)
         return
-    _check_share(wanted)
+    check_rate(wanted)
     if alone or len(family.settings) != 1:
         _least_rate(family, wanted, tokens)
-
-
-def _check_share(wanted: float) -> None:
-    if not 0 <= wanted < 1:
-        raise UsageError(f"--rate {wanted:g} is not between 0 and 1 (1 stores no token)")
 
 
 def _least_rate(family: PlanFamily, wanted: float, tokens: int) -> float:

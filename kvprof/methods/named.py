@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import UsageError
+from kvprof.sizes import check_rate, parse_share
 
 __all__ = [
     "ALWAYS",
@@ -37,6 +38,7 @@ __all__ = [
     "method_entries",
     "method_names",
     "options_in",
+    "own_rate",
     "papers_named",
     "parts_of",
     "plain_name",
@@ -438,6 +440,16 @@ def options_in(written: Iterable[str], given: Mapping[str, Any] | None = None) -
             raise UsageError(f"--option {entry!r}: {key} is given twice")
         options[key] = value.strip()
     return options
+
+
+def own_rate(label: str, options: dict[str, Any]) -> float | None:
+    """Take from options the rate that one of several methods has for itself; None without one."""
+    text = options.pop("rate", None)
+    if text is None:
+        return None
+    rate = parse_share(text, what=(what := f"--methods {label}: rate"))
+    check_rate(rate, what)
+    return rate
 
 
 def _parted(piece: str) -> tuple[str, str, str]:

@@ -294,7 +294,7 @@ def _from_cells(
     if not found:
         return _missing(f"{', '.join(cells)}: no {wanted}{_available_hint(one, results[cells[0]])}")
     if any(entry.value is None for entry in found):
-        why = f"{wanted} was not measured" if doubt is None else f"no {wanted}: {doubt}"
+        why = f"{wanted} has no value" if doubt is None else f"no {wanted}: {doubt}"
         return _missing(f"{', '.join(cells)}: {why}")
     if wrong := [entry.value for entry in found if not isinstance(entry.value, int | float)]:
         kind = "a list; add [*] and over" if isinstance(wrong[0], list) else "not a number"

@@ -1,6 +1,10 @@
 """Whatever ``plan`` makes is timed by its plan, or refused with why no kernel runs it."""
 
+import shlex
 from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from kvprof.benchmark.timing import sampler
 from kvprof.errors import Interrupted, UsageError
 from kvprof.methods.accounting import bytes_at, compression_ratio, paper_rate
 from kvprof.methods.family import MethodInputs, plan_at
-from kvprof.methods.named import METHOD_NAMES
+from kvprof.methods.named import METHOD_NAMES, method_entries
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
 from kvprof.moments.calibrator import Calibrator
@@ -46,6 +50,26 @@ def made(*names, shape=SMALL, plans=None, model="Llama-3.1-8B", rate=0.5):
 
 def placed(shape=SMALL, seq=256):
     return Workload(shape, "decode", 2, seq, torch.float32, CPU, seed=3)
+
+
+def test_a_method_may_have_a_rate_of_its_own() -> None:
+    few = made("fdc", "fdc-4bit:rate=0.75", "kq:rate=25%,kinds=2", "fp8:rate=0.5", rate=0.5)
+    assert [one.rate(256) for one in few] == pytest.approx([0.5, 0.75, 0.25, 0.5], abs=0.02)
+    for beyond in ("fp8:rate=0.7", "fdc-4bit", "kq:rate=1"):
+        with pytest.raises(UsageError):
+            made("fdc", beyond)
+
+
+def test_every_method_of_a_benchmark_reaches_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    lines = import_module("commands").COMMANDS.values()
+    timed = [shlex.split(line) for line in lines if str(line).startswith("bench ")]
+    assert timed
+    for words in timed:
+        given = dict(pairwise(words))
+        shape = load_shape(given.get("--model", "Llama-3.1-8B"))
+        names = [label for label, _, _ in method_entries(given["--methods"])]
+        assert len(made(*names, shape=shape)) == len(names)
 
 
 @pytest.mark.parametrize(

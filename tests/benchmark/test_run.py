@@ -240,7 +240,6 @@ def test_widths_off_the_grid_warn(folder, tmp_path, monkeypatch):
         ({"seqs": ()}, "--seq 0"),
         ({"batches": (0,)}, "--batch 0"),
         ({"repeats": 2}, "--repeats 2"),
-        ({"rate": 1.0}, "rate of 1"),
         ({"phases": ("train",)}, "no phase 'train'"),
         ({"methods": ("zip",)}, "'zip' is unknown"),
         ({"methods": ()}, "no method"),

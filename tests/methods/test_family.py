@@ -6,7 +6,7 @@ import pytest
 
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import dim_rate, rate
-from kvprof.methods.family import PlanFamily, check_rate, plan_at, plan_for_rate
+from kvprof.methods.family import PlanFamily, check_reached, plan_at, plan_for_rate
 from kvprof.methods.registry import plan_family
 from tests.methods.models import FINE, inputs
 from tests.methods.shapes import group, layer, plan
@@ -31,7 +31,7 @@ def test_the_least_compression_that_reaches_the_rate(wanted):
         assert rate(made(rank + 1), 1000) < wanted
 
 
-@pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
+@pytest.mark.parametrize("ask", [plan_for_rate, check_reached])
 def test_what_no_rank_reaches_is_refused_with_the_range(ask):
     message = "steps reaches rates from 0.000 to 0.450 at 1,000 tokens, not 0.46"
     with pytest.raises(UsageError, match=message):
@@ -41,11 +41,11 @@ def test_what_no_rank_reaches_is_refused_with_the_range(ask):
 def test_a_rate_is_looked_at_without_a_search():
     built = []
     watched = replace(STEPS, build=lambda cut: built.append(cut) or STEPS.build(cut))
-    assert check_rate(watched, 0.333, 1000) is None
+    assert check_reached(watched, 0.333, 1000) is None
     assert built == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
+@pytest.mark.parametrize("ask", [plan_for_rate, check_reached])
 @pytest.mark.parametrize("wanted", [-0.1, 1.0, float("nan")])
 def test_a_rate_is_a_share(wanted, ask):
     with pytest.raises(UsageError, match="is not between 0 and 1"):
@@ -67,7 +67,7 @@ def test_the_context_decides_the_rate():
     assert found.layers[0].values.groups[0].ranks[0] < later.layers[0].values.groups[0].ranks[0]
 
 
-@pytest.mark.parametrize("ask", [plan_for_rate, check_rate])
+@pytest.mark.parametrize("ask", [plan_for_rate, check_reached])
 def test_one_setting_has_one_rate_alone_and_its_own_among_several(ask):
     family = plan_family("hadamard-int4", inputs("Llama"))
     own = rate(family.build(4.0), 4096)

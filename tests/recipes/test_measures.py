@@ -102,7 +102,7 @@ def test_several_matches_need_to_be_told_how() -> None:
             "it is there of method fdc; method kq",
         ),
         (Measure("m", cell="a", figure="speed"), "no figure speed; it has relative_accuracy"),
-        (Measure("m", cell="b", data="rows[method=kq].accuracy"), "was not measured"),
+        (Measure("m", cell="b", data="rows[method=kq].accuracy"), "has no value"),
         (Measure("m", cell="b", data="rows[0].method"), "not a number"),
         (Measure("m", cell="b", data="seconds"), r"add \[\*\] and over"),
         (Measure("m", cell="b", data="lows[0]"), "its data has rows, max_rates"),

@@ -17,7 +17,7 @@ from kvprof.benchmark.shape_plans import parse_method, shape_plan
 from kvprof.benchmark.shapes import has_weights
 from kvprof.errors import UsageError
 from kvprof.methods.family import plan_for_rate
-from kvprof.methods.named import ALWAYS, method_entries, options_in
+from kvprof.methods.named import ALWAYS, method_entries, options_in, own_rate
 from kvprof.methods.plan import Plan
 from kvprof.methods.plan_files import load_plan
 from kvprof.methods.registry import calibration_needs, typed_options
@@ -47,7 +47,7 @@ def check_names(request: JctRequest) -> None:
             load_plan(Path(plans[method]).expanduser())  # whose model it is for is seen later
             continue
         if weights:
-            name, options = _named(method)
+            name, options, _ = _named(method)
             calibration_needs(name, **options)
             continue
         if method in plans:
@@ -125,7 +125,7 @@ def make_plans(
     calibrator = Calibrator(
         loaded, CalibrationOptions(seed=request.seed), progress=progress, should_stop=should_stop
     )
-    for name, options in named.values():
+    for name, options, _ in named.values():
         calibrator.expect(name, **options)
     plans = {
         method: replace(
@@ -139,9 +139,10 @@ def make_plans(
         for method in methods
         if method in files
     }
-    for method, (name, options) in named.items():
+    for method, (name, options, own) in named.items():
         family = calibrator.family(name, **options)
-        plans[method] = plan_for_rate(family, request.rate, tokens, alone=_alone(request))
+        wanted, alone = (request.rate, _alone(request)) if own is None else (own, True)
+        plans[method] = plan_for_rate(family, wanted, tokens, alone=alone)
     return plans
 
 
@@ -149,10 +150,12 @@ def _alone(request: JctRequest) -> bool:
     return request.rate_given and sum(name not in ALWAYS for name in request.methods) == 1
 
 
-def _named(method: str) -> tuple[str, dict[str, Any]]:
-    """Return a method's registered name and its options, which are those of ``kvprof plan``."""
+def _named(method: str) -> tuple[str, dict[str, Any], float | None]:
+    """Return a method's registered name, its options as ``kvprof plan`` has them, and its rate."""
     ((_, name, written),) = method_entries(method)
-    return name, typed_options(name, options_in(written))
+    given = options_in(written)
+    rate = own_rate(method, given)
+    return name, typed_options(name, given), rate
 
 
 def _drawn(name: str, loaded: LoadedModel, shape: ModelShape, request: JctRequest) -> Plan:

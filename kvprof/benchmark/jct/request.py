@@ -69,8 +69,6 @@ class JctRequest:
         ):
             if not values or min(values) < 1:
                 raise UsageError(f"{what} {min(values, default=0)}: use 1 or more")
-        if not 0 <= self.rate < 1:
-            raise UsageError(f"--rate {self.rate:g} is not between 0 and 1")
         if not self.methods:
             raise UsageError("no method given; use for example --methods full,fdc")
         if self.repeats is not None and self.repeats < (_LEAST_REPEATS if self.composed else 1):

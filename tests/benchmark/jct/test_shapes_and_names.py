@@ -187,7 +187,6 @@ def test_every_combination_is_a_case_and_methods_stand_side_by_side():
     [
         ({"mode": "dreamt"}, "real or composed"),
         ({"mode": "composed", "batches": (0,)}, "--batch 0"),
-        ({"mode": "composed", "rate": 1.0}, "--rate 1"),
         ({"mode": "composed", "methods": ()}, "no method"),
         ({"mode": "composed", "methods": ("nonsense",)}, "'nonsense' is unknown"),
         ({"mode": "composed", "repeats": 2}, "--repeats 2"),
