@@ -44,6 +44,7 @@ def check_servable(plan: Plan) -> None:
 
 def check_method(laid: Laid, method: str, **options: Any) -> None:
     """Refuse a method whose plans the plug-in cannot serve, before anything is calibrated."""
+    needs = calibration_needs(method, **options)  # of unknown methods there are none
     if options.get("centre", centred_by_default(method, laid.layout)) is not False:
         raise UsageError(f"{method} cannot be served: {CENTRED}")
     family = uncalibrated_family(laid, method, **options)
@@ -51,7 +52,6 @@ def check_method(laid: Laid, method: str, **options: Any) -> None:
         plan = family.build((family.settings or family.bounds)[-1])
         check_servable(replace(plan, method=family.method))
         return
-    needs = calibration_needs(method, **options)
     if needs is not None and needs.across is not None:
         raise UsageError(
             f"{method} cannot be served: it stores several layers together, but an engine's pages "
