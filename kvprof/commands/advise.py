@@ -55,7 +55,10 @@ class AdviseRequest(LoadOptions, TableOptions):
     ] = written("here")
     context: Annotated[
         int,
-        typer.Option("--context", help="Context length in tokens; k is 1,024."),
+        typer.Option(
+            "--context",
+            help="Context length in tokens; k is 1,024. At most the model's by default.",
+        ),
         *(Parsed(parse_count), Mark.FREE, Input()),
     ] = written("32k")
     users: Annotated[
@@ -97,6 +100,9 @@ def advise(request: AdviseRequest) -> Outcome:
     config = read_config_file(model, request.revision, request.gguf)
     own = text_config(config)
     layers = cache_layers(own)
+    longest = own.get("max_position_embeddings")
+    if isinstance(longest, int) and not request.has("context"):
+        request = request.model_copy(update={"context": min(request.context, longest)})
     weights, source = request.weights, "--weights"
     if weights is None:
         weights, source = weight_bytes(model, config, request.revision, request.gguf)
@@ -108,9 +114,9 @@ def advise(request: AdviseRequest) -> Outcome:
     plans, warnings = advised(question), []
     if not request.has("gpu") and gpu is GPUS[_DEFAULT_GPU]:
         warnings.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
-    longest = own.get("max_position_embeddings")
     if isinstance(longest, int) and request.context > longest:
-        warnings.append(f"the model states a context of {format_count(longest)}")
+        stated = f"the model states a context of {format_count(longest)}"
+        warnings.append(f"{stated}; engines start with more only where its config is overridden")
     inputs, complete, lost = dict[str, Any](), True, list[str]()
     if request.minutes is not None:
         with loading():

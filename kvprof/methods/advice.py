@@ -174,7 +174,6 @@ def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
         return {"keeps": 1.0, "keeps_at_least": 1.0, "measured_here": True}
     table = json.loads((files("kvprof") / "assets" / "advise-kept.json").read_text("utf-8"))
     known = [row for row in table if row["plan"] == plan.name]
-    name = question.model.rpartition("/")[2].removesuffix(".gguf").lower()
     kind = question.config["model_type"]
     # A bias of the keys decides what casts lose.
     biased = kind.startswith("qwen2") or bool(question.config.get("attention_bias"))
@@ -182,12 +181,18 @@ def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
     nearest: dict[str, Any] = min(
         known,
         key=lambda row: (
-            row["measured_on"].lower() != name,
+            not _is_measured(row, question.model),
             row["model_type"] != kind,
             (row["model_type"] == "qwen2") != biased,
             abs(row["head_dim"] - width),
         ),
     )
-    here = nearest["measured_on"].lower() == name
+    here = _is_measured(nearest, question.model)
     least = min(row["keeps_interval"][0] for row in ([nearest] if here else known))
     return nearest | {"keeps_at_least": least, "measured_here": here}
+
+
+def _is_measured(row: Mapping[str, Any], model: str) -> bool:
+    """Tell whether a name is that of a row's model, of which the instructed form was measured."""
+    name, known = model.rpartition("/")[2].lower(), row["measured_on"].lower()
+    return name.startswith(f"{known}-instruct") or name == f"{known}.gguf"

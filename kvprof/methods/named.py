@@ -471,9 +471,8 @@ def unknown_method(name: str, known: Iterable[str]) -> UsageError:
                 "5.17 or later; use snapkv, h2o or keyformer"
             )
     if base in every and "=" in given:
-        return UsageError(
-            f"method {name[:80]!r}: give options of {base} with --option {given[:40]}"
-        )
+        way = f"--rate {given[5:40]}" if given.startswith("rate=") else f"--option {given[:40]}"
+        return UsageError(f"method {name[:80]!r}: give options of {base} with {way}")
     near = get_close_matches(name, every, n=1)
     hint = f"did you mean {near[0]}? Choose from" if near else "choose from"
     return UsageError(f"method {name[:80]!r} is unknown; {hint} {', '.join(every)}")

@@ -37,7 +37,7 @@ def compare(
         listed = ", ".join(
             f"{name} is {result['kind']}" for name, result in zip(names, results, strict=True)
         )
-        raise UsageError(f"compare requires results of one kind, not {listed}")
+        raise UsageError(f"compare requires results of one kind: {listed}")
     found = [_by_key(figures_of(result)) for result in results]
     noises = [noise_between(found[0], own) for own in found[1:]]
     if not any(found):

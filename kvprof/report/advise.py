@@ -21,7 +21,7 @@ def report(result: AdviseResult) -> Report:
     context = f"{format_count(inputs.context)} tokens"
     best = next((one for one in data.plans if one.plan == data.best), data.plans[0])
     command = best.command.replace(" --kv", " \\\n    --kv")  # copied whole, whatever the width
-    cautions = [f"Run: {command}"]
+    cautions = [f"Run: {command}"] if _fits(best) else []
     if inputs.saved is not None:
         cautions.append(f"Saved: kvprof generate {inputs.model} --plan {inputs.saved}")
     body: list[Block] = [
@@ -61,6 +61,9 @@ def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
     if result.data.available_bytes <= 0:
         return f"The weights of {inputs.model} leave no memory for a cache on {inputs.gpu}."
     uncompressed = number(first.users)
+    if not _fits(best):
+        room = format_count(int((best.users or 0) * inputs.context) // 1024 * 1024)
+        return f"No request of {context} fits {inputs.gpu}: {best.plan} has room for {room}."
     if best is first:
         known = f"no served plan that is known to keep {inputs.keep:g} fits more"
         return f"Stay uncompressed: {known}; {uncompressed} users fit uncompressed."
@@ -71,6 +74,11 @@ def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
         f"{best.plan} in {best.engine}: {number(best.users)} users of {context}, "
         f"{uncompressed} uncompressed; it keeps {keeps}."
     )
+
+
+def _fits(plan: AdvisedPlan) -> bool:
+    """Tell whether one request fits, without which an engine does not start."""
+    return (plan.users or 0) >= 1
 
 
 def _kept(plan: AdvisedPlan) -> str:

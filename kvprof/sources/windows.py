@@ -278,9 +278,7 @@ def _text(documents: Iterable[Iterable[str]], model: ModelTokens, seq_len: int) 
         for start in range(0, whole, room):
             yield np.array([*prefix, *pending[start : start + room]], dtype=np.int64)
         del pending[:whole]
-    if empty:
-        raise UsageError("the text is empty")
-    if pending:
+    if pending and not empty:
         yield np.array([*prefix, *pending], dtype=np.int64)
 
 

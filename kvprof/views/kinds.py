@@ -151,7 +151,7 @@ def _benchmark(result: Mapping[str, Any], width: int | None, colour: bool) -> Re
     return framed(
         result,
         loose_parts(result["data"]),
-        answer=f"benchmarks/{result['inputs']['benchmark']}.py",
+        answer=f"{result['inputs']['benchmark']}, measured by a program in benchmarks/",
         measured_with={
             "cpu": f"{environment['cpu']['model']}, {environment['cpu']['threads']} threads",
             "gpus": ", ".join(gpu["name"] for gpu in environment["gpus"]) or None,

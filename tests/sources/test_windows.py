@@ -84,7 +84,7 @@ def test_a_window_needs_room_beside_bos(tmp_path):
 
 def test_an_empty_source_is_refused(tmp_path):
     empty = text_source(tmp_path, "", suffix=".jsonl")
-    with pytest.raises(UsageError, match="the text is empty"):
+    with pytest.raises(UsageError, match="has 0 tokens"):
         lists(empty, model(), tokens=None, seq_len=4)
     (tmp_path / "none.ids").write_text("\n")
     ids_source = file_source([tmp_path / "none.ids"], token_ids=True)
