@@ -27,6 +27,7 @@ __all__ = [
     "TaskBatch",
     "TextBatch",
     "Workload",
+    "check_steps",
     "checked_answers",
     "decoded_logits",
     "explained_shortage",
@@ -143,6 +144,22 @@ def state_logits(loaded: LoadedModel, states: Any) -> Iterator[Tensor]:
 
 def _with_states(output: Any, states: Tensor) -> Any:
     return (states,) if isinstance(output, tuple) else type(output)(last_hidden_state=states)
+
+
+def check_steps(loaded: LoadedModel, start: int, stop: int) -> None:
+    """Refuse steps over the length from which on a model turns keys otherwise than it did."""
+    config = loaded.model.config.get_text_config(decoder=True)
+    stated = getattr(config, "rope_parameters", None) or {}
+    for rope in (stated, *stated.values()):
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind not in ("dynamic", "longrope"):
+            continue
+        border = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if border < stop and (start <= border or kind == "dynamic"):
+            raise UsageError(
+                f"RoPE ({kind}) changes at {border:,} tokens, and decoding goes from {start:,} to "
+                f"{stop:,}: keys from before would not fit; use --seq-len {border:,} or less"
+            )
 
 
 def decoded_logits(

@@ -20,6 +20,7 @@ from kvprof.evaluation.decode import (
     TaskBatch,
     TextBatch,
     Workload,
+    check_steps,
     checked_answers,
     decoded_logits,
     explained_shortage,
@@ -335,6 +336,8 @@ class Evaluator:
         ]
         found = Found()
         one_pass = not (self.settings.decode or needs_decoding(plan))
+        if not one_pass and self.workload.text:
+            check_steps(self.loaded, self.workload.start, self.workload.seq_len - 1)
         sessions: list[tuple[bool, Compression]] = []
         with remembered_rows(), ExitStack() as stack:
 

@@ -90,7 +90,7 @@ _active: dict[int, Interception] = {}
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a model that maps token ids to hidden states, without the head."""
     decoder = model.get_decoder()
-    return decoder if isinstance(decoder, PreTrainedModel) else model
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def forward_namespace(module: nn.Module) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class LayerLayout:
     #: `alibi`.
     position: str
     rotary_dim: int  # how many of `qk_head_dim` dimensions are rotated
-    qk_norm: bool  # whether Q and K are normalised; whether V shares one projection with K or Q
+    qk_norm: bool  # whether Q and K are normalised or clamped; whether V shares their projection
     fused_qkv: bool
     #: Tokens that the model's own cache is for: keys a query sees, or a chunk of chunked attention.
     #: It keeps one fewer between passes.

@@ -84,6 +84,12 @@ class _Observer:
         self._call: AttentionCall | None = None
         self._learned = False
         self._own = _own_cache(model)
+        # OLMo and DBRX clamp what the projections give: nothing can be folded across that.
+        config = model.config.get_text_config(decoder=True)
+        self._clips = any(
+            getattr(one, "clip_qkv", None) is not None
+            for one in (config, getattr(config, "attn_config", None))
+        )
         self._architecture = type(model).__name__
 
     def attention(self, call: AttentionCall) -> None:
@@ -129,7 +135,7 @@ class _Observer:
             )
         if not self.layers:
             self._learned = bool(before) and _differs_by_position(before[0][1])
-        value = _value_projection(call.value, before)
+        value = None if self._clips else _value_projection(call.value, before)
         # MLA: V comes out of a projection that reads a latent, not the layer's input.
         latent = hasattr(call.module, "kv_lora_rank") or (
             value is not None and value[0][1].shape[-1] != self._hidden_size
@@ -165,7 +171,7 @@ class _Observer:
             v_head_dim=v_width,
             position=position,
             rotary_dim=rotary_dim,
-            qk_norm=not latent and _normalises(call, before),
+            qk_norm=not latent and (self._clips or _normalises(call, before)),
             fused_qkv=value is not None
             and not latent
             and value[0][2].shape[-1] > kv_heads * v_width,

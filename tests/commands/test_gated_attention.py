@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands.running import kvprof
 from tests.models.folder import save_tiny
-from tests.models.tiny import GATED
+from tests.models.tiny import CLAMPED, GATED
 
 FINE = ("--grid", "4", "--minimum", "4")
 
@@ -36,6 +36,16 @@ def test_at_rate_0_bases_of_values_alone_are_the_model(gated: Path, tmp_path: Pa
     assert done.code == 0, done.stderr
     last = json.loads(path.read_text())["data"]["evaluations"][-1]
     assert (last["method"], last["perplexity_ratio"]) == ("svd-kv", pytest.approx(1, abs=1e-4))
+
+
+@pytest.mark.parametrize("method", ["kq", "palu"])
+@pytest.mark.parametrize("arch", CLAMPED)
+def test_no_basis_is_folded_across_a_clamp(arch: str, method: str, tmp_path: Path) -> None:
+    folder, path = save_tiny(tmp_path / "model", arch=arch), tmp_path / "eval.json"
+    few = ("--sequences", "1", "--seq-len", "32", "--tasks", "none", "--decode", "--json", path)
+    done = kvprof("eval", folder, "--method", method, "--rate", "0", *FINE, *few)
+    assert done.code == 0, done.stderr
+    assert json.loads(path.read_text())["data"]["evaluations"][-1]["kl"]["mean"] < 1e-9
 
 
 def test_commands_that_need_no_output_projection_run(gated: Path, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Batches of questions, and greedy answers of models that treat positions in different ways."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from kvprof.errors import UsageError
 from kvprof.evaluation.data import Scoring, TaskItem
 from kvprof.evaluation.decode import (
     TaskBatch,
+    check_steps,
     greedy_answers,
     mean_context,
     prefill_length,
@@ -106,3 +110,23 @@ def test_halves() -> None:
     # Decoded tokens of 512 have 256 to 511 before them, those of 7 have 3 to 6.
     assert mean_context(512) == 384
     assert mean_context(7) == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "stop", "refused"),
+    [
+        ("longrope", 32, 63, True),
+        ("longrope", 24, 48, False),
+        ("longrope", 49, 98, False),
+        ("dynamic", 49, 98, True),
+        ("linear", 32, 63, False),
+    ],
+)
+def test_steps_cross_no_change_of_the_rotation(
+    monkeypatch: pytest.MonkeyPatch, kind: str, start: int, stop: int, refused: bool
+) -> None:
+    loaded = model("Llama")
+    rope = {"rope_type": kind, "original_max_position_embeddings": 48}
+    monkeypatch.setattr(loaded.model.config, "rope_parameters", rope)
+    with pytest.raises(UsageError) if refused else nullcontext():
+        check_steps(loaded, start, stop)

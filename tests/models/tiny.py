@@ -69,6 +69,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                         "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                         "num_dense_layers": 1, "layer_types": ["full_attention"] * 3}),
     "BitNet": ("bitnet", {}),
+    # queries, keys and values are clamped
+    "Olmo": ("olmo", {"clip_qkv": 0.1}),
     # keys that are no token's own
     "DeepseekV4": ("deepseek_v4", {**_MLA, "head_dim": 16, "num_key_value_heads": 1,
                                    "index_n_heads": 2, "index_head_dim": 8, "o_groups": 2,
@@ -95,9 +97,12 @@ MLA = ["DeepseekV2", "DeepseekV3"]
 CHUNKED = ["Llama4"]
 UNCOMPRESSED = ["Gemma3n", "FalconH1"]
 GATED = ["Afmoe", "BitNet"]
+CLAMPED = ["Olmo"]
 UNSUPPORTED = ["Falcon", "Bloom", "GPTJ", "Mpt", "Lfm2", "Qwen3Next", "DeepseekV4"]
 ARCHITECTURES = [
-    arch for arch in _CONFIGS if arch not in (*MLA, *CHUNKED, *UNCOMPRESSED, *GATED, *UNSUPPORTED)
+    arch
+    for arch in _CONFIGS
+    if arch not in (*MLA, *CHUNKED, *UNCOMPRESSED, *GATED, *CLAMPED, *UNSUPPORTED)
 ]
 
 
@@ -127,7 +132,7 @@ def tiny(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     Parameters
     ----------
     arch : str
-        One of `ARCHITECTURES`, `MLA`, `CHUNKED`, `UNCOMPRESSED`, `GATED` or `UNSUPPORTED`.
+        One of `ARCHITECTURES` or of the lists before it.
     seed : int
         Of the random weights.
     **overrides
