@@ -25,7 +25,7 @@ def report(result: AdviseResult) -> Report:
     if inputs.saved is not None:
         cautions.append(f"Saved: kvprof generate {inputs.model} --plan {inputs.saved}")
     body: list[Block] = [
-        Heading(f"Plans at {context}, {inputs.users:,} in a step"),
+        Heading(f"Plans at {context}, batch {inputs.users:,}"),
         _table([one for one in data.plans if one.refused is None]),
         *(Paragraph(one.refused, "aside") for one in data.plans if one.refused),
     ]
