@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 57_691,
     "test_functions": 2642,
     "tests_of_wording": 598,
-    "document_words": 21_114,
+    "document_words": 21_115,
     "readme_lines": 119,
     "tracked_megabytes_outside_the_package": 6.3,
     # With --trace alone.
