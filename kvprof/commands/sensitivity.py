@@ -184,7 +184,7 @@ def sensitivity(request: SensitivityRequest) -> Outcome:
     # Everything from here on needs torch.
     with loading():
         from kvprof.commands.loading import load_for_command
-        from kvprof.commands.sensitivity_run import (
+        from kvprof.commands.sensitivity_study import (
             check_study,
             chosen_layers,
             read_samples,

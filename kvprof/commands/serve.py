@@ -119,7 +119,7 @@ def serve(
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.commands.serve_run import calibrated, refuse_weightless, serve_plan
+        from kvprof.commands.vllm_server import calibrated, refuse_weightless, serve_plan
 
     if gguf is None:
         refuse_weightless(spec, load_format, engine or [])

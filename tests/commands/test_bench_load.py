@@ -21,9 +21,9 @@ import pytest
 from kvprof.benchmark.jct.model_shape import load_model_shape
 from kvprof.benchmark.shapes import load_shape
 from kvprof.child import module_command
-from kvprof.commands import bench, bench_load_servers, serve_run
+from kvprof.commands import bench, bench_load_servers, vllm_server
 from kvprof.commands.bench_load_servers import EngineModel, engine_model, started_servers
-from kvprof.commands.serve_run import calibrated, refuse_weightless
+from kvprof.commands.vllm_server import calibrated, refuse_weightless
 from kvprof.errors import ExitCode, LackingError, UsageError
 from kvprof.methods.plan_files import load_plan
 from kvprof.records.files import read_result
@@ -443,7 +443,7 @@ def test_a_shape_s_plan_is_drawn_with_the_options_of_its_method(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few = replace(load_shape("Llama-3.1-8B"), layers=4)
-    monkeypatch.setattr(serve_run, "load_shape", lambda _name: few)
+    monkeypatch.setattr(vllm_server, "load_shape", lambda _name: few)
     given = dict.fromkeys(CHOICE)
     with calibrated("Llama-3.1-8B", None, given | {"--method": "kq"}, ["kinds=2"], False) as path:
         plan = load_plan(path)

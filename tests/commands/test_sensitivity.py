@@ -116,15 +116,15 @@ def test_eval_of_what_was_handed_out_is_what_was_measured(
 def test_an_interrupt_keeps_the_plan_and_the_wholes_that_were_measured(
     tiny_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvprof.commands import sensitivity_run
+    from kvprof.commands import sensitivity_study
 
-    whole = sensitivity_run._measured
+    whole = sensitivity_study._measured
 
     def stopped(measuring: Any, wanted: Any, data: Any, stop: Any) -> bool:
         seen: list[int] = []
         return whole(measuring, wanted, data, lambda: len(seen) > 1 or bool(seen.append(1)))
 
-    monkeypatch.setattr(sensitivity_run, "_measured", stopped)
+    monkeypatch.setattr(sensitivity_study, "_measured", stopped)
     done = kvprof(
         *("sensitivity", tiny_folder, "--text", text, "--tokens", 64, "--seq-len", 32),
         *("--bits", "4,2", "--rate", "0.7", "--save", tmp_path / "p", "--json", tmp_path / "j"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvprof.commands import serve as serve_command
-from kvprof.commands import serve_run
+from kvprof.commands import vllm_server
 from tests.benchmark.folder import save_config
 from tests.commands.running import Finished, kvprof
 
@@ -16,14 +16,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Commands of servers that would be started, none of which is."""
     found: list[list[str]] = []
     monkeypatch.setattr(serve_command, "find_spec", lambda name: name)
-    monkeypatch.setattr(serve_run, "check_found", lambda: None)
+    monkeypatch.setattr(vllm_server, "check_found", lambda: None)
 
     def start(command: list[str], environment: dict[str, str]) -> int:
         assert Path(environment["KVPROF_PLAN"]).is_file()
         found.append(command)
         return 0
 
-    monkeypatch.setattr(serve_run, "_until_it_ends", start)
+    monkeypatch.setattr(vllm_server, "_until_it_ends", start)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The run of ``kvprof serve``: a plan, the settings, and vLLM's server as a child."""
+"""vLLM's server for a plan: what it folds and writes, its settings, and the child process."""
 
 import subprocess
 from collections.abc import Iterator, Sequence
