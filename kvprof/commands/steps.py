@@ -16,6 +16,7 @@ from kvprof.commands.options import read_counts
 from kvprof.commands.output import end_without_result
 from kvprof.errors import Interrupted, UsageError
 from kvprof.evaluation.data import TaskSelection, TextSample, default_shape, text_samples
+from kvprof.evaluation.decode import check_steps
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.interrupt import Stop
 from kvprof.methods.family import PlanFamily, check_reached, plan_at, plan_for_rate
@@ -153,6 +154,8 @@ def load_sample(
         samples = text_samples(
             opened, sources, seq_len=length or longest, sequences=sequences or number
         )
+        if settings.decode:
+            check_steps(opened, samples[0].ids.shape[1])
         read.append((samples, select(opened)))
 
     loaded = load_for_command(

@@ -20,7 +20,7 @@ from kvprof.errors import LackingError, UsageError, no_memory
 from kvprof.evaluation.data import Scoring, TaskItem, TextSample
 from kvprof.evaluation.scores import TokenScores
 from kvprof.models.interface import text_decoder
-from kvprof.models.load import LoadedModel
+from kvprof.models.load import LoadedModel, OpenedModel
 from kvprof.sizes import format_bytes
 
 __all__ = [
@@ -146,9 +146,10 @@ def _with_states(output: Any, states: Tensor) -> Any:
     return (states,) if isinstance(output, tuple) else type(output)(last_hidden_state=states)
 
 
-def check_steps(loaded: LoadedModel, start: int, stop: int) -> None:
-    """Refuse steps over the length from which on a model turns keys otherwise than it did."""
-    config = loaded.model.config.get_text_config(decoder=True)
+def check_steps(opened: OpenedModel, tokens: int) -> None:
+    """Refuse to decode sequences over the length at which a model's RoPE changes."""
+    config = opened.config.get_text_config(decoder=True)
+    start, stop = prefill_length(tokens), tokens - 1
     stated = getattr(config, "rope_parameters", None) or {}
     for rope in (stated, *stated.values()):
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
@@ -158,7 +159,7 @@ def check_steps(loaded: LoadedModel, start: int, stop: int) -> None:
         if border < stop and (start <= border or kind == "dynamic"):
             raise UsageError(
                 f"RoPE ({kind}) changes at {border:,} tokens, and decoding goes from {start:,} to "
-                f"{stop:,}: keys from before would not fit; use --seq-len {border:,} or less"
+                f"{stop:,}; use --seq-len {border:,} or less"
             )
 
 

@@ -337,7 +337,7 @@ class Evaluator:
         found = Found()
         one_pass = not (self.settings.decode or needs_decoding(plan))
         if not one_pass and self.workload.text:
-            check_steps(self.loaded, self.workload.start, self.workload.seq_len - 1)
+            check_steps(self.loaded, self.workload.seq_len)
         sessions: list[tuple[bool, Compression]] = []
         with remembered_rows(), ExitStack() as stack:
 

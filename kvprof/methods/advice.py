@@ -11,7 +11,7 @@ from kvprof.methods.engine_cache import CacheLayer, Pool, plan_pool, token_bytes
 from kvprof.methods.named import ENGINE_FORMATS
 from kvprof.results.advise import TORCH, AdvisedPlan
 
-__all__ = ["GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised"]
+__all__ = ["GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised", "is_measured"]
 
 _GIB = 1 << 30
 #: vLLM's own share of the memory, and what it takes besides weights and cache (on an H200).
@@ -181,18 +181,18 @@ def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
     nearest: dict[str, Any] = min(
         known,
         key=lambda row: (
-            not _is_measured(row, question.model),
+            not is_measured(row, question.model),
             row["model_type"] != kind,
             (row["model_type"] == "qwen2") != biased,
             abs(row["head_dim"] - width),
         ),
     )
-    here = _is_measured(nearest, question.model)
+    here = is_measured(nearest, question.model)
     least = min(row["keeps_interval"][0] for row in ([nearest] if here else known))
     return nearest | {"keeps_at_least": least, "measured_here": here}
 
 
-def _is_measured(row: Mapping[str, Any], model: str) -> bool:
+def is_measured(row: Mapping[str, Any], model: str) -> bool:
     """Tell whether a name is that of a row's model, of which the instructed form was measured."""
     name, known = model.rpartition("/")[2].lower(), row["measured_on"].lower()
     return name.startswith(f"{known}-instruct") or name == f"{known}.gguf"

@@ -69,7 +69,8 @@ def test_every_method_of_a_benchmark_reaches_its_rate(monkeypatch: pytest.Monkey
         given = dict(pairwise(words))
         shape = load_shape(given.get("--model", "Llama-3.1-8B"))
         names = [label for label, _, _ in method_entries(given["--methods"])]
-        assert len(made(*names, shape=shape)) == len(names)
+        rate = float(given.get("--rate", 0.5))
+        assert len(made(*names, shape=shape, rate=rate)) == len(names)
 
 
 @pytest.mark.parametrize(

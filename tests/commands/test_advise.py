@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvprof.errors import Interrupted
-from kvprof.methods.advice import PLANS
+from kvprof.methods.advice import PLANS, is_measured
 from kvprof.methods.plan_files import load_plan
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
@@ -50,6 +50,31 @@ def test_a_plan_that_another_model_does_not_bear_is_not_named(tmp_path: Path) ->
     fp8 = next(one for one in data["plans"] if one["plan"] == "fp8_e4m3")
     assert fp8["keeps_at_least"] < 0.6  # on Qwen2.5-Coder-1.5B, whose keys have a bias
     assert data["best"] == "int8_per_token_head"
+
+
+def test_no_command_is_advised_that_no_engine_starts(tmp_path: Path) -> None:
+    long = kvprof("advise", "Llama-3.1-8B", "--gpu", "l4-24gb", "--context", "128k")
+    assert (long.code, "vllm serve" in long.stdout) == (0, False)
+    own = advice(tmp_path, "reference", "--gpu", "l4-24gb")
+    config = json.loads(
+        (Path(own["data"]["plans"][0]["command"].split()[2]) / "config.json").read_text()
+    )
+    assert own["inputs"]["context"] == config["max_position_embeddings"] < 32_768
+
+
+@pytest.mark.parametrize(
+    ("model", "measured"),
+    [
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", True),
+        ("qwen2.5-coder-1.5b.gguf", True),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", True),
+        ("Qwen/Qwen2.5-Coder-1.5B", False),
+        ("Qwen/Qwen2.5-Coder-14B-Instruct", False),
+    ],
+)
+def test_a_measured_model_is_known_by_its_name(model: str, measured: bool) -> None:
+    names = ({"measured_on": name} for name in ("Qwen2.5-Coder-1.5B", "SmolLM2-135M"))
+    assert any(is_measured(row, model) for row in names) is measured
 
 
 def test_a_folder_with_a_config_alone_is_advised(tmp_path: Path) -> None:

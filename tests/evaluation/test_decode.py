@@ -113,20 +113,21 @@ def test_halves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "start", "stop", "refused"),
+    ("kind", "tokens", "refused"),
     [
-        ("longrope", 32, 63, True),
-        ("longrope", 24, 48, False),
-        ("longrope", 49, 98, False),
-        ("dynamic", 49, 98, True),
-        ("linear", 32, 63, False),
+        ("longrope", 50, True),
+        ("longrope", 97, True),
+        ("longrope", 49, False),
+        ("longrope", 98, False),
+        ("dynamic", 98, True),
+        ("linear", 64, False),
     ],
 )
 def test_steps_cross_no_change_of_the_rotation(
-    monkeypatch: pytest.MonkeyPatch, kind: str, start: int, stop: int, refused: bool
+    monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int, refused: bool
 ) -> None:
     loaded = model("Llama")
     rope = {"rope_type": kind, "original_max_position_embeddings": 48}
-    monkeypatch.setattr(loaded.model.config, "rope_parameters", rope)
+    monkeypatch.setattr(loaded.config, "rope_parameters", rope)
     with pytest.raises(UsageError) if refused else nullcontext():
-        check_steps(loaded, start, stop)
+        check_steps(loaded, tokens)
