@@ -6,7 +6,7 @@ it: samples become medians, and series of a load and single parts of many reques
 
     python benchmarks/commands.py --list
     python benchmarks/commands.py bench-100k load-answers     # a GPU; loads need vLLM
-    python benchmarks/commands.py frontier needles-7x --model MODEL    # loaded once for all
+    python benchmarks/commands.py frontier needles-7x --model MODEL
 
 What a command has measured it keeps (`KVPROF_CACHE`), so one that was ended goes on where it was.
 """
@@ -14,13 +14,12 @@ What a command has measured it keeps (`KVPROF_CACHE`), so one that was ended goe
 import argparse
 import shlex
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from recording import add_out, compact, keep_result, speedups
 
-from kvprof.models import load
+from kvprof.cli import app
 from kvprof.records.files import read_result
 
 _ENGINE = (
@@ -59,10 +58,21 @@ def _plain(options: str) -> str:
     return " ".join(f"--option {option}" for option in options.split(","))
 
 
+_FOUR_TIMES = f"--method kq-wf {_plain(f'allocation=output,kinds=8,{_OPEN}')} --rate 0.75"
+
 #: Names of records to the commands that make them, one after another; the last one's is kept.
 COMMANDS: dict[str, str | tuple[str, ...]] = {
     "engine-formats": f"eval MODEL --method engine-formats {_PROSE_AND_CODE}",
     "needles-5.8x": _needles(f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}"),
+    # Uncentred, with as many head groups as a kernel runs. Two cores measure what it keeps.
+    "kept-4x": _of_plan(
+        _FOUR_TIMES, "--text prose --text code --sequences 32 --seq-len 512 --tasks none"
+    ),
+    "bench-4x": (
+        f"plan MODEL {_FOUR_TIMES} --context 32k --save PLAN",
+        "bench --model MODEL --plan PLAN --methods full,fp8 --seq 32k,100k --batch 1,8 "
+        "--phase decode",
+    ),
     "needles-7x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8572"),
     "needles-8x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8751"),
     "kept-7x-by-loss": _of_plan(
@@ -85,6 +95,10 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         "frontier MODEL --method fdc:centre=true,kq:centre=true,palu:centre=true,"
         "kivi:centre=true,kvquant:centre=true,kq-4bit:centre=true,fdc-4bit:centre=true,"
         f"kq-wf:{_WF} --points 4 {_PROSE_AND_CODE}"
+    ),
+    "frontier-rest": (
+        "frontier MODEL --method zack:centre=true,tale:centre=true,fdc-4bit --points 4 "
+        f"{_PROSE_AND_CODE}"
     ),
     "frontier-papers": (
         "frontier MODEL --method fdc:paper,zack:paper,palu:paper,tale:paper --points 4 "
@@ -196,8 +210,6 @@ def main() -> None:
         for name, line in COMMANDS.items():
             lines = (line,) if isinstance(line, str) else line
             print(f"{name}: {'; '.join(f'kvprof {one}' for one in lines)}")
-    if arguments.model is not None:  # before a command takes the function by its name
-        load.load_model = cache(load.load_model)
     of = "" if arguments.model is None else f"-{Path(arguments.model).stem.lower()}"
     for name in arguments.names:
         lines = COMMANDS[name]
@@ -214,8 +226,6 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    from kvprof.cli import app  # after the loader was replaced
-
     try:
         app(arguments, prog_name="kvprof")
     except SystemExit as end:

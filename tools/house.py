@@ -22,12 +22,12 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 93_935,
-    "package_files": 415,
+    "package_lines": 93_912,
+    "package_files": 414,
     "docstring_share": 0.11,
-    "raises": 1084,
+    "raises": 1083,
     "functions_with_12_parameters": 67,
-    "modules_with_one_importer": 98,
+    "modules_with_one_importer": 99,
     "test_lines": 57_718,
     "test_functions": 2644,
     "tests_of_wording": 598,

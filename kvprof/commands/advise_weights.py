@@ -7,14 +7,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvprof import console
-from kvprof.commands.loading import model_inputs
+from kvprof.commands.loading import Sample, calibration_options, load_sample, model_inputs, plan_of
 from kvprof.commands.options import SampleOptions
-from kvprof.commands.steps import calibration_options, load_sample, plan_of
-from kvprof.errors import FailedError, Interrupted, KvprofError
+from kvprof.errors import FailedError, Interrupted, KvprofError, UsageError
 from kvprof.evaluation.evaluation_cache import BASELINE, EvaluationCache, cache_folder, plan_digest
-from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
+from kvprof.evaluation.evaluator import EvaluationSettings
 from kvprof.evaluation.frontier import Half
-from kvprof.evaluation.tasks.registry import default_task_items, select_tasks
 from kvprof.interrupt import graceful_interrupt
 from kvprof.methods.advice import PLANS
 from kvprof.methods.named import options_in
@@ -42,21 +40,10 @@ def measure(
 
     Returns what the result says of it, whether nobody stopped it, and why nothing was saved.
     """
-    # Half of what eval takes on a CPU: twice as many plans in the minutes.
-    count = 16 if main_device(request.device).type == "cpu" else None
-    sample = load_sample(
-        {"model": request.model and hub_name(request.model), **request.how},
-        **SampleOptions(text=["prose", "code"], sequences=count, tasks="none").sample,
-        settings=EvaluationSettings(),
-        laid=lambda *_: None,
-    )
-    loaded = sample.evaluator.loaded
+    sample = _sample(request, warnings)
+    evaluator, loaded = sample.evaluator, sample.evaluator.loaded
     inputs = {**model_inputs(loaded), **sample.inputs()}
-    halves = [_half(sample.evaluator, warnings)]
-    try:
-        halves.append(_half(_questions(sample.evaluator), warnings))
-    except KvprofError as problem:  # no prompt fits
-        warnings.append(f"no needles: {problem}")
+    half = Half(evaluator, EvaluationCache(cache_folder(), evaluator.digest, warnings.append))
     made: dict[int, Plan] = {}  # by the row's index
     with graceful_interrupt() as stop:
 
@@ -71,45 +58,27 @@ def measure(
             notice=warnings.append,
         )
 
-        def evaluate(half: Half, index: int) -> dict[str, Any]:
-            plan, what = made[index], "text" if half is halves[0] else "needles"
-            with console.track(f"{rows[index].plan}: {what}", half.evaluator.steps(plan)) as bar:
-                return half.evaluation(plan, plan_digest(plan), bar.advance, ended)
-
         def measured(index: int) -> AdvisedPlan:
             row, own = rows[index], PLANS[index]
             try:
                 options = typed_options(own.method, options_in(own.options))
                 family = calibrator.family(own.method, **options)
-                made[index] = plan_of(loaded, family, own.rate, None, request.context)
-                return _kept(row, evaluate(halves[0], index), loaded.spec)
+                plan = made[index] = plan_of(loaded, family, own.rate, None, request.context)
+                with console.track(row.plan, evaluator.steps(plan)) as bar:
+                    found = half.evaluation(plan, plan_digest(plan), bar.advance, ended)
+                return _kept(row, found, loaded.spec)
             except KvprofError as problem:
                 said = row.model_dump(include={"plan", "engine", "command"})
                 return AdvisedPlan(**said, refused=f"{row.plan}: {problem}")
 
-        def asked(half: Half, index: int) -> AdvisedPlan:
-            try:
-                base = half.cache.get(BASELINE) or half.baseline(lambda _: None, ended)
-                rows[0] = rows[0].model_copy(update=_needles(base))
-                if not base["tasks"][_TASK]["accuracy"]:
-                    raise FailedError("the uncompressed model finds none")
-                return rows[index].model_copy(update=_needles(evaluate(half, index)))
-            except KvprofError as problem:
-                warnings.append(f"no needles: {problem}")
-                halves.remove(half)
-                return rows[index]
-
         try:
-            if not halves[0].cache.get(BASELINE):
-                halves[0].baseline(lambda _: None, ended)
-            for group in _order(rows, request.keep):
-                for index in group:
-                    rows[index] = measured(index)
-                for index in group:
-                    if len(halves) > 1 and (rows[index].keeps_at_least or 0) >= request.keep:
-                        rows[index] = asked(halves[1], index)
+            with console.track(rows[0].plan, evaluator.baseline_steps) as bar:
+                base = half.cache.get(BASELINE) or half.baseline(bar.advance, ended)
+            rows[0] = rows[0].model_copy(update=_needles(base))
+            for index in _order(rows, request.keep):
+                rows[index] = measured(index)
         except Interrupted:
-            left = [row.plan for row in rows if row.record is not None] or ["needles"]
+            left = [row.plan for row in rows if row.record is not None]
             warnings.append(f"not finished: {', '.join(left)}; repeat the command to resume")
     lost = []
     try:
@@ -124,25 +93,38 @@ def measure(
     return inputs, not stop.requested, lost
 
 
-def _half(evaluator: Evaluator, warnings: list[str]) -> Half:
-    """Return an evaluator with what is known of its evaluations."""
-    return Half(evaluator, EvaluationCache(cache_folder(), evaluator.digest, warnings.append))
+def _sample(request: "AdviseRequest", warnings: list[str]) -> Sample:
+    """Load the model, with text and, where its context has room for them, needles."""
+    # On a CPU half of what eval takes: twice as many plans in the minutes.
+    count = 16 if main_device(request.device).type == "cpu" else None
+
+    def load(tasks: str) -> Sample:
+        return load_sample(
+            {"model": request.model and hub_name(request.model), **request.how},
+            **SampleOptions(text=["prose", "code"], sequences=count, tasks=tasks).sample,
+            settings=EvaluationSettings(),
+            laid=lambda *_: None,
+        )
+
+    try:
+        return load(_TASK)
+    except UsageError as problem:
+        sample = load("none")
+        warnings.append(f"no needles: {problem}")
+        return sample
 
 
-def _questions(text: Evaluator) -> Evaluator:
-    """Return what asks for needles, beside one sequence of text."""
-    items = select_tasks(text.loaded, (_TASK,), default_task_items(text.loaded)).items
-    first = text.samples[0].part(0, len(text.samples[0].ids))
-    return Evaluator(text.loaded, [first], items, text.settings)
-
-
-def _order(rows: list[AdvisedPlan], keep: float) -> tuple[list[int], list[int]]:
-    """Return which rows to measure: served ones from the named one on, most users first; others."""
+def _order(rows: list[AdvisedPlan], keep: float) -> list[int]:
+    """Return which rows to measure: the named plan's, then served ones', most users first."""
     best = best_of(rows, keep)
-    known = [index for index, row in enumerate(rows) if index and row.refused is None]
-    known.sort(key=lambda one: (rows[one] is not best, -(rows[one].users or 0)))
-    served = [one for one in known if rows[one].engine == rows[0].engine]
-    return served, [one for one in known if one not in served]
+    return sorted(
+        (index for index, row in enumerate(rows) if index and row.refused is None),
+        key=lambda one: (
+            rows[one].engine != rows[0].engine,
+            rows[one] is not best,
+            -(rows[one].users or 0),
+        ),
+    )
 
 
 def _kept(row: AdvisedPlan, found: dict[str, Any], model: str) -> AdvisedPlan:
@@ -154,12 +136,13 @@ def _kept(row: AdvisedPlan, found: dict[str, Any], model: str) -> AdvisedPlan:
             "keeps_interval": interval and list(interval),
             "keeps_tokens": found["decoded_tokens"],
             "keeps_at_least": interval and interval[0],
-            **{"measured_on": model, "measured_here": True, "record": None, "needles": None},
+            **{"measured_on": model, "measured_here": True, "record": None},
+            **_needles(found),
         }
     )
 
 
-def _needles(found: dict[str, Any]) -> dict[str, list[int]]:
+def _needles(found: dict[str, Any]) -> dict[str, list[int] | None]:
     """Return how many needles were found, and asked for."""
-    task = found["tasks"][_TASK]
-    return {"needles": [round(task["accuracy"] * task["items"]), task["items"]]}
+    task = found["tasks"].get(_TASK)
+    return {"needles": task and [round(task["accuracy"] * task["items"]), task["items"]]}
