@@ -9,7 +9,8 @@ on torch's meta device, its layers name their cache specs, and its planner is gi
 The first asks again of the models that the table has: its ``configs``, with dimensions as the
 models' public config.json files have them.
 
-The second writes what transformers' config classes take where a config.json says nothing.
+The second writes what transformers' config classes take where a config.json says nothing; what
+gives the size of a family's states stays as it stands in the file.
 """
 
 import dataclasses
@@ -254,6 +255,10 @@ def defaults(path: str) -> None:
         else:
             found[kind] = _default_of(kind, config)
     kept = {k: v for k, v in sorted(found.items()) if k in causal or set(v) & set(_INNER)}
+    for kind, known in json.loads(Path(path).read_text("utf-8")).items():
+        stated = {key: known[key] for key in ("state_sizes", "mamba_ssm_dtype") if key in known}
+        if kind in kept:
+            kept[kind] |= stated
     lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items())
     Path(path).write_text(f"{{\n{lines}\n}}\n")
 

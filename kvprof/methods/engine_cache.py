@@ -52,21 +52,6 @@ _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _NULLABLE = ("sliding_window", "attention_chunk_size")
 #: Families whose layers hold latents of all heads together, as vLLM keeps them.
 _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
-# What states a recurrence's heads, their width, its size, its groups, and a convolution's kernel.
-_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
-_NEMOTRON = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
-_DELTA = (
-    *("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim"),
-    *("linear_num_key_heads", "linear_conv_kernel_dim"),
-)
-#: Families whose layers may hold a state, and what gives its size.
-_STATES: dict[str, Sequence[str | int]] = {
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _MAMBA),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), (1, "hidden_size", 0, 0, "conv_L_cache")),
-    "jamba": ("mamba_expand", "hidden_size", "mamba_d_state", 0, "mamba_d_conv"),
-    "nemotron_h": _NEMOTRON,
-}
 # What else may be kept that this does not know.
 _UNKNOWN = re.compile(
     r"mamba|ssm|linear_(num|key|value|conv|attn)|conv_L|kv_lora|recurrent|lru_|rwkv|state_size|"
@@ -74,9 +59,7 @@ _UNKNOWN = re.compile(
 )
 #: Kinds of attention as transformers calls them, and what states their reach.
 _ATTENTION = {
-    "full_attention": ("full", ""),
-    "attention": ("full", ""),
-    "hybrid": ("full", ""),  # beside a state
+    **dict.fromkeys(("full_attention", "attention", "hybrid"), ("full", "")),  # hybrid: and a state
     "sliding_attention": ("window", "sliding_window"),
     "chunked_attention": ("chunk", "attention_chunk_size"),
 }
@@ -125,7 +108,8 @@ def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
         raise ValueError(f"num_hidden_layers {count}")
     if kind in _LATENT:
         return [CacheLayer("latent", 1, own["kv_lora_rank"] + own["qk_rope_head_dim"])] * count
-    if kind not in _STATES and (other := [key for key in own if _UNKNOWN.search(key) and own[key]]):
+    stateful = "state_sizes" in own
+    if not stateful and (other := [key for key in own if _UNKNOWN.search(key) and own[key]]):
         raise UsageError(f"{kind}: {other[0]} in config.json names a cache that is not supported")
     types = [*_layer_types(own)][:count]
     if len(types) < count:
@@ -135,9 +119,10 @@ def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
         own = own if own.get("per_layer_config") else {"global_head_dim": 512, **own}
     found = []
     for index, name in enumerate(types[: count - own.get("num_kv_shared_layers", 0)]):
-        if name not in _ATTENTION and kind not in _STATES:
+        has_state = name == "hybrid" or name not in (*_ATTENTION, "moe", "mlp")
+        if has_state and not stateful:
             raise UsageError(f"{kind}: caches of {name} are not supported")
-        if name == "hybrid" or name not in (*_ATTENTION, "moe", "mlp"):
+        if has_state:
             found.append(CacheLayer("state", state=_state_bytes(own)))
         if name in _ATTENTION:
             each = own.get("per_layer_config", {}).get(str(index), {})
@@ -148,7 +133,7 @@ def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
 def _layer_types(own: Mapping[str, Any]) -> Sequence[str]:
     """Return the kind of each layer, as transformers calls it."""
     count, get = own["num_hidden_layers"], own.get
-    other = "linear_attention" if own["model_type"] in _STATES else "sliding_attention"
+    other = "linear_attention" if "state_sizes" in own else "sliding_attention"
     if types := get("layer_types") or get("layers_block_type"):
         return list(types)
     if letters := get("hybrid_override_pattern"):
@@ -167,7 +152,7 @@ def _layer_types(own: Mapping[str, Any]) -> Sequence[str]:
         full = range(get("max_window_layers", 0))
     elif pattern := get("pattern"):  # of the family, in the table of defaults
         return [pattern[index % len(pattern)] for index in range(count)]
-    elif own["model_type"] in _STATES:
+    elif "state_sizes" in own:
         raise KeyError("layer_types")
     elif get("sliding_window") and get("use_sliding_window", True):
         full = ()
@@ -188,11 +173,12 @@ def _attention(own: Mapping[str, Any], kind: str, reach: str) -> CacheLayer:
 
 def _state_bytes(own: Mapping[str, Any]) -> int:
     """Return the bytes of a sequence's convolution and recurrence in a layer."""
-    named = _STATES[own["model_type"]]
-    heads, width, size, groups, kernel = (own[x] if isinstance(x, str) else x for x in named)
-    exact = named is _NEMOTRON or own.get("mamba_ssm_dtype") == "float32"
+    # The table of defaults has what states each of these, or its number.
+    sizes = (own[x] if isinstance(x, str) else x for x in own["state_sizes"])
+    heads, width, size, groups, kernel = sizes
     convolution = 2 * (kernel - 1) * (heads * width + 2 * groups * size)
-    return int(convolution + (4 if exact else 2) * heads * width * size)
+    bytes_each = 4 if own.get("mamba_ssm_dtype") == "float32" else 2
+    return int(convolution + bytes_each * heads * width * size)
 
 
 # --- Pages, as vLLM plans them.
@@ -214,8 +200,7 @@ def token_bytes(layers: Sequence[CacheLayer], dtype: str) -> list[int]:
     """Return what vLLM stores of a token by layer, scales counted; 0 of a state."""
     edge = EDGE if _leaves_edges(layers, dtype) else 0
     inner = range(edge, len(layers) - edge)
-    kept = (dtype if index in inner else "auto" for index in range(len(layers)))
-    return list(map(_token_bytes, layers, kept))
+    return [_token_bytes(x, dtype if i in inner else "auto") for i, x in enumerate(layers)]
 
 
 def _leaves_edges(layers: Sequence[CacheLayer], dtype: str) -> bool:
@@ -267,23 +252,22 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
     held = [_BLOCK if one.kind == "window" else tokens for one in layers]
     stored = zip(layers, held, token_bytes(layers, dtype), strict=True)
     sizes = [one.state or count * size for one, count, size in stored]
-    if len({(one.kind, one.reach) for one in layers}) == 1:
-        return Pool(
-            sum(sizes), lambda context: _pages(layers[0], held[0], context, 2 * step_tokens)
+    block = sum(sizes)
+    groups = {(layers[0], held[0]): 1}
+    if len({(one.kind, one.reach) for one in layers}) > 1:
+        # Pages of one size, in groups of one number of layers: a smaller page holds more tokens,
+        # or else is not full.
+        largest = max(sizes)
+        alike = Counter(
+            (layer, count if largest % size else count * (largest // size))
+            for layer, count, size in zip(layers, held, sizes, strict=True)
         )
-    # Pages of one size, in groups of one number of layers: a smaller page holds more tokens, or
-    # else is not full.
-    largest = max(sizes)
-    alike = Counter(
-        (layer, count if largest % size else count * (largest // size))
-        for layer, count, size in zip(layers, held, sizes, strict=True)
-    )
-    least, most = min(alike.values()), max(alike.values())
-    group = most if most < 1.5 * least else least
-    return Pool(
-        largest * group,
-        lambda context: sum(
-            -(-number // group) * _pages(layer, count, context, 2 * step_tokens)
-            for (layer, count), number in alike.items()
-        ),
-    )
+        least, most = min(alike.values()), max(alike.values())
+        group = most if most < 1.5 * least else least
+        block = largest * group
+        groups = {pages: -(-number // group) for pages, number in alike.items()}
+
+    def blocks(context: int) -> int:
+        return sum(n * _pages(*one, context, 2 * step_tokens) for one, n in groups.items())
+
+    return Pool(block, blocks)
