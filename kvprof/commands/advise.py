@@ -13,7 +13,7 @@ from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
 from kvprof.environment import read_gpus
 from kvprof.errors import UsageError
 from kvprof.loading import loading
-from kvprof.methods.advice import GPUS, AdvisedGpu, Question, advised
+from kvprof.methods.advice import GPUS, PLANS, AdvisedGpu, Question, advised
 from kvprof.methods.engine_cache import cache_layers, text_config
 from kvprof.models.config_files import read_config_file, read_share, served_name, weight_bytes
 from kvprof.results.advise import best_of
@@ -111,7 +111,7 @@ def advise(request: AdviseRequest) -> Outcome:
         *(served_name(model), own, layers, weights, read_weights, gpu),
         *(request.context, request.users),
     )
-    plans, warnings = advised(question), []
+    plans, warnings = [advised(plan, question) for plan in PLANS], list[str]()
     if not request.has("gpu") and gpu is GPUS[_DEFAULT_GPU]:
         warnings.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
     if isinstance(longest, int) and request.context > longest:

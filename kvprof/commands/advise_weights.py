@@ -4,6 +4,7 @@ It imports torch: only with ``--minutes``.
 """
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvprof import console
@@ -44,7 +45,7 @@ def measure(
     evaluator, loaded = sample.evaluator, sample.evaluator.loaded
     inputs = {**model_inputs(loaded), **sample.inputs()}
     half = Half(evaluator, EvaluationCache(cache_folder(), evaluator.digest, warnings.append))
-    made: dict[int, Plan] = {}  # by the row's index
+    made: dict[str, Plan] = {}  # by the row's name
     with graceful_interrupt() as stop:
 
         def ended() -> bool:
@@ -58,35 +59,32 @@ def measure(
             notice=warnings.append,
         )
 
-        def measured(index: int) -> AdvisedPlan:
-            row, own = rows[index], PLANS[index]
-            try:
-                options = typed_options(own.method, options_in(own.options))
-                family = calibrator.family(own.method, **options)
-                plan = made[index] = plan_of(loaded, family, own.rate, None, request.context)
-                with console.track(row.plan, evaluator.steps(plan)) as bar:
-                    found = half.evaluation(plan, plan_digest(plan), bar.advance, ended)
-                return _kept(row, found, loaded.spec)
-            except KvprofError as problem:
-                said = row.model_dump(include={"plan", "engine", "command"})
-                return AdvisedPlan(**said, refused=f"{row.plan}: {problem}")
-
         try:
             with console.track(rows[0].plan, evaluator.baseline_steps) as bar:
                 base = half.cache.get(BASELINE) or half.baseline(bar.advance, ended)
             rows[0] = rows[0].model_copy(update=_needles(base))
             for index in _order(rows, request.keep):
-                rows[index] = measured(index)
+                row, own = rows[index], PLANS[index]
+                try:
+                    options = typed_options(own.method, options_in(own.options))
+                    family = calibrator.family(own.method, **options)
+                    plan = plan_of(loaded, family, own.rate, None, request.context)
+                    with console.track(own.name, evaluator.steps(plan)) as bar:
+                        found = half.evaluation(plan, plan_digest(plan), bar.advance, ended)
+                    rows[index], made[own.name] = _kept(row, found, loaded.spec), plan
+                except KvprofError as problem:
+                    said = row.model_dump(include={"plan", "engine", "command"})
+                    rows[index] = AdvisedPlan(**said, refused=f"{own.name}: {problem}")
         except Interrupted:
             left = [row.plan for row in rows if row.record is not None]
             warnings.append(f"not finished: {', '.join(left)}; repeat the command to resume")
     lost = []
     try:
         if request.save is not None:
-            own = [row for row in rows if row.engine == TORCH and row.record is None]
-            if (best := best_of(own, request.keep)) is None:
+            kvprofs = [row for row in rows if row.engine == TORCH and row.plan in made]
+            if (best := best_of(kvprofs, request.keep)) is None:
                 raise FailedError(f"no kvprof plan that was measured keeps {request.keep:g}")
-            save_plan(made[rows.index(best)], request.save, force=request.force)
+            save_plan(made[best.plan], request.save, force=request.force)
             inputs["saved"] = str(request.save)
     except KvprofError as problem:
         lost.append(f"--save {request.save}: {problem}")
@@ -98,18 +96,13 @@ def _sample(request: "AdviseRequest", warnings: list[str]) -> Sample:
     # On a CPU half of what eval takes: twice as many plans in the minutes.
     count = 16 if main_device(request.device).type == "cpu" else None
 
-    def load(tasks: str) -> Sample:
-        return load_sample(
-            {"model": request.model and hub_name(request.model), **request.how},
-            **SampleOptions(text=["prose", "code"], sequences=count, tasks=tasks).sample,
-            settings=EvaluationSettings(),
-            laid=lambda *_: None,
-        )
-
+    options = SampleOptions(text=["prose", "code"], sequences=count, tasks=_TASK).sample
+    how = {"model": request.model and hub_name(request.model), **request.how}
+    load = partial(load_sample, how, settings=EvaluationSettings(), laid=lambda *_: None)
     try:
-        return load(_TASK)
+        return load(**options)
     except UsageError as problem:
-        sample = load("none")
+        sample = load(**options | {"tasks": "none"})
         warnings.append(f"no needles: {problem}")
         return sample
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+import yaml
+
 from kvprof.errors import UsageError
 from kvprof.methods.engine_cache import CacheLayer, Pool, plan_pool, token_bytes
 from kvprof.methods.named import ENGINE_FORMATS
@@ -35,21 +37,11 @@ class AdvisedGpu:
         return 8192 if self.memory >= 70 * _GIB and "a100" not in self.name.lower() else 2048
 
 
-#: GiB as the driver tells them, TB/s as data sheets have them.
-_GPUS = {
-    "h100-80gb": (79.6, 3.35),
-    "h200-141gb": (140.4, 4.8),
-    "b200-180gb": (179.1, 8.0),
-    "a100-80gb": (80.0, 2.04),
-    "a100-40gb": (39.6, 1.56),
-    "l40s-48gb": (45.0, 0.864),
-    "a10-24gb": (22.5, 0.6),
-    "l4-24gb": (22.5, 0.3),
-    "t4-16gb": (15.0, 0.32),
-    "rtx4090-24gb": (24.0, 1.01),
-    "rtx5090-32gb": (31.8, 1.79),
+_ASSETS = files("kvprof") / "assets"
+GPUS = {
+    name: AdvisedGpu(name, int(gib * _GIB), tb * 1e12)
+    for name, (gib, tb) in yaml.safe_load((_ASSETS / "gpus.yaml").read_text("utf-8")).items()
 }
-GPUS = {name: AdvisedGpu(name, int(gib * _GIB), tb * 1e12) for name, (gib, tb) in _GPUS.items()}
 
 
 @dataclass(frozen=True)
@@ -107,16 +99,17 @@ class Plan:
         return f"kvprof plan {model} --method {self.method}{how} --context {context} --save FILE"
 
 
+#: What plans keep on the models that records measure.
+_KEPT = json.loads((_ASSETS / "advise-kept.json").read_text("utf-8"))
 _KQ = ("allocation=output", "centre=true", *_OPEN)
-#: Formats of engines that a record measures, and their bits where vLLM does not plan the pages.
-_FORMATS = {
-    **{name: 16.0 for name, (engine, _) in ENGINE_FORMATS.items() if engine == "vLLM"},
-    **{"q8_0": 8.5, "q4_0": 4.5},
-}
-del _FORMATS["fp8_e5m2"]
+_BITS = {"q8_0": 8.5, "q4_0": 4.5}  # of llama.cpp's formats
 PLANS = (
     Plan("16 bits", "vLLM"),
-    *(Plan(name, *ENGINE_FORMATS[name], bits, name) for name, bits in _FORMATS.items()),
+    *(
+        Plan(name, *ENGINE_FORMATS[name], _BITS.get(name, 16.0), name)
+        for name in ENGINE_FORMATS
+        if any(row["plan"] == name for row in _KEPT)
+    ),
     Plan("hadamard 4/4", TORCH, "", 4.25, "hadamard-int4", _OPEN),
     Plan("hadamard 3/2", TORCH, "", 2.75, "hadamard-int3", ("bits=k3v2", *_OPEN)),
     Plan("kq-wf 7x", TORCH, "", 16 / 7, "kq-wf", _KQ, rate=1 - 1 / 7),
@@ -142,38 +135,32 @@ class Question:
         return int(self.gpu.memory * _SHARE) - self.weights - _BESIDE
 
 
-def advised(question: Question) -> list[AdvisedPlan]:
-    """Return a row of each plan; one that is refused says why."""
-    return [_row(plan, question) for plan in PLANS]
-
-
-def _row(plan: Plan, question: Question) -> AdvisedPlan:
-    """Return what a plan takes of a model, and what fits."""
+def advised(plan: Plan, question: Question) -> AdvisedPlan:
+    """Return what a plan takes of a model, and what fits; of one that is refused, why."""
     layers, context = question.layers, question.context
-    row: dict[str, Any] = {"plan": plan.name, "engine": plan.engine}
-    row["command"] = plan.command(question.model, context)
+    command = plan.command(question.model, context)
+    row: dict[str, Any] = {"plan": plan.name, "engine": plan.engine, "command": command}
     try:
         pool = plan.pool(layers, question.gpu.step_tokens)
     except UsageError as problem:
         return AdvisedPlan(**row, refused=str(problem))
     values = sum(one.values for one in layers)
     read, full = plan.bytes(layers, context), PLANS[0].bytes(layers, context)
-    row |= {
-        "bits": 8 * sum(plan.token_bytes(layers)) / values if values else None,
-        "bytes_per_token": pool.blocks(context) * pool.block_bytes / context,
-        "attention_speedup": full / read,
-        "step_seconds": (question.read_weights + question.users * read) / question.gpu.bandwidth,
-        "users": pool.users(max(question.available, 0), context),
-    }
-    return AdvisedPlan(**_keeps(plan, question) | row)
+    return AdvisedPlan(
+        **(_keeps(plan, question) | row),
+        bits=8 * sum(plan.token_bytes(layers)) / values if values else None,
+        bytes_per_token=pool.blocks(context) * pool.block_bytes / context,
+        attention_speedup=full / read,
+        step_seconds=(question.read_weights + question.users * read) / question.gpu.bandwidth,
+        users=pool.users(max(question.available, 0), context),
+    )
 
 
 def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
     """Return what a plan keeps of the model, else of its kind, else of heads as wide."""
     if plan is PLANS[0]:
         return {"keeps": 1.0, "keeps_at_least": 1.0, "measured_here": True}
-    table = json.loads((files("kvprof") / "assets" / "advise-kept.json").read_text("utf-8"))
-    known = [row for row in table if row["plan"] == plan.name]
+    known = [row for row in _KEPT if row["plan"] == plan.name]
     kind = question.config["model_type"]
     # A bias of the keys decides what casts lose.
     biased = kind.startswith("qwen2") or bool(question.config.get("attention_bias"))

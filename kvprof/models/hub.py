@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import huggingface_hub
+import huggingface_hub.constants  # which it has only once it is imported
 
 from kvprof.errors import LackingError
 

@@ -21,7 +21,7 @@ def report(result: AdviseResult) -> Report:
     context = f"{format_count(inputs.context)} tokens"
     best = next((one for one in data.plans if one.plan == data.best), data.plans[0])
     command = best.command.replace(" --kv", " \\\n    --kv")  # copied whole, whatever the width
-    cautions = [f"Run: {command}"] if _fits(best) else []
+    cautions = [f"Run: {command}"] if (best.users or 0) >= 1 else []
     if inputs.saved is not None:
         cautions.append(f"Saved: kvprof generate {inputs.model} --plan {inputs.saved}")
     body: list[Block] = [
@@ -32,9 +32,7 @@ def report(result: AdviseResult) -> Report:
     kinds = ", ".join(f"{count} {kind}" for kind, count in data.layer_kinds.items())
     speed = f"{number(inputs.gpu_bytes_per_second / 1e12)} TB/s"
     elsewhere = {one.measured_on for one in data.plans if one.measured_on and not one.measured_here}
-    keeps = f"Keeps: accuracy kept [95 % interval], measured on {', '.join(sorted(elsewhere))}"
-    if not elsewhere:
-        keeps = "Keeps: accuracy kept [95 % interval] of this model"
+    whose = f", measured on {', '.join(sorted(elsewhere))}" if elsewhere else " of this model"
     texts = f"{inputs.sequences} sequences of {inputs.seq_len} tokens"
     facts = {
         "model": f"{inputs.model} ({inputs.model_type})",
@@ -50,7 +48,7 @@ def report(result: AdviseResult) -> Report:
         verdict=_verdict(result, best, context),
         subject=f"{inputs.model}, {inputs.gpu}, {context}",
         cautions=cautions,
-        notes=(f"{keeps}.", *_NOTES),
+        notes=(f"Keeps: accuracy kept [95 % interval]{whose}.", *_NOTES),
         measured_with=facts,
     )
 
@@ -61,8 +59,8 @@ def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
     if result.data.available_bytes <= 0:
         return f"The weights of {inputs.model} leave no memory for a cache on {inputs.gpu}."
     uncompressed = number(first.users)
-    if not _fits(best):
-        room = format_count(int((best.users or 0) * inputs.context) // 1024 * 1024)
+    if (users := best.users or 0) < 1:  # without room for one an engine does not start
+        room = format_count(int(users * inputs.context) // 1024 * 1024)
         return f"No request of {context} fits {inputs.gpu}: {best.plan} has room for {room}."
     if best is first:
         known = f"no served plan that is known to keep {inputs.keep:g} fits more"
@@ -74,11 +72,6 @@ def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
         f"{best.plan} in {best.engine}: {number(best.users)} users of {context}, "
         f"{uncompressed} uncompressed; it keeps {keeps}."
     )
-
-
-def _fits(plan: AdvisedPlan) -> bool:
-    """Tell whether one request fits, without which an engine does not start."""
-    return (plan.users or 0) >= 1
 
 
 def _kept(plan: AdvisedPlan) -> str:

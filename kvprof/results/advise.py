@@ -51,11 +51,8 @@ def best_of(plans: Sequence[AdvisedPlan], keep: float) -> AdvisedPlan | None:
 
     Another engine counts, and serves, in its own way.
     """
-    enough = [
-        one
-        for one in plans
-        if one.engine == plans[0].engine and one.users and (one.keeps_at_least or 0) >= keep
-    ]
+    own = (one for one in plans if one.engine == plans[0].engine and one.users)
+    enough = (one for one in own if (one.keeps_at_least or 0) >= keep)
     return max(enough, key=lambda one: one.users or 0, default=None)
 
 

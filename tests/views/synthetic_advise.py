@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kvprof.methods.advice import GPUS, Question, advised
+from kvprof.methods.advice import GPUS, PLANS, Question, advised
 from kvprof.methods.engine_cache import CacheLayer
 from kvprof.results.advise import best_of
 from tests.results.made import made
@@ -31,7 +31,7 @@ def advise_result(
         context=32_768,
         users=1,
     )
-    plans = advised(question)
+    plans = [advised(plan, question) for plan in PLANS]
     best = best_of(plans[:3], 0.99)
     return made(
         "advise",
