@@ -31,9 +31,9 @@ CEILINGS: Measures = {
     "test_lines": 57_718,
     "test_functions": 2644,
     "tests_of_wording": 598,
-    "document_words": 21_116,
-    "readme_lines": 119,
-    "tracked_megabytes_outside_the_package": 6.3,
+    "document_words": 21_196,
+    "readme_lines": 120,
+    "tracked_megabytes_outside_the_package": 5.9,
     # With --trace alone.
     "files_executed_spectrum": 48,
     "files_executed_eval": 92,
