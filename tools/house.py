@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 57_718,
     "test_functions": 2644,
     "tests_of_wording": 598,
-    "document_words": 21_336,
+    "document_words": 21_344,
     "readme_lines": 120,
     "tracked_megabytes_outside_the_package": 5.9,
     # With --trace alone.
