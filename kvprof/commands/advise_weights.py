@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvprof import console
-from kvprof.commands.loading import calibration_options, load_sample, model_inputs, plan_of
+from kvprof.commands.loading import model_inputs
 from kvprof.commands.options import SampleOptions
+from kvprof.commands.planning import calibration_options, load_sample, plan_of
 from kvprof.errors import FailedError, Interrupted, KvprofError
 from kvprof.evaluation.evaluation_cache import BASELINE, EvaluationCache, cache_folder, plan_digest
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator

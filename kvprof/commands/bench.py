@@ -313,7 +313,7 @@ def bench(
     with loading():
         from kvprof.benchmark.request import DEFAULT_METHODS, BenchRequest
         from kvprof.benchmark.run import run_bench
-        from kvprof.commands.loading import calibration_interrupts
+        from kvprof.commands.planning import calibration_interrupts
 
     request = BenchRequest(
         shape="Llama-3.1-8B" if model is None else model,

@@ -19,7 +19,7 @@ from kvprof.loading import loading
 from kvprof.methods.named import ALWAYS, ENGINE_FORMATS, check_names, listed
 
 if TYPE_CHECKING:
-    from kvprof.commands.loading import Sample
+    from kvprof.commands.planning import Sample
     from kvprof.evaluation.data import TextSample
     from kvprof.evaluation.harness import HarnessSettings
     from kvprof.methods.plan import Plan
@@ -127,7 +127,7 @@ def eval(request: EvalRequest) -> Outcome:
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.commands.loading import load_sample
+        from kvprof.commands.planning import load_sample
         from kvprof.evaluation.decode import mean_context
         from kvprof.evaluation.evaluator import EvaluationSettings
 
@@ -192,7 +192,7 @@ def _check_rates(run: _Run, laid: "Laid", context: int) -> None:
 
     Engines' types that do not take the model's heads are left out, unless nothing else is asked.
     """
-    from kvprof.commands.loading import calibration_options, check_reach
+    from kvprof.commands.planning import calibration_options, check_reach
     from kvprof.moments.uncalibrated import uncalibrated_family
 
     unfit: dict[str, str] = {}
@@ -224,7 +224,7 @@ def _harness(request: EvalRequest) -> "HarnessSettings | None":
 
 def _plans(run: _Run, sample: "Sample", stop: Stop) -> "list[Plan]":
     """Make every plan before anything is evaluated: what cannot be planned is found out first."""
-    from kvprof.commands.loading import (
+    from kvprof.commands.planning import (
         calibration_interrupts,
         calibration_options,
         method_calibrator,

@@ -25,7 +25,7 @@ from kvprof.loading import loading
 from kvprof.methods.named import ALWAYS, COMPARED, check_names, method_entries
 
 if TYPE_CHECKING:
-    from kvprof.commands.loading import Sample
+    from kvprof.commands.planning import Sample
     from kvprof.evaluation.data import TaskSelection, TextSample
     from kvprof.evaluation.evaluator import Evaluator
     from kvprof.evaluation.frontier import Frontier, FrontierOptions, Half
@@ -105,7 +105,7 @@ def frontier(request: FrontierRequest) -> Outcome:
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.commands.loading import calibration_options, load_sample
+        from kvprof.commands.planning import calibration_options, load_sample
         from kvprof.evaluation.evaluation_cache import EvaluationCache, cache_folder
         from kvprof.evaluation.evaluator import EvaluationSettings
         from kvprof.evaluation.frontier import FrontierOptions, Half

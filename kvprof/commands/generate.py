@@ -142,7 +142,7 @@ def generate(request: GenerateRequest) -> Outcome:
 
     # Everything from here on needs torch.
     with loading():
-        from kvprof.commands.loading import load_to_compress, make_plan
+        from kvprof.commands.planning import load_to_compress, make_plan
         from kvprof.runtime.generation import prompt_ids
 
     read: list[tuple[str, list[int]]] = []

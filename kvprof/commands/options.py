@@ -523,7 +523,7 @@ class CalibrationOptions(Request):
 
     @property
     def calibration(self) -> dict[str, str | None]:
-        """What `kvprof.commands.loading.calibration_options` is told."""
+        """What `kvprof.commands.planning.calibration_options` is told."""
         return {name: getattr(self, name) for name in _CALIBRATION}
 
     def options(self, extra: list[str] | None = None) -> dict[str, Any]:
@@ -576,7 +576,7 @@ class SampleOptions(Request):
 
     @property
     def sample(self) -> dict[str, Any]:
-        """What `kvprof.commands.loading.load_sample` is told of text and tasks."""
+        """What `kvprof.commands.planning.load_sample` is told of text and tasks."""
         names = ("text", "sequences", "seq_len", "tasks", "task_items", "task_lengths")
         return {name: getattr(self, name) for name in names}
 

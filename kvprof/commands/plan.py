@@ -173,11 +173,11 @@ def plan(request: PlanRequest) -> Outcome:
 def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:
     """Make or read a plan, save it, and tell what it stores."""
     with loading():
-        from kvprof.commands.loading import (
+        from kvprof.commands.loading import model_inputs
+        from kvprof.commands.planning import (
             check_plan_file,
             load_to_compress,
             make_plan,
-            model_inputs,
             resolve_context,
         )
         from kvprof.methods.plan_files import load_plan, save_plan
@@ -266,7 +266,7 @@ def _rounded(
     stop: Stop,
 ) -> "tuple[Plan, Plan | None, str | None]":
     """Make a plan; also the one without a grid, from the same calibration, and its knob's name."""
-    from kvprof.commands.loading import (
+    from kvprof.commands.planning import (
         calibration_interrupts,
         calibration_options,
         method_calibrator,

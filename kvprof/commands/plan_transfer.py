@@ -8,14 +8,9 @@ import torch
 
 from kvprof import console
 from kvprof.benchmark.shapes import layout_of, load_shape
-from kvprof.commands.loading import (
-    calibration_options,
-    check_plan_file,
-    evaluation_context,
-    load_for_command,
-    model_inputs,
-)
+from kvprof.commands.loading import load_for_command, model_inputs
 from kvprof.commands.output import Outcome
+from kvprof.commands.planning import calibration_options, check_plan_file, evaluation_context
 from kvprof.errors import FailedError, Interrupted, KvprofError, UsageError
 from kvprof.evaluation.requests import MethodRequest, parse_methods
 from kvprof.interrupt import Stop, graceful_interrupt

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvprof import console
-from kvprof.commands.loading import calibration_interrupts, calibration_options
 from kvprof.commands.output import Outcome, end_without_result
+from kvprof.commands.planning import calibration_interrupts, calibration_options
 from kvprof.errors import Interrupted, KvprofError, UsageError
 from kvprof.evaluation.data import TextSample, default_shape, text_samples
 from kvprof.evaluation.decode import mean_context

@@ -140,7 +140,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         ends = keeps - 0.001, keeps + 0.001
         return {
             **{"relative_accuracy": keeps, "relative_accuracy_interval": ends},
-            **{"decoded_tokens": 2048, "tasks": {}},
+            **{"decoded_tokens": 2048},
         }
 
     monkeypatch.setattr(Half, "evaluation", evaluation)

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import typer
 
-from kvprof.commands.loading import calibration_options, check_plannable, make_plan
 from kvprof.commands.options import MethodOptions
+from kvprof.commands.planning import calibration_options, check_plannable, make_plan
 from kvprof.errors import UsageError
 from kvprof.interrupt import Stop
 from kvprof.methods.accounting import rate
