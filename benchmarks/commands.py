@@ -36,7 +36,11 @@ _WF = "allocation=output,centre=true,sink=4,window=32"
 _LOW_RANK = "fdc,zack,palu,tale,kq"
 _QUARTER = "--method kq,fdc,zack,palu,svd-kv --rate 0.25"
 _EQUAL = "--method kq --option allocation=uniform --rate 0.25"
-_BITS = "per-token,kivi,kvquant,turboquant,kq-4bit,kq-wf:allocation=output"
+# All that are not centred by default.
+_CENTRED = ",".join(
+    f"{name}:centre=true"
+    for name in (*_LOW_RANK.split(","), "kivi", "kvquant", "turboquant", "kq-4bit", "fdc-4bit")
+)
 _HADAMARD = "hadamard-int3:bits=k3v2"
 _PROSE_AND_CODE = "--text prose --text code --sequences 64 --seq-len 1k --tasks none"
 _NEEDLES = (
@@ -90,17 +94,11 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}", "2k,4k"
     ),
     "frontier": (
-        f"frontier MODEL --method {_LOW_RANK},{_BITS},hadamard-int4:{_OPEN} --points 4 "
-        f"{_PROSE_AND_CODE}"
+        f"frontier MODEL --method {_LOW_RANK},per-token,kivi,kvquant,turboquant,kq-4bit,fdc-4bit,"
+        f"kq-wf:allocation=output,hadamard-int4:{_OPEN} --points 4 {_PROSE_AND_CODE}"
     ),
     "frontier-centred": (
-        "frontier MODEL --method fdc:centre=true,kq:centre=true,palu:centre=true,"
-        "kivi:centre=true,kvquant:centre=true,kq-4bit:centre=true,fdc-4bit:centre=true,"
-        f"kq-wf:{_WF} --points 4 {_PROSE_AND_CODE}"
-    ),
-    "frontier-rest": (
-        "frontier MODEL --method zack:centre=true,tale:centre=true,fdc-4bit --points 4 "
-        f"{_PROSE_AND_CODE}"
+        f"frontier MODEL --method {_CENTRED},kq-wf:{_WF} --points 4 {_PROSE_AND_CODE}"
     ),
     "frontier-papers": (
         "frontier MODEL --method fdc:paper,zack:paper,palu:paper,tale:paper --points 4 "
@@ -117,11 +115,6 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
     "spectrum": "spectrum MODEL --tokens 16k --pairs qk,vo",
     "stability": "stability MODEL",
     "bench-100k": f"bench --seq 100k --batch 1,8 --methods full,fp8,fdc,kq,palu,tale,{_FOUR}",
-    "frontier-smollm2": (
-        "frontier smollm2 --methods per-token,kivi,kvquant,kq,fdc,palu,kq-4bit,fdc-4bit,"
-        "palu+kvquant --points 4 --text prose --text code --sequences 96 --seq-len 512 "
-        "--tasks none --dtype bfloat16"
-    ),
     "load-answers": (
         f"{_EIGHT} --methods full,{_FOUR},kinds=4,fdc:kinds=4 --memory 2GB "
         "--lengths in=256,out=512 --request-rate 8,10,12,16,18,20,24,28,30,34 --seconds 20 "

@@ -31,9 +31,9 @@ CEILINGS: Measures = {
     "test_lines": 57_718,
     "test_functions": 2644,
     "tests_of_wording": 598,
-    "document_words": 21_346,
+    "document_words": 21_410,
     "readme_lines": 120,
-    "tracked_megabytes_outside_the_package": 5.9,
+    "tracked_megabytes_outside_the_package": 6.0,
     # With --trace alone.
     "files_executed_spectrum": 48,
     "files_executed_eval": 92,
