@@ -76,8 +76,8 @@ def store_columns(result, found, real, START: tl.constexpr, WIDTH: tl.constexpr)
     tl.store(result + column[:, None], found, mask=tl.broadcast_to(real[None, :], found.shape))
 
 
-# Counters of a layer begin where the layer before ends, at 16 bytes or not.
-@triton.jit(do_not_specialize_on_alignment=["counters"])
+# Those of a layer begin where the layer before ends, at 16 bytes or not.
+@triton.jit(do_not_specialize_on_alignment=["parts", "counters"])
 def combine_splits(
     partial,
     logs,

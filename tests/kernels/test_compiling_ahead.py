@@ -1,15 +1,27 @@
-"""Compiling ahead is one thread's own; what it compiles is a GPU's to test."""
+"""Compiling ahead is one thread's own, and leaves a prompt and its steps nothing to compile."""
 
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from kvprof.kernels.dispatch import compiling_ahead, launching
+import kvprof.kernels.decode.step
+import kvprof.kernels.prefill.rows
+import kvprof.kernels.prefill.step
+import kvprof.kernels.quantized.moving
+import kvprof.kernels.quantized.step  # noqa: F401 - what is faked is there before
+from kvprof.kernels.dispatch import EARLY_ROWS, compiling_ahead, launching
+from kvprof.methods.quantisers import per_token
+from kvprof.methods.storage import Levels
 from kvprof.runtime.compressed import compressed
+from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan
+from tests.runtime.test_kernel_generation import half, model_of
 
 
 class Kernel:
@@ -43,3 +55,52 @@ def test_nothing_is_compiled_where_there_is_no_triton(monkeypatch: pytest.Monkey
     with compressed(model, make_plan(model), "off") as session:
         monkeypatch.setitem(sys.modules, "kvprof.kernels.dispatch", None)
         assert session.compile_ahead() == 0
+
+
+def asked_of_triton(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Return what Triton compiles a launch for."""
+    found: list[Any] = [kernel.__name__, *sorted((name, str(x)) for name, x in named.items())]
+    for parameter, own in zip(kernel.params, arguments, strict=False):
+        blind = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if isinstance(own, Tensor):
+            found.append((own.dtype, not blind and own.data_ptr() % 16 == 0))
+        elif isinstance(own, int) and not parameter.do_not_specialize:
+            found.append((own == 1, own % 16 == 0))
+        else:
+            found.append(type(own))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("bits", "tokens"), [(None, 37), (4, 193)])
+def test_a_prompt_and_its_steps_compile_nothing_more(
+    bits: int | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("Llama")
+    quantiser = None if bits is None else replace(per_token((bits,)), window=5)
+    plan = make_plan(model, ranks=half, levels=Levels(2 if bits else 0), quantiser=quantiser)
+    noted: list[Any] = []
+
+    def noting(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **named: noted.append(asked_of_triton(kernel, given, named))
+
+    def early(device: torch.device, rows: int) -> dict[str, bool]:
+        return {"DEPENDENT": rows <= EARLY_ROWS}
+
+    with compressed(model, plan, "on") as session, torch.inference_mode():
+        # As on a GPU.
+        fakes = {"launching": noting, "early_launch": early, "uses_triton": lambda _: True}
+        fakes |= {"multiprocessors_of": lambda _: 132}
+        for name, fake in fakes.items():
+            for module in [own for own in sys.modules.values() if hasattr(own, name)]:
+                monkeypatch.setattr(module, name, fake)
+        route = session.route
+        for layer in route._layers:
+            assert layer is not None
+            layer.rehearse(route.configs, 1, torch.device("cpu"), torch.float32)
+        ahead = set(noted)
+        noted.clear()
+        cache = session.new_cache()
+        for count in (tokens, 1, 1):
+            model.model(token_ids(1, count), past_key_values=cache)
+    assert noted
+    assert set(noted) <= ahead

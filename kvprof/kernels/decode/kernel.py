@@ -257,7 +257,8 @@ def _item(
                 )
 
 
-@triton.jit
+# Items of a layer begin where the layer before ends, at 16 bytes or not.
+@triton.jit(do_not_specialize_on_alignment=["items"])
 def decode_pieces(
     queries, cache, partial, logs, items, heads, table, table_row, capacity, stride,
     query_row, widest, scale, cap, KINDS: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,

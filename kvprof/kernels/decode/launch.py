@@ -334,7 +334,7 @@ def launch_decode(
         logs,
         items,
         heads,
-        items if table is None else table,
+        heads if table is None else table,
     )
     numbers = (
         0 if table is None else table.shape[1],

@@ -154,7 +154,10 @@ def _taken(counters, found, total, shares, FAST: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["tasks"])
+# Of a layer, where the layer before ends: at 16 bytes or not.
+@triton.jit(
+    do_not_specialize=["tasks"], do_not_specialize_on_alignment=["counters", "items", "parts"]
+)
 def segment_pieces(
     queries, octets, full, halfs, eye, partial, logs, counters, items, parts, units, table, tasks,
     shares, blocks, table_row, stride, query_row, scale, cap, KINDS: tl.constexpr,
@@ -490,7 +493,7 @@ def move_tokens(
                             )
 
 
-@triton.jit(do_not_specialize=["pitch", "count", "blocks"])
+@triton.jit(do_not_specialize=["pitch", "count", "room", "blocks"])
 def restore_tokens(
     planes,  # in the run's dtype; written
     octets,  # the buffer as uint8, as the run's dtype and as float16
