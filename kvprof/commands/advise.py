@@ -20,6 +20,12 @@ from kvprof.results.advise import best_of
 from kvprof.sizes import format_count, parse_bytes, parse_count
 
 _DEFAULT_GPU = "h100-80gb"
+_GPU_HELP = f"here (this machine's first), or one of {', '.join(GPUS)}."
+_CONTEXT_HELP = "Context length in tokens; k is 1,024. At most the model's by default."
+_USERS_HELP = "Concurrent requests in the step time."
+_KEEP_HELP = "Accuracy to keep: lower end of the interval."
+_MINUTES_HELP = "Load the model and measure plans for this long; a second run resumes."
+_ASKED = (Mark.FREE, Input())  # the result repeats it
 
 
 def _read_gpu(text: str, *, what: str) -> AdvisedGpu:
@@ -32,10 +38,6 @@ def _read_gpu(text: str, *, what: str) -> AdvisedGpu:
         if one.memory_bytes and one.peak_tb_per_s:
             return AdvisedGpu(one.name, one.memory_bytes, one.peak_tb_per_s * 1e12)
     return GPUS[_DEFAULT_GPU]
-
-
-_GPU_HELP = f"here (this machine's first), or one of {', '.join(GPUS)}."
-_MINUTES_HELP = "Load the model and measure plans for this long; a second run resumes."
 
 
 class AdviseRequest(LoadOptions, TableOptions):
@@ -54,37 +56,20 @@ class AdviseRequest(LoadOptions, TableOptions):
         AdvisedGpu, typer.Option("--gpu", help=_GPU_HELP), Parsed(_read_gpu), Mark.FREE
     ] = written("here")
     context: Annotated[
-        int,
-        typer.Option(
-            "--context",
-            help="Context length in tokens; k is 1,024. At most the model's by default.",
-        ),
-        *(Parsed(parse_count), Mark.FREE, Input()),
+        int, typer.Option("--context", help=_CONTEXT_HELP), Parsed(parse_count), *_ASKED
     ] = written("32k")
-    users: Annotated[
-        int,
-        typer.Option("--users", min=1, help="Concurrent requests in the step time."),
-        *(Mark.FREE, Input()),
-    ] = 1
-    keep: Annotated[
-        float,
-        share_option("--keep", "Accuracy to keep: lower end of the interval.", None, parse_removal),
-        *(Mark.FREE, Input()),
-    ] = 0.99
+    users: Annotated[int, typer.Option("--users", min=1, help=_USERS_HELP), *_ASKED] = 1
+    keep: Annotated[float, share_option("--keep", _KEEP_HELP, None, parse_removal), *_ASKED] = 0.99
     weights: Annotated[
         int | None,
         typer.Option("--weights", metavar="SIZE", help="Weights' size, if unknown."),
         *(Parsed(parse_bytes), Mark.FREE),
     ] = None
     minutes: Annotated[
-        float | None,
-        typer.Option("--minutes", min=0.1, help=_MINUTES_HELP),
-        *(Mark.FREE, Input()),
+        float | None, typer.Option("--minutes", min=0.1, help=_MINUTES_HELP), *_ASKED
     ] = None
     save: Annotated[
-        Path | None,
-        typer.Option("--save", help="Save the best plan of kvprof's own."),
-        Mark.WRITES,
+        Path | None, typer.Option("--save", help="Save the best plan of kvprof's own."), Mark.WRITES
     ] = None
 
     # Without --minutes no weights are read.
@@ -96,50 +81,44 @@ class AdviseRequest(LoadOptions, TableOptions):
 @measuring(AdviseRequest)
 def advise(request: AdviseRequest) -> Outcome:
     """Count what a request asks for; with minutes, measure what plans keep on the model."""
-    began, gpu, model = time.monotonic(), request.gpu, request.model or "reference"
+    until = time.monotonic() + 60 * (request.minutes or 0)
+    gpu, model, warnings = request.gpu, request.model or "reference", list[str]()
+    if not request.has("gpu") and gpu is GPUS[_DEFAULT_GPU]:
+        warnings.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
     config = read_config_file(model, request.revision, request.gguf)
     own = text_config(config)
     layers = cache_layers(own)
     longest = own.get("max_position_embeddings")
-    if isinstance(longest, int) and not request.has("context"):
-        request = request.model_copy(update={"context": min(request.context, longest)})
+    if isinstance(longest, int) and request.context > longest:
+        if request.has("context"):
+            stated = f"the model states a context of {format_count(longest)}"
+            more = "engines start with more only where its config is overridden"
+            warnings.append(f"{stated}; {more}")
+        else:
+            request = request.model_copy(update={"context": longest})
     weights, source = request.weights, "--weights"
     if weights is None:
         weights, source = weight_bytes(model, config, request.revision, request.gguf)
-    read_weights = int(weights * read_share(model))
+    read = int(weights * read_share(model))
     question = Question(
-        *(served_name(model), own, layers, weights, read_weights, gpu),
-        *(request.context, request.users),
+        served_name(model), own, layers, weights, read, gpu, request.context, request.users
     )
-    plans, warnings = [advised(plan, question) for plan in PLANS], list[str]()
-    if not request.has("gpu") and gpu is GPUS[_DEFAULT_GPU]:
-        warnings.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
-    if isinstance(longest, int) and request.context > longest:
-        stated = f"the model states a context of {format_count(longest)}"
-        warnings.append(f"{stated}; engines start with more only where its config is overridden")
+    plans = [advised(plan, question) for plan in PLANS]
     inputs, complete, lost = dict[str, Any](), True, list[str]()
     if request.minutes is not None:
         with loading():
             from kvprof.commands.advise_weights import measure
-        until = began + 60 * request.minutes
-        inputs, complete, lost = measure(request, plans, warnings, until=until)
+        inputs, complete, lost = measure(request, plans, warnings, until)
     best = best_of(plans, request.keep)
-    return Outcome(
-        inputs={
-            **request.inputs(),
-            **inputs,
-            **{"model": model, "model_type": own["model_type"], "weights_from": source},
-            **{"gpu": gpu.name, "gpu_memory_bytes": gpu.memory},
-            "gpu_bytes_per_second": gpu.bandwidth,
-        },
-        data={
-            "plans": [one.model_dump() for one in plans],
-            "best": best and best.plan,
-            "weights_bytes": weights,
-            "available_bytes": question.available,
-            "layer_kinds": dict(Counter(one.kind for one in layers)),
-        },
-        warnings=warnings,
-        complete=complete,
-        lost=lost,
-    )
+    inputs = {
+        **request.inputs(),
+        **inputs,
+        **{"model": model, "model_type": own["model_type"], "weights_from": source},
+        **{"gpu": gpu.name, "gpu_memory_bytes": gpu.memory, "gpu_bytes_per_second": gpu.bandwidth},
+    }
+    data = {
+        **{"plans": [one.model_dump() for one in plans], "best": best and best.plan},
+        **{"weights_bytes": weights, "available_bytes": question.available},
+        "layer_kinds": Counter(one.kind for one in layers),
+    }
+    return Outcome(inputs, data, warnings, complete, lost=lost)

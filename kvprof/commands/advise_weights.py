@@ -4,12 +4,15 @@ It imports torch: only with ``--minutes``.
 """
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 from kvprof import console
+from kvprof.commands.advise import AdviseRequest
 from kvprof.commands.loading import model_inputs
 from kvprof.commands.options import SampleOptions
-from kvprof.commands.planning import calibration_options, load_sample, plan_of
+from kvprof.commands.planning import calibration_options, load_sample, method_calibrator, plan_of
 from kvprof.errors import FailedError, Interrupted, KvprofError
 from kvprof.evaluation.evaluation_cache import BASELINE, EvaluationCache, cache_folder, plan_digest
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
@@ -23,20 +26,13 @@ from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import typed_options
 from kvprof.models.config_files import hub_name
 from kvprof.models.placement import main_device
-from kvprof.moments.calibrator import Calibrator
 from kvprof.results.advise import TORCH, AdvisedPlan, best_of
 
-if TYPE_CHECKING:
-    from kvprof.commands.advise import AdviseRequest
-
-__all__ = ["measure"]
-
-#: Asks for a needle.
-_TASK = "niah_single_1"
+_TASK = "niah_single_1"  # asks for a needle
 
 
 def measure(
-    request: "AdviseRequest", rows: list[AdvisedPlan], warnings: list[str], *, until: float
+    request: AdviseRequest, rows: list[AdvisedPlan], warnings: list[str], until: float
 ) -> tuple[dict[str, Any], bool, list[str]]:
     """Measure plans and replace their rows, until the time is over; then save kvprof's best.
 
@@ -52,119 +48,100 @@ def measure(
     )
     loaded = sample.evaluator.loaded
     inputs = {**model_inputs(loaded), **sample.inputs()}
-    halves = [_half(sample.evaluator, warnings)]
-    try:
-        halves.append(_half(_questions(sample.evaluator), warnings))
-    except KvprofError as problem:  # no prompt fits
-        warnings.append(f"no needles: {problem}")
-    made: dict[str, Plan] = {}  # by the row's name
+    half_of = cache(lambda what: _half(sample.evaluator, what, warnings))
     with graceful_interrupt() as stop:
 
         def ended() -> bool:
             return stop() or time.monotonic() >= until
 
-        calibrator = Calibrator(
-            loaded,
-            calibration_options(inputs["seq_len"]),
-            progress=console.track,
-            should_stop=ended,
-            notice=warnings.append,
-        )
+        given = calibration_options(inputs["seq_len"])
+        calibrator = method_calibrator(loaded, given, ended, warnings.append)
 
-        def evaluate(half: Half, name: str) -> dict[str, Any]:
-            plan, what = made[name], "text" if half is halves[0] else "needles"
-            with console.track(f"{name}: {what}", half.evaluator.steps(plan)) as bar:
+        @cache
+        def plan_at(index: int) -> Plan:
+            own = PLANS[index]
+            options = typed_options(own.method, options_in(own.options))
+            family = calibrator.family(own.method, **options)
+            return plan_of(loaded, family, own.rate, None, request.context)
+
+        def found(index: int, what: str) -> dict[str, Any]:
+            plan = plan_at(index) if index else None  # the first row is the uncompressed model
+            half = half_of(what)
+            steps = half.evaluator.steps(plan) if plan else half.evaluator.baseline_steps
+            with console.track(f"{rows[index].plan}: {what}", steps) as bar:
+                if plan is None:
+                    return half.cache.get(BASELINE) or half.baseline(bar.advance, ended)
                 return half.evaluation(plan, plan_digest(plan), bar.advance, ended)
 
-        def baseline(half: Half) -> dict[str, Any]:
-            if (known := half.cache.get(BASELINE)) is not None:
-                return known
-            with console.track(rows[0].plan, half.evaluator.baseline_steps) as bar:
-                return half.baseline(bar.advance, ended)
-
-        def measured(index: int) -> AdvisedPlan:
-            row, own = rows[index], PLANS[index]
-            try:
-                options = typed_options(own.method, options_in(own.options))
-                family = calibrator.family(own.method, **options)
-                made[own.name] = plan_of(loaded, family, own.rate, None, request.context)
-                return _kept(row, evaluate(halves[0], own.name), loaded.spec)
-            except KvprofError as problem:
-                said = row.model_dump(include={"plan", "engine", "command"})
-                return AdvisedPlan(**said, refused=f"{own.name}: {problem}")
-
-        def asked(half: Half, row: AdvisedPlan) -> AdvisedPlan:
-            try:
-                base = baseline(half)
-                rows[0] = rows[0].model_copy(update=_needles(base))
-                if not base["tasks"][_TASK]["accuracy"]:
-                    raise FailedError("the uncompressed model finds none")
-                return row.model_copy(update=_needles(evaluate(half, row.plan)))
-            except KvprofError as problem:
-                warnings.append(f"no needles: {problem}")
-                halves.remove(half)
-                return row
-
         try:
-            baseline(halves[0])
-            for group in _order(rows, request.keep):
-                for index in group:
-                    rows[index] = measured(index)
-                for index in group:
-                    if len(halves) > 1 and (rows[index].keeps_at_least or 0) >= request.keep:
-                        rows[index] = asked(halves[1], rows[index])
+            found(0, "text")
+            for index, what in _work(rows, request.keep):
+                row = rows[index]
+                try:
+                    says = _says(found(index, what), what, loaded.spec)
+                    rows[index] = row.model_copy(update=says)
+                except KvprofError as problem:
+                    if what == "text":
+                        said = row.model_dump(include={"plan", "engine", "command"})
+                        rows[index] = AdvisedPlan(**said, refused=f"{row.plan}: {problem}")
+                    elif (why := f"no needles: {problem}") not in warnings:
+                        warnings.append(why)
         except Interrupted:
             left = [row.plan for row in rows if row.record is not None] or ["needles"]
             warnings.append(f"not finished: {', '.join(left)}; repeat the command to resume")
+    if rows[0].needles and not rows[0].needles[0]:
+        warnings.append("no needles: the uncompressed model finds none")
     lost = []
-    try:
-        if request.save is not None:
-            own = [row for row in rows if row.engine == TORCH and row.record is None]
+    if request.save is not None:
+        own = [row for row in rows if row.engine == TORCH and row.record is None]
+        try:
             if (best := best_of(own, request.keep)) is None:
                 raise FailedError(f"no kvprof plan that was measured keeps {request.keep:g}")
-            save_plan(made[best.plan], request.save, force=request.force)
+            save_plan(plan_at(rows.index(best)), request.save, force=request.force)
             inputs["saved"] = str(request.save)
-    except KvprofError as problem:
-        lost.append(f"--save {request.save}: {problem}")
+        except KvprofError as problem:
+            lost.append(f"--save {request.save}: {problem}")
     return inputs, not stop.requested, lost
 
 
-def _half(evaluator: Evaluator, warnings: list[str]) -> Half:
-    """Return an evaluator with what is known of its evaluations."""
+def _half(text: Evaluator, what: str, warnings: list[str]) -> Half:
+    """Return what evaluates on the text, or asks for needles beside one sequence of it."""
+    evaluator = text
+    if what == "needles":
+        items = select_tasks(text.loaded, (_TASK,), default_task_items(text.loaded)).items
+        first = text.samples[0].part(0, len(text.samples[0].ids))
+        evaluator = Evaluator(text.loaded, [first], items, text.settings)
     return Half(evaluator, EvaluationCache(cache_folder(), evaluator.digest, warnings.append))
 
 
-def _questions(text: Evaluator) -> Evaluator:
-    """Return what asks for needles, beside one sequence of text."""
-    items = select_tasks(text.loaded, (_TASK,), default_task_items(text.loaded)).items
-    first = text.samples[0].part(0, len(text.samples[0].ids))
-    return Evaluator(text.loaded, [first], items, text.settings)
+def _work(rows: list[AdvisedPlan], keep: float) -> Iterator[tuple[int, str]]:
+    """Yield which row is measured on what: served plans from the named one on, then the others.
 
-
-def _order(rows: list[AdvisedPlan], keep: float) -> tuple[list[int], list[int]]:
-    """Return which rows to measure: served ones from the named one on, most users first; others."""
+    Needles come after a group's text, for plans that keep enough, if the model itself finds any.
+    """
     best = best_of(rows, keep)
     known = [index for index, row in enumerate(rows) if index and row.refused is None]
     known.sort(key=lambda one: (rows[one] is not best, -(rows[one].users or 0)))
-    served = [one for one in known if rows[one].engine == rows[0].engine]
-    return served, [one for one in known if one not in served]
+    for served in (True, False):
+        group = [one for one in known if (rows[one].engine == rows[0].engine) is served]
+        yield from ((index, "text") for index in group)
+        enough = [one for one in group if (rows[one].keeps_at_least or 0) >= keep]
+        if enough and rows[0].needles is None:
+            yield 0, "needles"
+        if rows[0].needles and rows[0].needles[0]:
+            yield from ((index, "needles") for index in enough)
 
 
-def _kept(row: AdvisedPlan, found: dict[str, Any], model: str) -> AdvisedPlan:
-    """Return a row with what an evaluation on the model itself says of it."""
+def _says(found: dict[str, Any], what: str, model: str) -> dict[str, Any]:
+    """Return what an evaluation on the model itself says of a row."""
+    if what == "needles":
+        task = found["tasks"][_TASK]
+        return {"needles": [round(task["accuracy"] * task["items"]), task["items"]]}
     interval = found["relative_accuracy_interval"]
-    return row.model_copy(
-        update={
-            "keeps": found["relative_accuracy"],
-            "keeps_interval": interval and list(interval),
-            "keeps_tokens": found["decoded_tokens"],
-            "keeps_at_least": interval and interval[0],
-            **{"measured_on": model, "measured_here": True, "record": None, "needles": None},
-        }
-    )
-
-
-def _needles(found: dict[str, Any]) -> dict[str, list[int]]:
-    """Return how many needles were found, and asked for."""
-    task = found["tasks"][_TASK]
-    return {"needles": [round(task["accuracy"] * task["items"]), task["items"]]}
+    return {
+        "keeps": found["relative_accuracy"],
+        "keeps_interval": interval and list(interval),
+        "keeps_tokens": found["decoded_tokens"],
+        "keeps_at_least": interval and interval[0],
+        **{"measured_on": model, "measured_here": True, "record": None, "needles": None},
+    }

@@ -283,9 +283,14 @@ def check_plannable(
     check_reach(laid, method, options, rate, removal, context)
 
 
-def method_calibrator(loaded: LoadedModel, given: CalibrationOptions, stop: Stop) -> Calibrator:
+def method_calibrator(
+    loaded: LoadedModel,
+    given: CalibrationOptions,
+    stop: Callable[[], bool],
+    notice: Callable[[str], None] = console.warn,
+) -> Calibrator:
     """Return what calibrates a method that is `check_plannable`, as `make_plan` has it."""
-    return Calibrator(loaded, given, progress=console.track, should_stop=stop, notice=console.warn)
+    return Calibrator(loaded, given, progress=console.track, should_stop=stop, notice=notice)
 
 
 @contextmanager

@@ -51,9 +51,9 @@ def best_of(plans: Sequence[AdvisedPlan], keep: float) -> AdvisedPlan | None:
 
     Another engine counts, and serves, in its own way.
     """
-    own = (one for one in plans if one.engine == plans[0].engine and one.users)
-    enough = (one for one in own if (one.keeps_at_least or 0) >= keep)
-    return max(enough, key=lambda one: one.users or 0, default=None)
+    enough = (one for one in plans if one.users and (one.keeps_at_least or 0) >= keep)
+    own = (one for one in enough if one.engine == plans[0].engine)
+    return max(own, key=lambda one: one.users or 0, default=None)
 
 
 class AdviseData(Part):
