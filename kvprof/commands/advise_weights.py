@@ -34,10 +34,7 @@ _TASK = "niah_single_1"  # asks for a needle
 def measure(
     request: AdviseRequest, rows: list[AdvisedPlan], warnings: list[str], until: float
 ) -> tuple[dict[str, Any], bool, list[str]]:
-    """Measure plans and replace their rows, until the time is over; then save kvprof's best.
-
-    Returns what the result says of it, whether nobody stopped it, and why nothing was saved.
-    """
+    """Measure rows while time lasts; return inputs, whether nobody stopped it, what was lost."""
     # Half of what eval takes on a CPU: twice as many plans in the minutes.
     count = 16 if main_device(request.device).type == "cpu" else None
     sample = load_sample(

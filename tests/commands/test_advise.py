@@ -224,3 +224,19 @@ def test_a_second_call_goes_on_where_the_first_one_was(
 
     monkeypatch.setattr(Evaluator, "found", never)
     assert advice(tmp_path, tiny_folder, *_H100)["data"] == first
+
+
+def test_needles_are_asked_of_plans_that_keep_enough(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvprof.evaluation.frontier import Half
+
+    before = Half.evaluation
+    needles = {"tasks": {"niah_single_1": {"accuracy": 0.5, "items": 4}}}
+    monkeypatch.setattr(Half, "evaluation", lambda *given: {**before(*given), **needles})
+    monkeypatch.setattr(Half, "baseline", lambda *_: needles)
+    plans = advice(tmp_path, *_H100)["data"]["plans"]
+    asked = [one["plan"] for one in plans if one["needles"] == [2, 4]]
+    assert asked == [one["plan"] for one in plans if (one["keeps_at_least"] or 0) >= 0.99]
+    # After the text of all that are served, and before what nothing serves.
+    assert measured.index("fp8_e4m3", measured.index("fp8_e4m3") + 1) < measured.index("q8_0")
