@@ -1,6 +1,6 @@
 """The report of ``kvprof advise``: which cache, for how many users, at what cost."""
 
-from kvprof.report.blocks import Block, Column, Heading, Paragraph, Report, Table, framed
+from kvprof.report.blocks import Column, Heading, Paragraph, Report, Table, framed
 from kvprof.results.advise import AdvisedPlan, AdviseResult
 from kvprof.sizes import format_bytes, format_count
 from kvprof.views.numbers import MISSING, duration, number
@@ -20,46 +20,45 @@ def report(result: AdviseResult) -> Report:
     inputs, data = result.inputs, result.data
     context = f"{format_count(inputs.context)} tokens"
     best = next((one for one in data.plans if one.plan == data.best), data.plans[0])
-    command = best.command.replace(" --kv", " \\\n    --kv")  # copied whole, whatever the width
-    cautions = [f"Run: {command}"] if (best.users or 0) >= 1 else []
+    cautions = []
+    if (best.users or 0) >= 1:  # the command is copied whole, whatever the width
+        cautions.append("Run: " + best.command.replace(" --kv", " \\\n    --kv"))
     if inputs.saved is not None:
         cautions.append(f"Saved: kvprof generate {inputs.model} --plan {inputs.saved}")
-    body: list[Block] = [
-        Heading(f"Plans at {context}, batch {inputs.users:,}"),
-        _table([one for one in data.plans if one.refused is None]),
-        *(Paragraph(one.refused, "aside") for one in data.plans if one.refused),
-    ]
     kinds = ", ".join(f"{count} {kind}" for kind, count in data.layer_kinds.items())
-    speed = f"{number(inputs.gpu_bytes_per_second / 1e12)} TB/s"
+    memory = format_bytes(inputs.gpu_memory_bytes)
     elsewhere = {one.measured_on for one in data.plans if one.measured_on and not one.measured_here}
     whose = f", measured on {', '.join(sorted(elsewhere))}" if elsewhere else " of this model"
     texts = f"{inputs.sequences} sequences of {inputs.seq_len} tokens"
-    facts = {
-        "model": f"{inputs.model} ({inputs.model_type})",
-        "layers": f"{sum(data.layer_kinds.values())} with a cache of their own ({kinds})",
-        "gpu": f"{inputs.gpu}, {format_bytes(inputs.gpu_memory_bytes)}, {speed}",
-        "bytes of weights": f"{format_bytes(data.weights_bytes)}, by {inputs.weights_from}",
-        "for the cache": format_bytes(max(data.available_bytes, 0)),
-        "text": inputs.text and f"{texts} of {' and '.join(inputs.text)}",
-    }
     return framed(
         result,
-        body,
+        [
+            Heading(f"Plans at {context}, batch {inputs.users:,}"),
+            Table(_COLUMNS, [one for one in data.plans if one.refused is None]),
+            *(Paragraph(one.refused, "aside") for one in data.plans if one.refused),
+        ],
         verdict=_verdict(result, best, context),
         subject=f"{inputs.model}, {inputs.gpu}, {context}",
         cautions=cautions,
         notes=(f"Keeps: accuracy kept [95 % interval]{whose}.", *_NOTES),
-        measured_with=facts,
+        measured_with={
+            "model": f"{inputs.model} ({inputs.model_type})",
+            "layers": f"{sum(data.layer_kinds.values())} with a cache of their own ({kinds})",
+            "gpu": f"{inputs.gpu}, {memory}, {number(inputs.gpu_bytes_per_second / 1e12)} TB/s",
+            "bytes of weights": f"{format_bytes(data.weights_bytes)}, by {inputs.weights_from}",
+            "for the cache": format_bytes(max(data.available_bytes, 0)),
+            "text": inputs.text and f"{texts} of {' and '.join(inputs.text)}",
+        },
     )
 
 
 def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
     """Return the plan to take and what it keeps, or why there is none, in a sentence."""
     first, inputs = result.data.plans[0], result.inputs
+    users, uncompressed = best.users or 0, number(first.users)
     if result.data.available_bytes <= 0:
         return f"The weights of {inputs.model} leave no memory for a cache on {inputs.gpu}."
-    uncompressed = number(first.users)
-    if (users := best.users or 0) < 1:  # without room for one an engine does not start
+    if users < 1:  # without room for one an engine does not start
         room = format_count(int(users * inputs.context) // 1024 * 1024)
         return f"No request of {context} fits {inputs.gpu}: {best.plan} has room for {room}."
     if best is first:
@@ -68,40 +67,37 @@ def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
     keeps = f"at least {best.keeps_at_least:.3f} on every model measured; this model was not"
     if best.measured_here:
         keeps = f"{_kept(best)} on this model"
-    return (
-        f"{best.plan} in {best.engine}: {number(best.users)} users of {context}, "
-        f"{uncompressed} uncompressed; it keeps {keeps}."
-    )
+    fits = f"{number(users)} users of {context}, {uncompressed} uncompressed"
+    return f"{best.plan} in {best.engine}: {fits}; it keeps {keeps}."
+
+
+def _share(value: float | None) -> str:
+    """Return a share with as many places as intervals need."""
+    return MISSING if value is None else f"{value:.3f}"
 
 
 def _kept(plan: AdvisedPlan) -> str:
     """Return what a plan keeps, with its interval."""
-    if plan.keeps is None:
-        return MISSING
-    ends = ", ".join(f"{end:.3f}" for end in plan.keeps_interval or () if end is not None)
-    return f"{plan.keeps:.3f}" + (f" [{ends}]" if ends else "")
+    ends = ", ".join(_share(end) for end in plan.keeps_interval or () if end is not None)
+    return _share(plan.keeps) + (f" [{ends}]" if ends else "")
 
 
 def _measured_on(plan: AdvisedPlan) -> str:
-    """Return a measured model's family; a note has whole names."""
-    if plan.measured_on is None:  # uncompressed: 1 by definition
-        return MISSING
-    return "here" if plan.measured_here else plan.measured_on.partition("-")[0]
+    """Return a measured model's family, of which a note has whole names; of 16 bits none."""
+    here = plan.measured_here and plan.measured_on
+    return "here" if here else (plan.measured_on or MISSING).partition("-")[0]
 
 
-def _table(plans: list[AdvisedPlan]) -> Table:
-    """Return a row of each plan."""
-    columns = [
-        Column("plan", "plan", words=True),
-        Column("engine", "get it", words=True),
-        Column("bits", "bits", number, goes=2),
-        Column("bytes_per_token", "bytes a token", number, goes=3),
-        Column(_kept, "keeps"),
-        Column("keeps_at_least", "at least", lambda x: MISSING if x is None else f"{x:.3f}"),
-        Column(_measured_on, "measured on"),
-        Column(lambda one: "/".join(map(str, one.needles or [MISSING])), "needles", goes=5),
-        Column(lambda one: f"≤ {number(one.attention_speedup, 2)}×", "attention", goes=6),
-        Column(lambda one: f"≥ {duration(one.step_seconds)}", "step", goes=4),
-        Column("users", "users", number),
-    ]
-    return Table(columns, plans)
+_COLUMNS = (
+    Column("plan", "plan", words=True),
+    Column("engine", "get it", words=True),
+    Column("bits", "bits", number, goes=2),
+    Column("bytes_per_token", "bytes a token", number, goes=3),
+    Column(_kept, "keeps"),
+    Column("keeps_at_least", "at least", _share),
+    Column(_measured_on, "measured on"),
+    Column(lambda one: "/".join(map(str, one.needles or [MISSING])), "needles", goes=5),
+    Column(lambda one: f"≤ {number(one.attention_speedup, 2)}×", "attention", goes=6),
+    Column(lambda one: f"≥ {duration(one.step_seconds)}", "step", goes=4),
+    Column("users", "users", number),
+)

@@ -29,40 +29,30 @@ class AdvisedPlan(Part):
     keeps_interval: Interval = None
     keeps_tokens: int | None = None
     needles: list[int] | None = Field(None, description="Found, and asked for.")
-    keeps_at_least: float | None = Field(
-        None, description="Lower end of the interval: of this model, or the lowest of all measured."
-    )
+    keeps_at_least: float | None = Field(None, description="Lower end: own, or the lowest known.")
     measured_on: str | None = Field(None, description="The nearest model that was measured.")
     measured_here: bool = Field(False, description="Whether that is this model.")
     record: str | None = Field(None, description="Of that measurement; null where it is new.")
-    attention_speedup: float | None = Field(
-        None, description="Bytes that a step reads uncompressed over the plan's: an upper bound."
-    )
-    step_seconds: float | None = Field(
-        None, description="Bytes of weights and caches over the GPU's bandwidth: a lower bound."
-    )
+    attention_speedup: float | None = Field(None, description="Upper bound, by bytes read.")
+    step_seconds: float | None = Field(None, description="Lower bound, by bytes read.")
     users: Annotated[float | None, Compared("higher", headline=True, exact=True)] = Field(
         None, description="Sequences of the context that fit at a time."
     )
 
 
 def best_of(plans: Sequence[AdvisedPlan], keep: float) -> AdvisedPlan | None:
-    """Return the plan that keeps enough and fits most users; of the first one's engine alone.
-
-    Another engine counts, and serves, in its own way.
-    """
-    enough = (one for one in plans if one.users and (one.keeps_at_least or 0) >= keep)
-    own = (one for one in enough if one.engine == plans[0].engine)
-    return max(own, key=lambda one: one.users or 0, default=None)
+    """Return the plan that keeps enough and fits most users, of the first one's engine alone."""
+    # Another engine counts, and serves, in its own way.
+    own = (one for one in plans if one.engine == plans[0].engine and one.users)
+    enough = (one for one in own if (one.keeps_at_least or 0) >= keep)
+    return max(enough, key=lambda one: one.users or 0, default=None)
 
 
 class AdviseData(Part):
     """Data of `kvprof advise`."""
 
     plans: list[AdvisedPlan] = Field(description="The first is uncompressed.")
-    best: str | None = Field(
-        description="Of vLLM's plans that keep enough, the one that fits most users."
-    )
+    best: str | None = Field(description="Of vLLM's that keep enough, the one for most users.")
     weights_bytes: int
     available_bytes: int = Field(description="For the cache; below 0 where weights do not fit.")
     layer_kinds: dict[str, int] = Field(description="How many layers of a kind have a cache.")
@@ -89,14 +79,16 @@ class AdviseInputs(Part):
     keep: float
 
 
+_SPLIT = {"keeps_interval", "needles"}  # two columns each
+
+
 class AdviseResult(Result):
     """Which cache fits a model, a GPU and a context; a row of its CSV is a plan."""
 
     columns: ClassVar[tuple[str, ...]] = (
-        *(name for name in AdvisedPlan.model_fields if name not in ("keeps_interval", "needles")),
+        *(name for name in AdvisedPlan.model_fields if name not in _SPLIT),
         *("keeps_low", "keeps_high", "needles_found", "needles_asked"),
     )
-
     inputs: AdviseInputs
     data: AdviseData
 
@@ -104,8 +96,6 @@ class AdviseResult(Result):
         """Yield the plans."""
         for plan in self.data.plans:
             found, asked = plan.needles or (None, None)
-            yield {
-                **plan.model_dump(exclude={"keeps_interval", "needles"}),
-                **ends("keeps", plan.keeps_interval),
-                **{"needles_found": found, "needles_asked": asked},
-            }
+            needles = {"needles_found": found, "needles_asked": asked}
+            own = plan.model_dump(exclude=_SPLIT)
+            yield {**own, **ends("keeps", plan.keeps_interval), **needles}
