@@ -10,10 +10,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "kvprof" / "assets" / "advise-kept.json"
 
-#: Model type and width of heads, by which the nearest measured model is chosen.
+#: Name, and model type, by which the nearest measured model is chosen.
 MODELS = {
-    "qwen2.5-coder-1.5b.gguf": ("Qwen2.5-Coder-1.5B", "qwen2", 128),
-    "smollm2": ("SmolLM2-135M", "llama", 64),
+    "qwen2.5-coder-1.5b.gguf": ("Qwen2.5-Coder-1.5B", "qwen2"),
+    "smollm2": ("SmolLM2-135M", "llama"),
 }
 _FORMATS = (
     *("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
@@ -58,10 +58,10 @@ def table() -> list[dict[str, Any]]:
     rows = []
     for plan, record, method in SOURCES:
         model, row = _row(record, method)
-        name, kind, width = MODELS[model]
+        name, kind = MODELS[model]
         rows.append(
             {
-                **{"plan": plan, "measured_on": name, "model_type": kind, "head_dim": width},
+                **{"plan": plan, "measured_on": name, "model_type": kind},
                 "keeps": row["relative_accuracy"],
                 "keeps_interval": row["relative_accuracy_interval"],
                 "keeps_tokens": row["decoded_tokens"],

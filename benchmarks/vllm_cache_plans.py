@@ -9,8 +9,8 @@ on torch's meta device, its layers name their cache specs, and its planner is gi
 The first asks again of the models that the table has: its ``configs``, with dimensions as the
 models' public config.json files have them.
 
-The second writes what transformers' config classes take where a config.json says nothing; what
-gives the size of a family's states stays as it stands in the file.
+The second writes what transformers' config classes take where a config.json says nothing; what no
+class says (`_BY_HAND`) stays as it stands in the file.
 """
 
 import dataclasses
@@ -213,7 +213,11 @@ _STATED = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"),
     *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "kv_lora_rank"),
     *("qk_rope_head_dim", "attention_chunk_size", "max_window_layers", "use_sliding_window"),
+    "attn_layer_offset",
 )
+#: What no config class says: how states are sized, whether latents are kept, what Gemma 4's last
+#: layer is and how wide its full ones are.
+_BY_HAND = ("state_sizes", "mamba_ssm_dtype", "latent", "last", "global_head_dim")
 _RENAMED = (*_STATED, "num_hidden_layers", "hidden_size")
 
 
@@ -256,10 +260,9 @@ def defaults(path: str) -> None:
             found[kind] = _default_of(kind, config)
     kept = {k: v for k, v in sorted(found.items()) if k in causal or set(v) & set(_INNER)}
     for kind, known in json.loads(Path(path).read_text("utf-8")).items():
-        stated = {key: known[key] for key in ("state_sizes", "mamba_ssm_dtype") if key in known}
-        if kind in kept:
-            kept[kind] |= stated
-    lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items())
+        if stated := {key: known[key] for key in _BY_HAND if key in known}:
+            kept[kind] = kept.get(kind, {}) | stated  # of Kimi K2 transformers has no class
+    lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(kept.items()))
     Path(path).write_text(f"{{\n{lines}\n}}\n")
 
 

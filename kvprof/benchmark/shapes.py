@@ -177,7 +177,8 @@ def layout_of(shape: Shape) -> ModelLayout:
 
 
 def _from_data(name: str, entry: dict[str, Any]) -> Shape:
-    facts = {key: value for key, value in entry.items() if key != "model_type"}
+    others = ("model_type", "quantization_config")
+    facts = {key: value for key, value in entry.items() if key not in others}
     rope = Rope(**facts.pop("rope"))
     scaling = facts.pop("scaling", facts["head_dim"] ** -0.5)
     return Shape(name=name, rope=rope, scaling=float(scaling), **facts)

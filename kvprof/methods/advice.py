@@ -78,9 +78,9 @@ class Plan:
 
     def pool(self, layers: Sequence[CacheLayer], step_tokens: int) -> Pool:
         """Return vLLM's pages, or of others one stretch a sequence, in blocks of a byte."""
-        kinds = {one.kind for one in layers}
         if self.engine == "vLLM":
             return plan_pool(layers, self.dtype, step_tokens=step_tokens)
+        kinds = {one.kind for one in layers}
         if "latent" in kinds:
             raise UsageError(f"{self.name}: latents (MLA) are not stored in it")
         if self.engine == TORCH and kinds != {"full"}:
@@ -101,15 +101,12 @@ class Plan:
 
 #: What plans keep on the models that records measure.
 _KEPT = json.loads((_ASSETS / "advise-kept.json").read_text("utf-8"))
-_KQ = ("allocation=output", "centre=true", *_OPEN)
 _BITS = {"q8_0": 8.5, "q4_0": 4.5}  # of llama.cpp's formats
+_SERVED = [x for x in dict.fromkeys(row["plan"] for row in _KEPT) if x in ENGINE_FORMATS]
+_KQ = ("allocation=output", "centre=true", *_OPEN)
 PLANS = (
     Plan("16 bits", "vLLM"),
-    *(
-        Plan(name, *ENGINE_FORMATS[name], _BITS.get(name, 16.0), name)
-        for name in ENGINE_FORMATS
-        if any(row["plan"] == name for row in _KEPT)
-    ),
+    *(Plan(name, *ENGINE_FORMATS[name], _BITS.get(name, 16.0), name) for name in _SERVED),
     Plan("hadamard 4/4", TORCH, "", 4.25, "hadamard-int4", _OPEN),
     Plan("hadamard 3/2", TORCH, "", 2.75, "hadamard-int3", ("bits=k3v2", *_OPEN)),
     Plan("kq-wf 7x", TORCH, "", 16 / 7, "kq-wf", _KQ, rate=1 - 1 / 7),
@@ -157,26 +154,20 @@ def advised(plan: Plan, question: Question) -> AdvisedPlan:
 
 
 def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
-    """Return what a plan keeps of the model, else of its kind, else of heads as wide."""
+    """Return what a plan keeps of the model, else of the nearest that was measured."""
     if plan is PLANS[0]:
         return {"keeps": 1.0, "keeps_at_least": 1.0, "measured_here": True}
     known = [row for row in _KEPT if row["plan"] == plan.name]
+    here = [row for row in known if is_measured(row, question.model)]
     kind = question.config["model_type"]
-    # A bias of the keys decides what casts lose.
+    # Apart from the family, a bias of the keys decides what casts lose.
     biased = kind.startswith("qwen2") or bool(question.config.get("attention_bias"))
-    width = max(one.width for one in question.layers)
     nearest: dict[str, Any] = min(
-        known,
-        key=lambda row: (
-            not is_measured(row, question.model),
-            row["model_type"] != kind,
-            (row["model_type"] == "qwen2") != biased,
-            abs(row["head_dim"] - width),
-        ),
+        here or known,
+        key=lambda row: (row["model_type"] != kind, (row["model_type"] == "qwen2") != biased),
     )
-    here = is_measured(nearest, question.model)
-    least = min(row["keeps_interval"][0] for row in ([nearest] if here else known))
-    return nearest | {"keeps_at_least": least, "measured_here": here}
+    least = min(row["keeps_interval"][0] for row in here or known)
+    return nearest | {"keeps_at_least": least, "measured_here": bool(here)}
 
 
 def is_measured(row: Mapping[str, Any], model: str) -> bool:

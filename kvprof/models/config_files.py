@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import yaml
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from kvprof.errors import LackingError, UsageError
+from kvprof.errors import KvprofError, LackingError, UsageError
 from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf, smollm2_file
 from kvprof.models.hub import HUB_ID, hub_answers, unreachable
 
@@ -26,13 +26,12 @@ _COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])"
 _BITS = {"mxfp4": 4.25, "fp8": 8.0}
 #: What a config calls the keys of a shape that ships, and those of a GGUF file.
 _NAMES = {
-    **{"layers": "num_hidden_layers", "block_count": "num_hidden_layers"},
-    **{"hidden_size": "hidden_size", "embedding_length": "hidden_size"},
-    **{"num_heads": "num_attention_heads", "attention.head_count": "num_attention_heads"},
-    **{"num_kv_heads": "num_key_value_heads", "attention.head_count_kv": "num_key_value_heads"},
-    **{"head_dim": "head_dim", "attention.key_length": "head_dim"},
-    **{"sliding_window": "sliding_window", "attention.sliding_window": "sliding_window"},
-    **{"context": "max_position_embeddings", "context_length": "max_position_embeddings"},
+    **dict.fromkeys(("layers", "block_count"), "num_hidden_layers"),
+    **dict.fromkeys(("num_heads", "attention.head_count"), "num_attention_heads"),
+    **dict.fromkeys(("num_kv_heads", "attention.head_count_kv"), "num_key_value_heads"),
+    **dict.fromkeys(("context", "context_length"), "max_position_embeddings"),
+    **{"embedding_length": "hidden_size", "attention.key_length": "head_dim"},
+    "attention.sliding_window": "sliding_window",
 }
 
 
@@ -40,7 +39,9 @@ _NAMES = {
 def _shape(model: str) -> dict[str, Any] | None:
     """Return a shape that ships, by its name."""
     text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
-    return {name.lower(): entry for name, entry in yaml.safe_load(text).items()}.get(model.lower())
+    shapes = {name.lower(): entry for name, entry in yaml.safe_load(text).items()}
+    found = shapes.get(model.lower())
+    return found and {"model_type": "llama", "sliding_window": None, **found}
 
 
 def hub_name(model: str) -> str:
@@ -51,24 +52,10 @@ def hub_name(model: str) -> str:
 def served_name(model: str) -> str:
     """Return what engines take: a shape's hub id, a shipped model's path, or what was given."""
     shipped = model in ("reference", "smollm2")
-    return str(_path(model, None, None)) if shipped else hub_name(model)
+    return str(_path(model)) if shipped else hub_name(model)
 
 
-def _hub_file(model: str, name: str, revision: str | None) -> Path:
-    """Return a file of a hub model, downloaded unless it is in the cache."""
-    try:
-        path = huggingface_hub.hf_hub_download(
-            model, name, revision=revision, local_files_only=not hub_answers()
-        )
-    except LocalEntryNotFoundError as error:
-        raise LackingError(unreachable(model)) from error
-    except (HfHubHTTPError, OSError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise LackingError(f"{model}: {name} cannot be downloaded from the hub: {said}") from error
-    return Path(path)
-
-
-def _path(model: str, revision: str | None, gguf: str | None) -> Path:
+def _path(model: str, revision: str | None = None, gguf: str | None = None) -> Path:
     """Return a local model's folder or file; of others what was given."""
     if model == "smollm2":
         return smollm2_file()
@@ -79,32 +66,40 @@ def _path(model: str, revision: str | None, gguf: str | None) -> Path:
     return (path.is_dir() and choose_gguf(model, path, gguf)) or path
 
 
+def _hub_file(model: str, name: str, revision: str | None) -> Path:
+    """Return a file of a hub model, downloaded unless it is in the cache."""
+    if not HUB_ID.fullmatch(model) or model.endswith(".gguf"):
+        raise UsageError(f"{model}: not a known shape, folder, .gguf file or hub id")
+    try:
+        local = not hub_answers()
+        return Path(hf_hub_download(model, name, revision=revision, local_files_only=local))
+    except LocalEntryNotFoundError as error:
+        raise LackingError(unreachable(model)) from error
+    except (HfHubHTTPError, OSError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LackingError(f"{model}: {name} cannot be downloaded from the hub: {said}") from error
+
+
+def _read_json(model: str, path: Path, name: str, revision: str | None) -> dict[str, Any]:
+    """Return a JSON file of a folder, or of a hub model."""
+    file = path / name if path.exists() else _hub_file(model, name, revision)
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{model}: {name} cannot be read ({error})") from error
+
+
 def read_config_file(
     model: str, revision: str | None = None, gguf: str | None = None
 ) -> dict[str, Any]:
     """Return the config of a shape that ships, a folder, a GGUF file, or a hub id."""
-    if (entry := _shape(model)) is not None:
-        names = {"F": "full_attention", "W": "sliding_attention"}
-        kind = entry.get("model_type", "llama")
-        return {
-            **{_NAMES[key]: value for key, value in entry.items() if key in _NAMES},
-            **{"model_type": kind, "pattern": [names[x] for x in entry.get("window_pattern", "F")]},
-            "quantization_config": {"quant_method": "mxfp4"} if kind == "gpt_oss" else None,
-        }
-    path = _path(model, revision, gguf)
-    if path.suffix == ".gguf" and path.is_file():
+    if (told := _shape(model)) is None:
+        path = _path(model, revision, gguf)
+        if path.suffix != ".gguf" or not path.is_file():
+            return _read_json(model, path, "config.json", revision)
         found = read_gguf(model, path)
-        said = {_NAMES[key]: value for key, value in found.settings.items() if key in _NAMES}
-        return {"model_type": ARCHITECTURES[found.architecture], **said}
-    if not path.is_dir() and (
-        path.exists() or path.suffix == ".gguf" or not HUB_ID.fullmatch(model)
-    ):
-        raise UsageError(f"{model}: not a known shape, folder, .gguf file or hub id")
-    file = path / "config.json" if path.is_dir() else _hub_file(model, "config.json", revision)
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"{model}: config.json cannot be read ({error})") from error
+        told = {**found.settings, "model_type": ARCHITECTURES[found.architecture]}
+    return {_NAMES.get(key, key): value for key, value in told.items()}
 
 
 def _parameters(model: str) -> dict[str, float]:
@@ -131,14 +126,12 @@ def weight_bytes(
     if stored := [*path.glob("*.safetensors")]:
         return sum(one.stat().st_size for one in stored), "its safetensors files"
     if _shape(model) is None:
-        with suppress(LackingError, OSError, ValueError, LookupError, TypeError):
-            index = path / _INDEX if path.is_dir() else _hub_file(model, _INDEX, revision)
-            return int(json.loads(index.read_bytes())["metadata"]["total_size"]), _INDEX
+        with suppress(KvprofError, LookupError, TypeError, ValueError):
+            return int(_read_json(model, path, _INDEX, revision)["metadata"]["total_size"]), _INDEX
     if not (counted := _parameters(model).get("")):
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
     given = config.get("quantization_config")
     quantised = given if isinstance(given, Mapping) else {}
-    bits = quantised.get("bits")
-    if not isinstance(bits, int | float) or not 0 < bits <= 32:
-        bits = _BITS.get(str(quantised.get("quant_method")), 16)
+    usual = _BITS.get(str(quantised.get("quant_method")), 16.0)
+    bits = float(quantised["bits"]) if quantised.get("bits") in range(1, 33) else usual
     return int(counted * bits / 8), f"the parameter count in its name at {bits:g} bits"
