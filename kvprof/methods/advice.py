@@ -50,27 +50,16 @@ class Plan:
 
     name: str
     engine: str
-    flag: str = ""  # what asks an engine for it
-    bits: float = 16.0  # of a value with its scales, where vLLM does not plan the pages
+    dtype: str | float  # what vLLM calls it; of others the bits of a value with its scales
     method: str = ""  # kvprof's, that stores so
+    flag: str = ""  # what asks an engine for it
     options: tuple[str, ...] = ()  # the method's, as --option takes them
     rate: float | None = None  # the method's; None where it has one rate
-
-    @property
-    def dtype(self) -> str:
-        """What vLLM calls it."""
-        return self.flag.rpartition(" ")[2] or "auto"
-
-    def token_bytes(self, layers: Sequence[CacheLayer]) -> Sequence[float]:
-        """Return what each layer stores of a token."""
-        if self.engine == "vLLM":
-            return token_bytes(layers, self.dtype)
-        return [one.values * self.bits / 8 for one in layers]
 
     def bytes(self, layers: Sequence[CacheLayer], context: int, ahead: int = 0) -> float:
         """Return the bytes of a sequence; a window has room for so many tokens ahead."""
         total = 0.0
-        for layer, size in zip(layers, self.token_bytes(layers), strict=True):
+        for layer, size in zip(layers, token_bytes(layers, self.dtype), strict=True):
             seen = min(layer.reach + ahead, context) if layer.reach else context
             exact = min(_EXACT if self.engine == TORCH else 0, seen)
             total += layer.state + size * (seen - exact) + 2 * layer.values * exact
@@ -78,7 +67,7 @@ class Plan:
 
     def pool(self, layers: Sequence[CacheLayer], step_tokens: int) -> Pool:
         """Return vLLM's pages, or of others one stretch a sequence, in blocks of a byte."""
-        if self.engine == "vLLM":
+        if isinstance(self.dtype, str):
             return plan_pool(layers, self.dtype, step_tokens=step_tokens)
         kinds = {one.kind for one in layers}
         if "latent" in kinds:
@@ -102,14 +91,17 @@ class Plan:
 #: What plans keep on the models that records measure.
 _KEPT = json.loads((_ASSETS / "advise-kept.json").read_text("utf-8"))
 _BITS = {"q8_0": 8.5, "q4_0": 4.5}  # of llama.cpp's formats
-_SERVED = [x for x in dict.fromkeys(row["plan"] for row in _KEPT) if x in ENGINE_FORMATS]
 _KQ = ("allocation=output", "centre=true", *_OPEN)
 PLANS = (
-    Plan("16 bits", "vLLM"),
-    *(Plan(name, *ENGINE_FORMATS[name], _BITS.get(name, 16.0), name) for name in _SERVED),
-    Plan("hadamard 4/4", TORCH, "", 4.25, "hadamard-int4", _OPEN),
-    Plan("hadamard 3/2", TORCH, "", 2.75, "hadamard-int3", ("bits=k3v2", *_OPEN)),
-    Plan("kq-wf 7x", TORCH, "", 16 / 7, "kq-wf", _KQ, rate=1 - 1 / 7),
+    Plan("16 bits", "vLLM", "auto"),
+    *(
+        Plan(name, engine, _BITS.get(name, flag.split()[-1]), name, flag)
+        for name, (engine, flag) in ENGINE_FORMATS.items()
+        if any(row["plan"] == name for row in _KEPT)
+    ),
+    Plan("hadamard 4/4", TORCH, 4.25, "hadamard-int4", options=_OPEN),
+    Plan("hadamard 3/2", TORCH, 2.75, "hadamard-int3", options=("bits=k3v2", *_OPEN)),
+    Plan("kq-wf 7x", TORCH, 16 / 7, "kq-wf", options=_KQ, rate=1 - 1 / 7),
 )
 
 
@@ -145,7 +137,7 @@ def advised(plan: Plan, question: Question) -> AdvisedPlan:
     read, full = plan.bytes(layers, context), PLANS[0].bytes(layers, context)
     return AdvisedPlan(
         **(_keeps(plan, question) | row),
-        bits=8 * sum(plan.token_bytes(layers)) / values if values else None,
+        bits=8 * sum(token_bytes(layers, plan.dtype)) / values if values else None,
         bytes_per_token=pool.blocks(context) * pool.block_bytes / context,
         attention_speedup=full / read,
         step_seconds=(question.read_weights + question.users * read) / question.gpu.bandwidth,

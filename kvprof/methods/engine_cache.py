@@ -184,8 +184,10 @@ class Pool:
         return available // self.block_bytes / self.blocks(context)
 
 
-def token_bytes(layers: Sequence[CacheLayer], dtype: str) -> list[int]:
-    """Return what vLLM stores of a token by layer, scales counted; 0 of a state."""
+def token_bytes(layers: Sequence[CacheLayer], dtype: str | float) -> list[float]:
+    """Return what is stored of a token by layer: by vLLM's type, or bits with scales counted."""
+    if isinstance(dtype, float):
+        return [one.values * dtype / 8 for one in layers]
     edge = EDGE if dtype in TURBOQUANT and not any(one.state for one in layers) else 0
     inner = range(edge, len(layers) - edge)
     return [_token_bytes(x, dtype if i in inner else "auto") for i, x in enumerate(layers)]
@@ -214,7 +216,8 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
         raise UsageError(f"{dtype}: vLLM stores latents (MLA) as auto or fp8 only")
     if dtype in TURBOQUANT and kinds - {"full", "state"}:
         raise UsageError(f"{dtype}: vLLM does not support it with sliding windows")
-    stored, state = token_bytes(layers, dtype), max(one.state for one in layers)
+    stored = [int(size) for size in token_bytes(layers, dtype)]
+    state = max(one.state for one in layers)
     # The page of a layer left at 16 bits takes that of one that is not.
     tokens = 2 * _BLOCK if dtype in TURBOQUANT and not state else _BLOCK
     if state and max(stored):

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from kvprof.errors import KvprofError, LackingError, UsageError
+from kvprof.errors import KvprofError, UsageError
 from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf, smollm2_file
-from kvprof.models.hub import HUB_ID, hub_answers, unreachable
+from kvprof.models.hub import INDEX, hub_file
 
 __all__ = ["hub_name", "read_config_file", "read_share", "served_name", "weight_bytes"]
 
-_INDEX = "model.safetensors.index.json"
 #: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B (a token reads 3 of 30 billion).
 _COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
 #: Bits of a parameter where ``quantization_config`` names a method without them.
@@ -62,27 +59,13 @@ def _path(model: str, revision: str | None = None, gguf: str | None = None) -> P
     shipped = Path(str(files("kvprof"))) / "assets" / "reference"
     path = shipped if model == "reference" else Path(model).expanduser()
     if gguf is not None and not path.exists():
-        return _hub_file(model, gguf, revision)
+        return hub_file(model, gguf, revision)
     return (path.is_dir() and choose_gguf(model, path, gguf)) or path
-
-
-def _hub_file(model: str, name: str, revision: str | None) -> Path:
-    """Return a file of a hub model, downloaded unless it is in the cache."""
-    if not HUB_ID.fullmatch(model) or model.endswith(".gguf"):
-        raise UsageError(f"{model}: not a known shape, folder, .gguf file or hub id")
-    try:
-        local = not hub_answers()
-        return Path(hf_hub_download(model, name, revision=revision, local_files_only=local))
-    except LocalEntryNotFoundError as error:
-        raise LackingError(unreachable(model)) from error
-    except (HfHubHTTPError, OSError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise LackingError(f"{model}: {name} cannot be downloaded from the hub: {said}") from error
 
 
 def _read_json(model: str, path: Path, name: str, revision: str | None) -> dict[str, Any]:
     """Return a JSON file of a folder, or of a hub model."""
-    file = path / name if path.exists() else _hub_file(model, name, revision)
+    file = path / name if path.exists() else hub_file(model, name, revision)
     try:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -95,7 +78,9 @@ def read_config_file(
     """Return the config of a shape that ships, a folder, a GGUF file, or a hub id."""
     if (told := _shape(model)) is None:
         path = _path(model, revision, gguf)
-        if path.suffix != ".gguf" or not path.is_file():
+        if path.suffix == ".gguf" and not path.exists():
+            raise UsageError(f"no model {model!r}: no such file")
+        if not path.is_file():
             return _read_json(model, path, "config.json", revision)
         found = read_gguf(model, path)
         told = {**found.settings, "model_type": ARCHITECTURES[found.architecture]}
@@ -127,7 +112,7 @@ def weight_bytes(
         return sum(one.stat().st_size for one in stored), "its safetensors files"
     if _shape(model) is None:
         with suppress(KvprofError, LookupError, TypeError, ValueError):
-            return int(_read_json(model, path, _INDEX, revision)["metadata"]["total_size"]), _INDEX
+            return int(_read_json(model, path, INDEX, revision)["metadata"]["total_size"]), INDEX
     if not (counted := _parameters(model).get("")):
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
     given = config.get("quantization_config")

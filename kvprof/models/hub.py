@@ -4,15 +4,37 @@ import re
 import socket
 import threading
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import huggingface_hub.constants  # which it has only once it is imported
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
-from kvprof.errors import LackingError
+from kvprof.errors import LackingError, UsageError
 
-__all__ = ["HUB_ID", "check_reachable", "hub_answers", "unreachable"]
+__all__ = [
+    "HUB_ID",
+    "INDEX",
+    "SINGLE",
+    "check_reachable",
+    "fetching",
+    "hub_answers",
+    "hub_file",
+]
 
+#: Files of a model's weights: the only one, or what lists the others.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PATIENCE = 1.5  # seconds for the hub to answer
 
@@ -31,10 +53,10 @@ def check_reachable(spec: str, revision: str | None, file: str | None = None) ->
     except huggingface_hub.errors.HFValidationError:
         return
     if not isinstance(cached, str) and not hub_answers():
-        raise LackingError(unreachable(spec))
+        raise LackingError(_unreachable(spec))
 
 
-def unreachable(spec: str) -> str:
+def _unreachable(spec: str) -> str:
     """Return why a hub id cannot be had."""
     return (
         f"no model {spec!r}: no such folder, not in the local hub cache, and the hub is "
@@ -65,3 +87,41 @@ def hub_answers() -> bool:
     asking.start()
     asking.join(_PATIENCE)
     return found == [True]
+
+
+def hub_file(spec: str, name: str, revision: str | None) -> Path:
+    """Return a file of a model on the hub, downloaded unless it is in the cache."""
+    local = not hub_answers()
+    with fetching(spec, revision):
+        return Path(
+            huggingface_hub.hf_hub_download(spec, name, revision=revision, local_files_only=local)
+        )
+
+
+@contextmanager
+def fetching(spec: str, revision: str | None, gguf: str | None = None) -> Iterator[None]:
+    """Say in one clear line what the hub's client stumbles over during the body."""
+    try:
+        yield
+    except GatedRepoError as error:
+        raise LackingError(
+            f"{spec} is gated: accept its terms on the hub and log in (hf auth login)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UsageError(f"{spec} has no revision {revision!r}") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UsageError(
+            f"no model {spec!r}: no such folder, and not on the hub (or private: hf auth login)"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise LackingError(_unreachable(spec)) from error
+    except EntryNotFoundError as error:
+        if gguf is not None:
+            raise UsageError(f"--gguf: {spec} has no file {gguf!r}") from error
+        raise UsageError(
+            f"{spec} lacks config.json or safetensors weights ({SINGLE}); for GGUF weights use "
+            "--gguf FILE"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LackingError(f"{spec} cannot be downloaded from the hub: {said}") from error

@@ -8,20 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from kvprof.errors import FailedError, LackingError, UsageError
-from kvprof.models.hub import HUB_ID, hub_answers, unreachable
+from kvprof.errors import FailedError, UsageError
+from kvprof.models.hub import HUB_ID, INDEX, SINGLE, fetching, hub_answers
 from kvprof.models.noise import quiet
 
 if TYPE_CHECKING:
@@ -101,7 +92,6 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield config[key]
 
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # What a model needs beside its weights; a repository may hold the weights several times over.
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -212,7 +202,7 @@ def _fetched(
             huggingface_hub.hf_hub_download(spec, name, revision=revision, local_files_only=local)
         )
 
-    try:
+    with fetching(spec, revision, gguf):
         if gguf is not None:
             with quiet():
                 from kvprof.models.gguf import gguf_parts
@@ -222,36 +212,15 @@ def _fetched(
         with quiet():  # without a network the hub's client tells of every retry
             folder = fetch("config.json").parent
         try:
-            shards = set(_shards(spec, fetch(_INDEX)))
+            shards = set(_shards(spec, fetch(INDEX)))
         except EntryNotFoundError:
-            shards = {_SINGLE}
+            shards = {SINGLE}
         for shard in sorted(shards):
             fetch(shard)
         patterns = [*_SMALL_FILES, "*.py"] if with_code else _SMALL_FILES
         huggingface_hub.snapshot_download(
             spec, revision=revision, allow_patterns=patterns, local_files_only=local
         )
-    except GatedRepoError as error:
-        raise LackingError(
-            f"{spec} is gated: accept its terms on the hub and log in (hf auth login)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise UsageError(f"{spec} has no revision {revision!r}") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UsageError(
-            f"no model {spec!r}: no such folder, and not on the hub (or private: hf auth login)"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise LackingError(unreachable(spec)) from error
-    except EntryNotFoundError as error:
-        if gguf is not None:
-            raise UsageError(f"--gguf: {spec} has no file {gguf!r}") from error
-        raise UsageError(
-            f"{spec} lacks config.json or safetensors weights ({_SINGLE}); for GGUF weights use "
-            "--gguf FILE"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise LackingError(f"{spec} cannot be downloaded from the hub: {error}") from error
     return folder
 
 
@@ -286,13 +255,13 @@ def _checked(spec: str, folder: Path, revision: str | None) -> Checkpoint:
         raise UsageError(f"{spec} is not a model folder: config.json is missing")
     config = read_json(spec, folder / "config.json")
     check_config_sizes(spec, config)
-    if (folder / _INDEX).is_file():
-        names = _shards(spec, folder / _INDEX)
-    elif (folder / _SINGLE).is_file():
-        names = [_SINGLE]
+    if (folder / INDEX).is_file():
+        names = _shards(spec, folder / INDEX)
+    elif (folder / SINGLE).is_file():
+        names = [SINGLE]
     else:
         others = sorted(p.name for p in folder.glob("*.bin"))
-        found = f"only {others[0]}" if others else f"no {_SINGLE}"
+        found = f"only {others[0]}" if others else f"no {SINGLE}"
         raise UsageError(
             f"{spec} has {found}; kvprof reads safetensors and GGUF weights only (convert with "
             "model.save_pretrained)"
