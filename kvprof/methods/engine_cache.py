@@ -50,8 +50,6 @@ class CacheLayer:
 #: Of a model_type, what its class takes where a config.json says nothing, and what it never says.
 _FAMILIES = json.loads((files("kvprof") / "assets" / "cache-defaults.json").read_text("utf-8"))
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
-#: What states how many layers one of full attention comes after, the first found first.
-_EVERY = ("full_attention_interval", "sliding_window_pattern", "attn_layer_period")
 #: Kinds of attention as transformers calls them; the layer of a hybrid has a state as well.
 _ATTENTION = {
     **dict.fromkeys(("full_attention", "attention", "hybrid"), "full"),
@@ -129,7 +127,8 @@ def _layer_types(own: Mapping[str, Any]) -> list[str]:
         return list(types)
     if letters := get("hybrid_override_pattern"):
         return [{"M": other, "*": "full_attention"}.get(letter, "mlp") for letter in letters]
-    every = next((own[x] for x in _EVERY if isinstance(get(x), int) and own[x] > 0), None)
+    periods = ("full_attention_interval", "sliding_window_pattern", "attn_layer_period")
+    every = next((own[x] for x in periods if isinstance(get(x), int) and own[x] > 0), None)
     full: Sequence[int] = range(count)
     if indices := get("attn_layer_indices") or get("full_attn_idxs"):
         full = indices
