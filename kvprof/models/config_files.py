@@ -117,6 +117,7 @@ def weight_bytes(
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
     given = config.get("quantization_config")
     quantised = given if isinstance(given, Mapping) else {}
-    usual = _BITS.get(str(quantised.get("quant_method")), 16.0)
-    bits = float(quantised["bits"]) if quantised.get("bits") in range(1, 33) else usual
+    bits = quantised.get("bits")
+    if not isinstance(bits, int | float) or not 0 < bits <= 32:
+        bits = _BITS.get(str(quantised.get("quant_method")), 16)
     return int(counted * bits / 8), f"the parameter count in its name at {bits:g} bits"
