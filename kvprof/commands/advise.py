@@ -89,7 +89,7 @@ def advise(request: AdviseRequest) -> Outcome:
     own = text_config(config)
     layers = cache_layers(own)
     longest = own.get("max_position_embeddings")
-    if isinstance(longest, int) and request.context > longest:
+    if isinstance(longest, int) and request.context > longest > 1:
         if request.has("context"):
             stated = f"the model states a context of {format_count(longest)}"
             more = "engines start with more only where its config is overridden"

@@ -34,7 +34,7 @@ class CacheLayer:
 
     def __post_init__(self) -> None:
         sizes = (self.heads, self.width, self.reach, self.state)
-        whole = all(isinstance(size, int) and size >= 0 for size in sizes)
+        whole = all(isinstance(size, int) and 0 <= size < 1 << 40 for size in sizes)
         if not whole or self.values + self.state == 0:
             raise ValueError(f"no such layer: {self}")
 
@@ -106,6 +106,8 @@ def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
     if len(types) < count:
         raise ValueError(f"layer_types has {len(types)} entries for {count} layers")
     types[-1:] = own.get("last", types[-1:])
+    if own.get("per_layer_config"):  # instead of what Gemma 4's full layers have
+        own = {**own, "global_head_dim": None, "num_global_key_value_heads": None}
     unknown = [key for key in own if _UNKNOWN.search(key) and own[key]]
     unknown += [name for name in types if name not in _STATELESS]
     if unknown and "state_sizes" not in own:
@@ -115,7 +117,7 @@ def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
             found.append(CacheLayer("state", state=_state_bytes(own)))
         if name in _ATTENTION:
             each = own.get("per_layer_config", {}).get(str(index), {})
-            found.append(_attention(own, each, _ATTENTION[name]))
+            found.append(_attention({**own, **each}, _ATTENTION[name]))
     return found
 
 
@@ -127,6 +129,8 @@ def _layer_types(own: Mapping[str, Any]) -> list[str]:
         return list(types)
     if letters := get("hybrid_override_pattern"):
         return [{"M": other, "*": "full_attention"}.get(letter, "mlp") for letter in letters]
+    if get("attention_chunk_size") and (rotated := get("no_rope_layers")):
+        return ["chunked_attention" if one else "full_attention" for one in rotated]
     periods = ("full_attention_interval", "sliding_window_pattern", "attn_layer_period")
     every = next((own[x] for x in periods if isinstance(get(x), int) and own[x] > 0), None)
     full: Sequence[int] = range(count)
@@ -145,14 +149,13 @@ def _layer_types(own: Mapping[str, Any]) -> list[str]:
     return ["full_attention" if index in full else other for index in range(count)]
 
 
-def _attention(own: Mapping[str, Any], each: Mapping[str, Any], kind: str) -> CacheLayer:
+def _attention(own: Mapping[str, Any], kind: str) -> CacheLayer:
     """Return a layer of attention: its heads and their width by the names that families use."""
-    own = {**own, **each}
     heads = own["num_attention_heads"]
     single = own.get("multi_query") and not own.get("new_decoder_architecture")
     kv = own.get("num_key_value_heads") or (1 if single else own.get("num_kv_heads") or heads)
     width = own.get("head_dim") or own["hidden_size"] // heads
-    if kind == "full" and not each:
+    if kind == "full":
         width = own.get("global_head_dim") or width
         kv = (own.get("attention_k_eq_v") and own.get("num_global_key_value_heads")) or kv
     return CacheLayer(kind, kv, width, reach=own[_REACH[kind]] if kind in _REACH else 0)
@@ -219,8 +222,9 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
     state = max(one.state for one in layers)
     # The page of a layer left at 16 bits takes that of one that is not.
     tokens = 2 * _BLOCK if dtype in TURBOQUANT and not state else _BLOCK
-    if state and max(stored):
-        tokens *= ceil(state / (tokens * max(stored)))
+    full = [size for one, size in zip(layers, stored, strict=True) if one.kind == "full"]
+    if state and full:
+        tokens *= ceil(state / (tokens * full[0]))
     pages = [(one, _BLOCK if one.kind == "window" else tokens) for one in layers]
     sizes = [one.state or held * size for (one, held), size in zip(pages, stored, strict=True)]
     block, groups = sum(sizes), {pages[0]: 1}

@@ -111,7 +111,7 @@ def weight_bytes(
     if stored := [*path.glob("*.safetensors")]:
         return sum(one.stat().st_size for one in stored), "its safetensors files"
     if _shape(model) is None:
-        with suppress(KvprofError, LookupError, TypeError, ValueError):
+        with suppress(KvprofError, ArithmeticError, LookupError, TypeError, ValueError):
             return int(_read_json(model, path, INDEX, revision)["metadata"]["total_size"]), INDEX
     if not (counted := _parameters(model).get("")):
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")

@@ -92,7 +92,7 @@ def hub_answers() -> bool:
 def hub_file(spec: str, name: str, revision: str | None) -> Path:
     """Return a file of a model on the hub, downloaded unless it is in the cache."""
     local = not hub_answers()
-    with fetching(spec, revision):
+    with fetching(spec, revision, name if name.endswith(".gguf") else None):
         return Path(
             huggingface_hub.hf_hub_download(spec, name, revision=revision, local_files_only=local)
         )

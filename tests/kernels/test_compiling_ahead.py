@@ -21,7 +21,6 @@ from kvprof.methods.storage import Levels
 from kvprof.runtime.compressed import compressed
 from tests.models.tiny import token_ids
 from tests.runtime.plans import loaded, make_plan
-from tests.runtime.test_kernel_generation import half, model_of
 
 
 class Kernel:
@@ -71,13 +70,20 @@ def asked_of_triton(kernel: Any, arguments: tuple[Any, ...], named: dict[str, An
     return tuple(found)
 
 
-@pytest.mark.parametrize(("bits", "tokens"), [(None, 37), (4, 193)])
+def sixteens(layer: int, side: str, first: int, width: int) -> tuple[int, ...]:
+    """Give heads of a layer different widths: several kinds, which have counters."""
+    return (width // 2 + 16 * ((layer + first + (side == "keys")) % 3 - 1),)
+
+
+# By heads and tokens a layer's tables end at no multiple of 16 bytes.
+@pytest.mark.parametrize(("bits", "heads", "tokens"), [(None, 2, 37), (4, 3, 193)])
 def test_a_prompt_and_its_steps_compile_nothing_more(
-    bits: int | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+    bits: int | None, heads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of("Llama")
+    counts = {"num_attention_heads": 2 * heads, "num_key_value_heads": heads}
+    model = loaded("Llama", head_dim=64, **counts)
     quantiser = None if bits is None else replace(per_token((bits,)), window=5)
-    plan = make_plan(model, ranks=half, levels=Levels(2 if bits else 0), quantiser=quantiser)
+    plan = make_plan(model, ranks=sixteens, levels=Levels(2 if bits else 0), quantiser=quantiser)
     noted: list[Any] = []
 
     def noting(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -55,6 +55,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sliding_window",
     ),
     "a hybrid without its state": ({"model_type": "jamba", "num_hidden_layers": 8}, "mamba_"),
+    "a width beyond all": ({**_LLAMA, "hidden_size": 10**300}, "another than expected"),
     "a width that is text": ({**_LLAMA, "hidden_size": "wide"}, "config.json"),
     "no layers": ({**_LLAMA, "num_hidden_layers": 0}, "no layer"),
     "a negative size": ({**_LLAMA, "num_key_value_heads": -2}, "another than expected"),
@@ -90,6 +91,11 @@ _COUNTED: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "a layer's own": (
         _GEMMA4 | {"per_layer_config": {"1": {"head_dim": 32, "num_key_value_heads": 1}}},
         [(1, 32)],
+    ),
+    "another layer's own": (_GEMMA4 | {"per_layer_config": {"0": {"head_dim": 32}}}, [(2, 16)]),
+    "layers without rotation": (
+        {**_LLAMA, "model_type": "llama4_text", "no_rope_layers": [1, 0, 0, 1]},
+        [(8, 128)] * 2,
     ),
 }
 

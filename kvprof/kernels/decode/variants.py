@@ -31,7 +31,7 @@ def decode_form(
         "logs": "*fp32",
         "items": "*i32",
         "heads": "*i64",
-        "table": "*i32",
+        "table": "*i32" if page else "*i64",  # without pages the heads stand for it
         "scale": "fp32",
         "cap": "fp32",
     }
