@@ -30,6 +30,7 @@ __all__ = [
     "share_interval",
     "significantly_above",
     "unseen_share",
+    "weighted_quantile",
 ]
 
 Array = NDArray[np.float64]
@@ -264,6 +265,20 @@ def share_interval(answers: Sequence[bool]) -> Interval | None:
 def quantile(values: ArrayLike, share: float) -> float:
     """Return a quantile, between two values on a straight line."""
     return float(np.quantile(np.asarray(values, dtype=np.float64), share))
+
+
+def weighted_quantile(
+    values: Sequence[float], weights: Sequence[float], share: float
+) -> float | None:
+    """Return the smallest value at or below which `share` of the weight lies; None of no values.
+
+    A median of equal weights may lie between two.
+    """
+    if not values:
+        return None
+    if len(set(weights)) == 1 and share == 0.5:
+        return quantile(values, share)
+    return float(np.quantile(values, share, weights=weights, method="inverted_cdf"))
 
 
 def quantile_interval(values: Sequence[float], share: float) -> Interval | None:

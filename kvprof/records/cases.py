@@ -8,11 +8,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
+from kvprof.analysis.stats import weighted_quantile
 from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
@@ -35,22 +33,12 @@ __all__ = [
     "mean",
     "part_rows",
     "part_times",
-    "quantile",
     "step_rows",
 ]
 
 #: Share of a request's time by which its parts may miss it, either way, until a reader is warned.
 MOST_UNATTRIBUTED = 0.1
 _NOTED = 0.02  # of a request's time: parts that miss it by more are told beside its bar
-
-
-def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float | None:
-    """Return the smallest value at or below which at least `share` of the weight lies."""
-    if not values:
-        return None
-    if len(set(weights)) == 1 and share == 0.5:
-        return median(values)
-    return float(np.quantile(values, share, weights=weights, method="inverted_cdf"))
 
 
 def mean(values: Sequence[float] | None) -> float | None:
@@ -349,7 +337,8 @@ class Case:
     def itl_seconds(self, share: float = 0.5) -> float | None:
         """Return the time between tokens that `share` of the decode steps so far do not exceed."""
         decode = [step for step in self.steps if step.phase == "decode"]
-        return quantile([step.seconds for step in decode], [step.weight for step in decode], share)
+        seconds = [step.seconds for step in decode]
+        return weighted_quantile(seconds, [step.weight for step in decode], share)
 
 
 def case_row(case: Case) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvprof.analysis.stats import weighted_quantile
 from kvprof.errors import FailedError
-from kvprof.records.cases import accounts, quantile
+from kvprof.records.cases import accounts
 from kvprof.records.events import (
     CaseFinished,
     CaseStarted,
@@ -295,7 +296,7 @@ def test_no_event_is_no_result() -> None:
 
 
 def test_quantiles_weigh() -> None:
-    assert quantile([3.0, 1.0, 2.0], [1.0, 1.0, 1.0], 0.5) == 2.0
-    assert quantile([1.0, 2.0], [1.0, 1.0], 0.5) == 1.5
-    assert quantile([1.0, 2.0, 3.0], [0.1, 0.1, 0.9], 0.5) == 3.0
-    assert quantile([], [], 0.5) is None
+    assert weighted_quantile([3.0, 1.0, 2.0], [1.0, 1.0, 1.0], 0.5) == 2.0
+    assert weighted_quantile([1.0, 2.0], [1.0, 1.0], 0.5) == 1.5
+    assert weighted_quantile([1.0, 2.0, 3.0], [0.1, 0.1, 0.9], 0.5) == 3.0
+    assert weighted_quantile([], [], 0.5) is None
