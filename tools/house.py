@@ -22,7 +22,7 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 93_825,
+    "package_lines": 93_827,
     "package_files": 415,
     "docstring_share": 0.11,
     "raises": 1080,

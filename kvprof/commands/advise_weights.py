@@ -6,10 +6,9 @@ It imports torch: only with ``--minutes``.
 import time
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvprof import console
-from kvprof.commands.advise import AdviseRequest
 from kvprof.commands.loading import model_inputs
 from kvprof.commands.options import SampleOptions
 from kvprof.commands.planning import calibration_options, load_sample, method_calibrator, plan_of
@@ -28,11 +27,14 @@ from kvprof.models.config_files import hub_name
 from kvprof.models.placement import main_device
 from kvprof.results.advise import TORCH, AdvisedPlan, best_of
 
+if TYPE_CHECKING:
+    from kvprof.commands.advise import AdviseRequest
+
 _TASK = "niah_single_1"  # asks for a needle
 
 
 def measure(
-    request: AdviseRequest, rows: list[AdvisedPlan], warnings: list[str], until: float
+    request: "AdviseRequest", rows: list[AdvisedPlan], warnings: list[str], until: float
 ) -> tuple[dict[str, Any], bool, list[str]]:
     """Measure rows while time lasts; return inputs, whether nobody stopped it, what was lost."""
     # Half of what eval takes on a CPU: twice as many plans in the minutes.
