@@ -33,14 +33,11 @@ _LONG = "128,1k,4k,16k,32k,64k,100k"
 # Findings on a model, in the order of what they decide.
 _OPEN = "sink=4,window=32"
 _WF = "allocation=output,centre=true,sink=4,window=32"
-_LOW_RANK = "fdc,zack,palu,tale,kq"
+_METHODS = "fdc,zack,palu,tale,kq,per-token,kivi,kvquant,turboquant,kq-4bit,fdc-4bit"
 _QUARTER = "--method kq,fdc,zack,palu,svd-kv --rate 0.25"
 _EQUAL = "--method kq --option allocation=uniform --rate 0.25"
 # All that are not centred by default.
-_CENTRED = ",".join(
-    f"{name}:centre=true"
-    for name in (*_LOW_RANK.split(","), "kivi", "kvquant", "turboquant", "kq-4bit", "fdc-4bit")
-)
+_CENTRED = ",".join(f"{x}:centre=true" for x in _METHODS.split(",") if x != "per-token")
 _HADAMARD = "hadamard-int3:bits=k3v2"
 _PROSE_AND_CODE = "--text prose --text code --sequences 64 --seq-len 1k --tasks none"
 _NEEDLES = (
@@ -94,8 +91,8 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}", "2k,4k"
     ),
     "frontier": (
-        f"frontier MODEL --method {_LOW_RANK},per-token,kivi,kvquant,turboquant,kq-4bit,fdc-4bit,"
-        f"kq-wf:allocation=output,hadamard-int4:{_OPEN} --points 4 {_PROSE_AND_CODE}"
+        f"frontier MODEL --method {_METHODS},kq-wf:allocation=output,hadamard-int4:{_OPEN} "
+        f"--points 4 {_PROSE_AND_CODE}"
     ),
     "frontier-centred": (
         f"frontier MODEL --method {_CENTRED},kq-wf:{_WF} --points 4 {_PROSE_AND_CODE}"

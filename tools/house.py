@@ -28,7 +28,7 @@ CEILINGS: Measures = {
     "raises": 1080,
     "functions_with_12_parameters": 67,
     "modules_with_one_importer": 98,
-    "test_lines": 57_808,
+    "test_lines": 57_811,
     "test_functions": 2646,
     "tests_of_wording": 598,
     "document_words": 21_439,

@@ -1,4 +1,4 @@
-"""Whether the hub can be asked for a model: known within two seconds, and without torch."""
+"""What the hub has of a model, without torch; within two seconds, whether it can be asked."""
 
 import re
 import socket
@@ -50,7 +50,7 @@ def check_reachable(spec: str, revision: str | None, file: str | None = None) ->
         cached = huggingface_hub.try_to_load_from_cache(
             spec, file or "config.json", revision=revision
         )
-    except huggingface_hub.errors.HFValidationError:
+    except HFValidationError:
         return
     if not isinstance(cached, str) and not hub_answers():
         raise LackingError(_unreachable(spec))
