@@ -100,9 +100,8 @@ def advise(request: AdviseRequest) -> Outcome:
     if weights is None:
         weights, source = weight_bytes(model, config, request.revision, request.gguf)
     read = int(weights * read_share(model))
-    question = Question(
-        served_name(model), own, layers, weights, read, gpu, request.context, request.users
-    )
+    asked = request.context, request.users
+    question = Question(served_name(model), own, layers, weights, read, gpu, *asked)
     plans = [advised(plan, question) for plan in PLANS]
     inputs, complete, lost = dict[str, Any](), True, list[str]()
     if request.minutes is not None:

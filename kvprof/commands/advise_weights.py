@@ -13,7 +13,7 @@ from kvprof.commands.loading import model_inputs
 from kvprof.commands.options import SampleOptions
 from kvprof.commands.planning import calibration_options, load_sample, method_calibrator, plan_of
 from kvprof.errors import FailedError, Interrupted, KvprofError
-from kvprof.evaluation.evaluation_cache import BASELINE, EvaluationCache, cache_folder, plan_digest
+from kvprof.evaluation.evaluation_cache import EvaluationCache, cache_folder, plan_digest
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.frontier import Half
 from kvprof.evaluation.tasks.registry import default_task_items, select_tasks
@@ -53,8 +53,8 @@ def measure(
         def ended() -> bool:
             return stop() or time.monotonic() >= until
 
-        given = calibration_options(inputs["seq_len"])
-        calibrator = method_calibrator(loaded, given, ended, warnings.append)
+        calibration = calibration_options(inputs["seq_len"])
+        calibrator = method_calibrator(loaded, calibration, ended, warnings.append)
 
         @cache
         def plan_at(index: int) -> Plan:
@@ -69,7 +69,7 @@ def measure(
             steps = half.evaluator.steps(plan) if plan else half.evaluator.baseline_steps
             with console.track(f"{rows[index].plan}: {what}", steps) as bar:
                 if plan is None:
-                    return half.cache.get(BASELINE) or half.baseline(bar.advance, ended)
+                    return half.baseline(bar.advance, ended)
                 return half.evaluation(plan, plan_digest(plan), bar.advance, ended)
 
         try:

@@ -140,6 +140,12 @@ class Half:
     def baseline(
         self, advance: Callable[[int], None], should_stop: Callable[[], bool]
     ) -> dict[str, Any]:
+        """Return the uncompressed model's figures: found, or measured and kept."""
+        return self.cache.get(BASELINE) or self._run_baseline(advance, should_stop)
+
+    def _run_baseline(
+        self, advance: Callable[[int], None], should_stop: Callable[[], bool]
+    ) -> dict[str, Any]:
         """Measure the uncompressed model; without it there is nothing to compare with."""
         found = self.evaluator.baseline(advance, should_stop)
         if not found["complete"]:
@@ -164,7 +170,7 @@ class Half:
             advance(steps)
             return found
         if not self.ran_baseline:
-            self.baseline(advance, should_stop)  # what plans are compared with by token
+            self._run_baseline(advance, should_stop)  # what plans are compared with by token
         counted = 0
 
         def count(amount: int) -> None:
@@ -263,9 +269,7 @@ class Frontier:
                 ready[request.label] = failure
         self._describe("the uncompressed model")
         for half in (self._search, self._report):
-            # From the cache where nothing else may have to be measured.
-            found = half.cache.get(BASELINE)
-            baseline = half.baseline(self._advance, self._stop) if found is None else found
+            baseline = half.baseline(self._advance, self._stop)
             self._options.check(baseline)
         methods = []
         for number, request in enumerate(requests, 1):

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvprof.errors import UsageError
 from kvprof.methods.named import EDGE, TURBOQUANT
+from kvprof.models.locate import INNER
 
 __all__ = ["CacheLayer", "Pool", "cache_layers", "plan_pool", "text_config", "token_bytes"]
 
@@ -35,7 +36,7 @@ class CacheLayer:
     def __post_init__(self) -> None:
         sizes = (self.heads, self.width, self.reach, self.state)
         whole = all(isinstance(size, int) and 0 <= size < 1 << 40 for size in sizes)
-        if not whole or self.values + self.state == 0:
+        if not (whole and self.values + self.state):
             raise ValueError(f"no such layer: {self}")
 
     @property
@@ -49,7 +50,6 @@ class CacheLayer:
 
 #: Of a model_type, what its class takes where a config.json says nothing, and what it never says.
 _FAMILIES = json.loads((files("kvprof") / "assets" / "cache-defaults.json").read_text("utf-8"))
-_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 #: Kinds of attention as transformers calls them; the layer of a hybrid has a state as well.
 _ATTENTION = {
     **dict.fromkeys(("full_attention", "attention", "hybrid"), "full"),
@@ -71,7 +71,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     default = _FAMILIES.get(kind)
     if config.get("is_encoder_decoder"):
         raise UsageError(f"{kind}: encoder-decoder caches are not supported")
-    for inner in _INNER:
+    for inner in INNER:
         if isinstance(config.get(inner), Mapping):
             return text_config({"model_type": (default or {}).get(inner), **config[inner]})
     if default is None:
@@ -98,8 +98,6 @@ def cache_layers(own: Mapping[str, Any]) -> list[CacheLayer]:
 def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
     """Return the layers that have a cache of their own."""
     count, found = own["num_hidden_layers"], list[CacheLayer]()
-    if count not in range(1, 100_001):
-        raise ValueError(f"num_hidden_layers {count}")
     if own.get("latent"):  # of all heads together, as vLLM keeps them
         return [CacheLayer("latent", 1, own["kv_lora_rank"] + own["qk_rope_head_dim"])] * count
     types = _layer_types(own)[:count]

@@ -1,6 +1,5 @@
-"""A model's ``config.json`` and the bytes of its weights, without the weights and without torch."""
+"""What a model's small files say, without its weights and without torch: sizes, and bytes."""
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,13 +13,10 @@ import yaml
 from kvprof.errors import KvprofError, UsageError
 from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf, smollm2_file
 from kvprof.models.hub import INDEX, hub_file
+from kvprof.models.locate import check_config_sizes, read_json
 
 __all__ = ["hub_name", "read_config_file", "read_share", "served_name", "weight_bytes"]
 
-#: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B (a token reads 3 of 30 billion).
-_COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
-#: Bits of a parameter where ``quantization_config`` names a method without them.
-_BITS = {"mxfp4": 4.25, "fp8": 8.0}
 #: What a config calls the keys of a shape that ships, and those of a GGUF file.
 _NAMES = {
     **dict.fromkeys(("layers", "block_count"), "num_hidden_layers"),
@@ -48,8 +44,7 @@ def hub_name(model: str) -> str:
 
 def served_name(model: str) -> str:
     """Return what engines take: a shape's hub id, a shipped model's path, or what was given."""
-    shipped = model in ("reference", "smollm2")
-    return str(_path(model)) if shipped else hub_name(model)
+    return str(_path(model)) if model in ("reference", "smollm2") else hub_name(model)
 
 
 def _path(model: str, revision: str | None = None, gguf: str | None = None) -> Path:
@@ -63,28 +58,38 @@ def _path(model: str, revision: str | None = None, gguf: str | None = None) -> P
     return (path.is_dir() and choose_gguf(model, path, gguf)) or path
 
 
-def _read_json(model: str, path: Path, name: str, revision: str | None) -> dict[str, Any]:
-    """Return a JSON file of a folder, or of a hub model."""
-    file = path / name if path.exists() else hub_file(model, name, revision)
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"{model}: {name} cannot be read ({error})") from error
-
-
 def read_config_file(
     model: str, revision: str | None = None, gguf: str | None = None
 ) -> dict[str, Any]:
     """Return the config of a shape that ships, a folder, a GGUF file, or a hub id."""
-    if (told := _shape(model)) is None:
-        path = _path(model, revision, gguf)
-        if path.suffix == ".gguf" and not path.exists():
-            raise UsageError(f"no model {model!r}: no such file")
-        if not path.is_file():
-            return _read_json(model, path, "config.json", revision)
+    if (shape := _shape(model)) is not None:
+        return _renamed(shape)
+    path = _path(model, revision, gguf)
+    if path.suffix == ".gguf" and not path.exists():
+        raise UsageError(f"no model {model!r}: no such file")
+    if path.is_file():
         found = read_gguf(model, path)
-        told = {**found.settings, "model_type": ARCHITECTURES[found.architecture]}
+        told = _renamed({**found.settings, "model_type": ARCHITECTURES[found.architecture]})
+    else:
+        told = _read(model, path, "config.json", revision)
+    check_config_sizes(model, told, file=path.name if path.is_file() else "config.json")
+    return dict(told)
+
+
+def _renamed(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a shape or a GGUF file says by a config's names."""
     return {_NAMES.get(key, key): value for key, value in told.items()}
+
+
+def _read(model: str, path: Path, name: str, revision: str | None) -> Any:
+    """Return a JSON file of a folder, or of a hub model."""
+    return read_json(model, path / name if path.exists() else hub_file(model, name, revision))
+
+
+#: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B (a token reads 3 of 30 billion).
+_COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
+#: Bits of a parameter where ``quantization_config`` names a method without them.
+_BITS = {"mxfp4": 4.25, "fp8": 8.0}
 
 
 def _parameters(model: str) -> dict[str, float]:
@@ -112,7 +117,7 @@ def weight_bytes(
         return sum(one.stat().st_size for one in stored), "its safetensors files"
     if _shape(model) is None:
         with suppress(KvprofError, ArithmeticError, LookupError, TypeError, ValueError):
-            return int(_read_json(model, path, INDEX, revision)["metadata"]["total_size"]), INDEX
+            return int(_read(model, path, INDEX, revision)["metadata"]["total_size"]), INDEX
     if not (counted := _parameters(model).get("")):
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
     given = config.get("quantization_config")

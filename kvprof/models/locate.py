@@ -18,12 +18,14 @@ from kvprof.models.noise import quiet
 if TYPE_CHECKING:
     from kvprof.models.gguf import GgufFile
 
-__all__ = ["Checkpoint", "check_config_sizes", "gguf_file", "locate", "read_json"]
+__all__ = ["INNER", "Checkpoint", "check_config_sizes", "gguf_file", "locate", "read_json"]
 
 # --- What the sizes of a ``config.json`` may be: looked at before anything of that size is
 # built.
 
 
+#: Where the config of a model with more than text has that of its decoder.
+INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 # Well above the largest models that there are.
 _LIMITS = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 2**18),
@@ -87,9 +89,9 @@ def check_config_sizes(
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a config and those of the models within it."""
     yield config
-    for key in ("text_config", "llm_config", "language_config"):
+    for key in INNER:
         if isinstance(config.get(key), Mapping):
-            yield config[key]
+            yield from _parts(config[key])
 
 
 # What a model needs beside its weights; a repository may hold the weights several times over.

@@ -5,8 +5,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transformers.utils import logging as transformers_logging
-
 __all__ = ["quiet", "unheard"]
 
 _CHATTY = ("accelerate", "huggingface_hub")
@@ -15,6 +13,8 @@ _CHATTY = ("accelerate", "huggingface_hub")
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence warnings and progress bars of transformers and accelerate during the body."""
+    from transformers.utils import logging as transformers_logging
+
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     levels = {name: logging.getLogger(name).level for name in _CHATTY}

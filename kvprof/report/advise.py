@@ -3,7 +3,7 @@
 from kvprof.report.blocks import Column, Heading, Paragraph, Report, Table, framed
 from kvprof.results.advise import AdvisedPlan, AdviseResult
 from kvprof.sizes import format_bytes, format_count
-from kvprof.views.numbers import MISSING, duration, number
+from kvprof.views.numbers import MISSING, duration, kept, number
 
 __all__ = ["report"]
 
@@ -71,15 +71,9 @@ def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
     return f"{best.plan} in {best.engine}: {fits}; it keeps {keeps}."
 
 
-def _share(value: float | None) -> str:
-    """Return a share with as many places as intervals need."""
-    return MISSING if value is None else f"{value:.3f}"
-
-
 def _kept(plan: AdvisedPlan) -> str:
     """Return what a plan keeps, with its interval."""
-    ends = ", ".join(_share(end) for end in plan.keeps_interval or () if end is not None)
-    return _share(plan.keeps) + (f" [{ends}]" if ends else "")
+    return kept(plan.keeps, plan.keeps_interval)
 
 
 def _measured_on(plan: AdvisedPlan) -> str:
@@ -94,7 +88,7 @@ _COLUMNS = (
     Column("bits", "bits", number, goes=2),
     Column("bytes_per_token", "bytes a token", number, goes=3),
     Column(_kept, "keeps"),
-    Column("keeps_at_least", "at least", _share),
+    Column("keeps_at_least", "at least", kept),
     Column(_measured_on, "measured on"),
     Column(lambda one: "/".join(map(str, one.needles or [MISSING])), "needles", goes=5),
     Column(lambda one: f"≤ {number(one.attention_speedup, 2)}×", "attention", goes=6),

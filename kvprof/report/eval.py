@@ -18,7 +18,7 @@ from kvprof.report.blocks import (
     framed,
 )
 from kvprof.results.eval import AnswerLengths, EvalResult, Evaluation, Share, Task, WorstToken
-from kvprof.views.numbers import MISSING, interval, number, percent, rate_in_bytes
+from kvprof.views.numbers import MISSING, interval, kept, number, percent, rate_in_bytes
 
 __all__ = ["apart_note", "report", "unable_note"]
 
@@ -228,7 +228,7 @@ def _text_table(every: Sequence[Evaluation]) -> Table:
     columns = [
         Column(0, "method and text", words=True),
         Column(lambda row: percent(row[1].accuracy), "accuracy", goes=2),
-        Column(lambda row: _kept(row[1], row[1].interval), "kept"),
+        Column(lambda row: kept(row[1].relative_accuracy, row[1].interval), "kept"),
         Column(lambda row: number(row[1].perplexity, 4), "perplexity"),
         Column(lambda row: number(row[1].kl_mean), "KL mean"),
         Column(lambda row: f"{row[1].tokens:,}", "tokens", goes=1),
@@ -351,11 +351,9 @@ def _longer(found: AnswerLengths) -> str:
 # --- How figures are written.
 
 
-def _kept(row: Any, bounds: Sequence[float | None] | None = None) -> str:
-    """Write the share of accuracy kept with its interval in per cent: ``98.2 % [97.0, 99.1]``."""
-    low, high = bounds or getattr(row, "relative_accuracy_interval", None) or (None, None)
-    ends = "" if low is None or high is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
-    return percent(row.relative_accuracy) + ends
+def _kept(row: Evaluation) -> str:
+    """Write the share of accuracy that a plan keeps."""
+    return kept(row.relative_accuracy, row.relative_accuracy_interval)
 
 
 def _right(share: float, items: int) -> str:

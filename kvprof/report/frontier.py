@@ -18,7 +18,7 @@ from kvprof.report.blocks import (
 )
 from kvprof.report.eval import apart_note, unable_note
 from kvprof.results.frontier import STOPPED, FrontierResult, Kernel, Method, Point, Target
-from kvprof.views.numbers import MISSING, count, number, percent, rate_in_bytes
+from kvprof.views.numbers import MISSING, count, kept, number, percent, rate_in_bytes
 from kvprof.views.page import NO_INTERVAL
 
 __all__ = ["report"]
@@ -221,7 +221,7 @@ def _rates(result: FrontierResult, methods: Sequence[Method]) -> Table:
         Column(of(lambda point: point.compression_ratio, "{:.2f}×".format), "smaller", goes=2),
         Column(of(lambda point: point.bytes_per_token, _bytes), "bytes per token", goes=1),
         Column(
-            of(lambda x: _kept(x.relative_accuracy, x.relative_accuracy_interval)), "accuracy kept"
+            of(lambda x: kept(x.relative_accuracy, x.relative_accuracy_interval)), "accuracy kept"
         ),
     ]
     if len(goals) > 1:
@@ -253,16 +253,8 @@ def _bound(method: Method) -> str:
 
 
 def _kept_of(metric: str, point: Point) -> str:
-    kept = point.kept(metric)
-    return _kept(kept.share, kept.share_interval)
-
-
-def _kept(share: float | None, bounds: Sequence[float | None] | None) -> str:
-    if share is None:
-        return MISSING
-    if bounds is None or bounds[0] is None or bounds[1] is None:
-        return f"{share:.4f}"
-    return f"{share:.4f} [{bounds[0]:.3f}, {bounds[1]:.3f}]"
+    found = point.kept(metric)
+    return kept(found.share, found.share_interval)
 
 
 def _curves(methods: Sequence[Method], goal: Target) -> Curves:
@@ -271,12 +263,12 @@ def _curves(methods: Sequence[Method], goal: Target) -> Curves:
     series, hidden = [], False
     for one in methods:
         points = [(point.rate, point.kept(goal.metric)) for point in one.points]
-        shown = [(rate, kept) for rate, kept in points if (kept.share or 0.0) >= floor]
+        shown = [(rate, found) for rate, found in points if (found.share or 0.0) >= floor]
         hidden |= len(shown) < len(points)
         if shown:
-            bounds = [kept.share_interval or (None, None) for _, kept in shown]
+            bounds = [found.share_interval or (None, None) for _, found in shown]
             low, high = zip(*bounds, strict=True)
-            rates, shares = [rate for rate, _ in shown], [kept.share for _, kept in shown]
+            rates, shares = [rate for rate, _ in shown], [found.share for _, found in shown]
             series.append(Series(one.label, rates, shares, low, high, one.method))
     every = [rate for one in series for rate in one.x]
     if every:  # first, so that curves are drawn over it; of one rate all that a rate may be
@@ -284,8 +276,8 @@ def _curves(methods: Sequence[Method], goal: Target) -> Curves:
         name = f"target {goal.target:g}"
         series.insert(0, Series(name, ends, [goal.target] * 2, reference=True))
     title = f"Share of {_metric(goal.metric)} kept, by rate"
-    kept = f"share kept (from {floor:g})" if hidden else "share kept"
-    return Curves(series, title, "share of cache bytes saved", kept, height=14)
+    axis = f"share kept (from {floor:g})" if hidden else "share kept"
+    return Curves(series, title, "share of cache bytes saved", axis, height=14)
 
 
 def _divergence(rows: Sequence[Row]) -> Table:
@@ -317,7 +309,7 @@ def _tasks(result: FrontierResult, rows: Sequence[Row]) -> Iterator[Block]:
 def _text(name: str) -> Any:
     def cell(row: Row) -> str:
         found = row[1].sources.get(name)
-        return MISSING if found is None else _kept(found.relative_accuracy, found.interval)
+        return MISSING if found is None else kept(found.relative_accuracy, found.interval)
 
     return cell
 

@@ -13,6 +13,7 @@ __all__ = [
     "count",
     "duration",
     "interval",
+    "kept",
     "number",
     "percent",
     "rate_in_bytes",
@@ -84,6 +85,13 @@ def interval(value: float | None, bounds: Sequence[float | None] | None, digits:
         return number(value, digits)
     low, high = bounds
     return f"{number(value, digits)} [{number(low, digits)}, {number(high, digits)}]"
+
+
+def kept(share: float | None, bounds: Sequence[float | None] | None = None) -> str:
+    """Write a share of accuracy with its interval, if any: ``0.984 [0.981, 0.986]``."""
+    ends = [end for end in bounds or () if end is not None]
+    interval = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if len(ends) == 2 else ""
+    return MISSING if share is None else f"{share:.3f}{interval}"
 
 
 def shared(width: str, heads: int | None, stored: int) -> str:

@@ -73,8 +73,8 @@ def test_no_command_is_advised_that_no_engine_starts(tmp_path: Path) -> None:
     ],
 )
 def test_a_measured_model_is_known_by_its_name(model: str, measured: bool) -> None:
-    names = ({"measured_on": name} for name in ("Qwen2.5-Coder-1.5B", "SmolLM2-135M"))
-    assert any(is_measured(row, model) for row in names) is measured
+    names = "Qwen2.5-Coder-1.5B", "SmolLM2-135M"
+    assert any(is_measured({"measured_on": name}, model) for name in names) is measured
 
 
 def test_a_folder_with_a_config_alone_is_advised(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ REFUSED: dict[str, list[tuple[str, str] | tuple[str, str, int]]] = {
         ("Llama-3.1-8B --keep 2", "--keep"),
         ("Llama-3.1-8B --context none", "--context"),
         ("Llama-3.1-8B --weights much", "--weights"),
+        ("endless", "num_hidden_layers", 1),
     ],
     "spectrum": [
         ("no/such/model", "no/such/model"),
@@ -434,6 +435,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, other_folder: Path) -> Iter
     for name in ("model", "loaded"):
         save_tiny(path / name, seed=7)
     (path / "empty").mkdir()
+    (path / "endless").mkdir()
+    endless = '{"thinker_config": {"text_config": {"num_hidden_layers": 1000000000}}}'
+    (path / "endless" / "config.json").write_text(endless)
     (path / "short.txt").write_text("abc")
     (path / "empty.txt").touch()
     (path / "notes.txt").write_text(

@@ -27,7 +27,7 @@ def test_one_method_is_answered_with_its_interval() -> None:
     row = result["data"]["evaluations"][2]
     (verdict,) = said(result, "verdict")
     low, high = row["relative_accuracy_interval"]
-    kept = f"{100 * row['relative_accuracy']:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+    kept = f"{row['relative_accuracy']:.3f} [{low:.3f}, {high:.3f}]"
     assert verdict.startswith("kq saves 50.0 %")
     assert kept in verdict
 
