@@ -20,7 +20,8 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 os.environ.update(
     VLLM_NO_USAGE_STATS="1",
@@ -33,30 +34,36 @@ os.environ.update(
 import torch
 
 torch.cpu._is_amx_tile_supported = lambda: False  # it would change a hybrid's state to float32
+_item = torch.Tensor.item  # Gemma 3n asks for that of a tensor on the meta device
+torch.Tensor.item = lambda self: 1.0 if self.is_meta else _item(self)
+
+# A backend's import loads vLLM's operators a second time, which ends the process.
+sys.modules["vllm._C"] = ModuleType("vllm._C")
 
 import vllm  # noqa: E402
 from transformers import CONFIG_MAPPING, PreTrainedConfig  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
-from vllm.config import get_layers_from_vllm_config, set_current_vllm_config  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import (  # noqa: E402
     init_distributed_environment,
     initialize_model_parallel,
 )
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.platforms.interface import Platform  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 from vllm.v1.attention.backends import fa_utils  # noqa: E402
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout  # noqa: E402
 from vllm.v1.core.kv_cache_utils import (  # noqa: E402
     _pool_bytes_per_block,
     get_kv_cache_capacity,
     get_kv_cache_configs,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec  # noqa: E402
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec  # noqa: E402
+from vllm.v1.worker.worker_base import WorkerBase  # noqa: E402
 
-# vLLM 0.27 reads one head_dim of configs that transformers 5.23 gives one a layer.
+# vLLM 0.32 reads one head_dim of configs that transformers gives one a layer.
 PreTrainedConfig.allow_global_per_layer_attribute_access = True
 
 # Without a CUDA build MLA's prefill lacks what its layers ask for when they are made, and nothing
@@ -71,17 +78,10 @@ _BACKENDS = "vllm.v1.attention.backends"
 _STEP_TOKENS = 8192  # max_num_batched_tokens of a server on a GPU of 70 GiB and more
 _GIB = 1 << 30
 
-_WIDE = (
-    "auto",
-    "fp8",
-    "int8_per_token_head",
-    "int4_per_token_head",
-    "turboquant_k8v4",
-    "turboquant_4bit_nc",
-    "turboquant_k3v4_nc",
-    "turboquant_3bit_nc",
-)
-_ALL_DTYPES = ("Llama-3.1-8B", "Qwen3-8B", "Gemma-3-27B", "gpt-oss-20b", "Qwen3-Next-80B-A3B")
+_DTYPES = ("auto", "fp8", "int8_per_token_head", "int4_per_token_head")
+_TURBOQUANT = tuple(f"turboquant_{x}" for x in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"))
+#: Of others advise refuses it: beside sliding windows, and of latents, as vLLM does on a GPU.
+_WITH_TURBOQUANT = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-Next-80B-A3B")
 _CONTEXTS = (8192, 32768, 65536)
 
 
@@ -102,7 +102,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {}
 
 
 def _stated(config: Any) -> Any:
-    """Give Gemma 4's config the names that vLLM 0.27 reads, which transformers 5.23 takes apart."""
+    """Give Gemma 4's config the names that vLLM 0.32 reads, which transformers takes apart."""
     facts = _CONFIGS.get(Path(config.name_or_path).name, {})
     for name in ("global_head_dim", "num_global_key_value_heads"):
         if name in facts:
@@ -133,14 +133,10 @@ def specs_of(folder: str, dtype: str) -> tuple[Any, dict[str, Any]]:
         # As on a GPU, not the CPU's own.
         Platform.update_block_size_for_backend.__func__(type(current_platform), config)
         specs = {}
-        for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
-            if getattr(layer, "kv_sharing_target_layer_name", None):
-                continue
-            if spec := layer.get_kv_cache_spec(config):
-                if isinstance(spec, AttentionSpec):
-                    strided = layer.get_attn_backend().indexes_kv_by_block_stride()
-                    spec = dataclasses.replace(spec, indexes_kv_by_block_stride=strided)
-                specs[name] = spec
+        specs = get_kv_cache_spec(config)
+        worker = cast(WorkerBase, SimpleNamespace(vllm_config=config))
+        layouts = WorkerBase.get_supported_kv_cache_layouts(worker)
+        resolve_kv_cache_layout(config, [layouts], specs.values())
     return config, specs
 
 
@@ -190,7 +186,9 @@ def main(path: str, *only: str) -> None:
         _start(scratch)
         for name in only or _CONFIGS:
             folder = _saved(name, scratch)
-            for dtype in _WIDE if name in _ALL_DTYPES else ("auto", "fp8"):
+            latent = "deepseek" in _CONFIGS[name]["model_type"]
+            more = _TURBOQUANT if name in _WITH_TURBOQUANT else ()
+            for dtype in (*(_DTYPES[:2] if latent else _DTYPES), *more):
                 try:
                     cells += cells_of(name, folder, dtype, 40 * _GIB)
                 except Exception as problem:  # of whatever kind: it is the answer
@@ -215,9 +213,9 @@ _STATED = (
     *("qk_rope_head_dim", "attention_chunk_size", "max_window_layers", "use_sliding_window"),
     "attn_layer_offset",
 )
-#: What no config class says: how states are sized, whether latents are kept, what Gemma 4's last
-#: layer is and how wide its full ones are.
-_BY_HAND = ("state_sizes", "mamba_ssm_dtype", "latent", "last", "global_head_dim")
+#: What no config class says: how states are sized, and how many vLLM keeps, whether latents are
+#: kept, what Gemma 4's last layer is and how wide its full ones are.
+_BY_HAND = ("state_sizes", "state_copies", "mamba_ssm_dtype", "latent", "last", "global_head_dim")
 _RENAMED = (*_STATED, "num_hidden_layers", "hidden_size")
 
 

@@ -29,7 +29,7 @@ CEILINGS: Measures = {
     "functions_with_12_parameters": 67,
     "modules_with_one_importer": 98,
     "test_lines": 57_809,
-    "test_functions": 2646,
+    "test_functions": 2645,
     "tests_of_wording": 598,
     "document_words": 21_435,
     "readme_lines": 120,

@@ -92,8 +92,7 @@ def advise(request: AdviseRequest) -> Outcome:
     if isinstance(longest, int) and request.context > longest > 1:
         if request.has("context"):
             stated = f"the model states a context of {format_count(longest)}"
-            more = "engines start with more only where its config is overridden"
-            warnings.append(f"{stated}; {more}")
+            warnings.append(f"{stated}; engines exceed it only where its config is overridden")
         else:
             request = request.model_copy(update={"context": longest})
     weights, source = request.weights, "--weights"

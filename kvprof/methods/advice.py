@@ -34,7 +34,8 @@ class AdvisedGpu:
     @property
     def step_tokens(self) -> int:
         """Tokens that vLLM's server schedules in a step, by default."""
-        return 8192 if self.memory >= 70 * _GIB and "a100" not in self.name.lower() else 2048
+        large = self.memory >= 70 * _GIB and "a100" not in self.name.lower()
+        return 16384 if self.memory >= 160 * _GIB else 8192 if large else 2048
 
 
 _ASSETS = files("kvprof") / "assets"

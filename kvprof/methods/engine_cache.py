@@ -1,7 +1,7 @@
 """What vLLM allocates for a model's cache: layers by a config, pages as vLLM plans them.
 
 Plain Python on ``config.json``: neither torch nor transformers is imported. The planning is that of
-vLLM 0.27.1 (``vllm/v1/core/kv_cache_utils.py``); ``benchmarks/vllm_cache_plans.py`` asks vLLM
+vLLM 0.32.0 (``vllm/v1/core/kv_cache_utils.py``); ``benchmarks/vllm_cache_plans.py`` asks vLLM
 itself, and a test holds this against its answers.
 """
 
@@ -32,6 +32,7 @@ class CacheLayer:
     width: int = 0  # of a head's keys, and of its values
     reach: int = 0  # tokens of a window or a chunk
     state: int = 0  # bytes of a sequence's state
+    copies: int = 0  # of it that vLLM keeps, for prefixes of it to be found again
 
     def __post_init__(self) -> None:
         sizes = (self.heads, self.width, self.reach, self.state)
@@ -97,14 +98,17 @@ def cache_layers(own: Mapping[str, Any]) -> list[CacheLayer]:
 
 def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
     """Return the layers that have a cache of their own."""
-    count, found = own["num_hidden_layers"], list[CacheLayer]()
     if own.get("latent"):  # of all heads together, as vLLM keeps them
-        return [CacheLayer("latent", 1, own["kv_lora_rank"] + own["qk_rope_head_dim"])] * count
-    types = _layer_types(own)[:count]
+        latent = CacheLayer("latent", 1, own["kv_lora_rank"] + own["qk_rope_head_dim"])
+        return [latent] * own["num_hidden_layers"]
+    types, found = _layer_types(own), list[CacheLayer]()
+    count = own.get("num_hidden_layers", len(types))  # Nemotron-H's own config says types alone
     if len(types) < count:
         raise ValueError(f"layer_types has {len(types)} entries for {count} layers")
+    types = types[:count]
     types[-1:] = own.get("last", types[-1:])
-    if own.get("per_layer_config"):  # instead of what Gemma 4's full layers have
+    layers = {int(index): each for index, each in (own.get("per_layer_config") or {}).items()}
+    if layers:  # instead of what Gemma 4's full layers have
         own = {**own, "global_head_dim": None, "num_global_key_value_heads": None}
     unknown = [key for key in own if _UNKNOWN.search(key) and own[key]]
     unknown += [name for name in types if name not in _STATELESS]
@@ -112,21 +116,21 @@ def _layers(own: Mapping[str, Any]) -> list[CacheLayer]:
         raise UsageError(f"{own['model_type']}: a cache of {unknown[0]} is not supported")
     for index, name in enumerate(types[: count - own.get("num_kv_shared_layers", 0)]):
         if name not in _STATELESS:
-            found.append(CacheLayer("state", state=_state_bytes(own)))
+            found.append(_state(own))
         if name in _ATTENTION:
-            each = own.get("per_layer_config", {}).get(str(index), {})
-            found.append(_attention({**own, **each}, _ATTENTION[name]))
+            found.append(_attention({**own, **layers.get(index, {})}, _ATTENTION[name]))
     return found
 
 
 def _layer_types(own: Mapping[str, Any]) -> list[str]:
     """Return the kind of each layer, as transformers calls it."""
-    count, get = own["num_hidden_layers"], own.get
+    get = own.get
     other = "linear_attention" if "state_sizes" in own else "sliding_attention"
     if types := get("layer_types") or get("layers_block_type"):
         return list(types)
     if letters := get("hybrid_override_pattern"):
         return [{"M": other, "*": "full_attention"}.get(letter, "mlp") for letter in letters]
+    count = own["num_hidden_layers"]
     if get("attention_chunk_size") and (rotated := get("no_rope_layers")):
         return ["chunked_attention" if one else "full_attention" for one in rotated]
     periods = ("full_attention_interval", "sliding_window_pattern", "attn_layer_period")
@@ -159,14 +163,15 @@ def _attention(own: Mapping[str, Any], kind: str) -> CacheLayer:
     return CacheLayer(kind, kv, width, reach=own[_REACH[kind]] if kind in _REACH else 0)
 
 
-def _state_bytes(own: Mapping[str, Any]) -> int:
-    """Return the bytes of a sequence's convolution and recurrence in a layer."""
+def _state(own: Mapping[str, Any]) -> CacheLayer:
+    """Return a layer's state: its convolution and its recurrence."""
     # The table of families has what states each of these, or its number.
     sizes = (own[x] if isinstance(x, str) else x for x in own["state_sizes"])
     heads, width, size, groups, kernel = sizes
     convolution = 2 * (kernel - 1) * (heads * width + 2 * groups * size)
     bytes_each = 4 if own.get("mamba_ssm_dtype") == "float32" else 2
-    return int(convolution + bytes_each * heads * width * size)
+    state = int(convolution + bytes_each * heads * width * size)
+    return CacheLayer("state", state=state, copies=own.get("state_copies", 2))
 
 
 # --- Pages, as vLLM plans them.
@@ -200,22 +205,17 @@ def _token_bytes(layer: CacheLayer, dtype: str) -> int:
         # Both have a scale, of values with a minimum; FP8 keys have none.
         slot = keys + values + (4 if keys == layer.width else 6)
         return layer.heads * (slot + slot % 2)
-    # vLLM gives windows and chunks at int4 the bytes of int8.
-    int4 = dtype.startswith("int4") and layer.kind == "full"
-    bits = 16 if dtype == "auto" else 4 if int4 else 8
+    bits = 16 if dtype == "auto" else 4 if dtype.startswith("int4") else 8
     return layer.values * bits // 8 + (8 * layer.heads if "per_token_head" in dtype else 0)
 
 
 def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 8192) -> Pool:
-    """Return the pool of pages that vLLM plans for a ``--kv-cache-dtype``; refuse what it refuses.
-
-    Two steps are in flight, for which windows keep room.
-    """
+    """Return vLLM's pool for a ``--kv-cache-dtype``; windows keep room for two steps in flight."""
     kinds = {one.kind for one in layers}
     if "latent" in kinds and dtype not in ("auto", "fp8"):
         raise UsageError(f"{dtype}: vLLM stores latents (MLA) as auto or fp8 only")
     if dtype in TURBOQUANT and kinds - {"full", "state"}:
-        raise UsageError(f"{dtype}: vLLM does not support it with sliding windows")
+        raise UsageError(f"{dtype}: its pages beside sliding windows are not counted")
     stored = [int(size) for size in token_bytes(layers, dtype)]
     state = max(one.state for one in layers)
     # The page of a layer left at 16 bits takes that of one that is not.
@@ -245,7 +245,7 @@ def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 81
         for (layer, held), number in groups.items():
             window = layer.kind == "window"
             seen = min(layer.reach - window + 2 * step_tokens, context) if layer.reach else context
-            total += number * (1 if layer.state else ceil(seen / held) + window)
+            total += number * (layer.copies if layer.state else ceil(seen / held) + window)
         return total
 
     return Pool(block, blocks)

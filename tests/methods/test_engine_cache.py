@@ -34,13 +34,6 @@ def test_the_table_has_every_family() -> None:
     assert {"qwen3", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next"} < kinds
 
 
-def test_gemma_4_ends_in_a_wide_full_layer_whatever_its_config_leaves_out() -> None:
-    stated = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 512, "head_dim": 256}
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1}
-    layers = cache_layers(text_config({"model_type": "gemma4_text", **sizes, **stated}))
-    assert [(x.kind, x.width) for x in layers] == [("window", 256), ("full", 512)]
-
-
 _LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64}
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an encoder and a decoder": ({**_LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
@@ -73,6 +66,11 @@ _GEMMA4 = {
     **{"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_MAMBA: dict[str, Any] = {
+    **{"model_type": "nemotron_h", "layers_block_type": ["linear_attention", "attention"]},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16},
+    **{"n_groups": 1, "conv_kernel": 4},
+}
 #: A config, and heads and width of its layers of full attention.
 _COUNTED: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "its class' defaults": ({"model_type": "gemma3", "text_config": _GEMMA3}, [(4, 256)] * 5),
@@ -83,10 +81,12 @@ _COUNTED: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "one head for all": (_FALCON, [(1, 64)] * 8),
     "a new decoder's heads": (_FALCON | {"new_decoder_architecture": True}, [(8, 64)] * 8),
     "a layer's own": (
-        _GEMMA4 | {"per_layer_config": {"1": {"head_dim": 32, "num_key_value_heads": 1}}},
+        _GEMMA4 | {"per_layer_config": {"01": {"head_dim": 32, "num_key_value_heads": 1}}},
         [(1, 32)],
     ),
+    "a wide last layer": (_GEMMA4 | {"layer_types": ["sliding_attention"] * 2}, [(2, 512)]),
     "another layer's own": (_GEMMA4 | {"per_layer_config": {"0": {"head_dim": 32}}}, [(2, 16)]),
+    "layers by their types alone": (_MAMBA, [(8, 128)]),
     "layers without rotation": (
         {**_LLAMA, "model_type": "llama4_text", "no_rope_layers": [1, 0, 0, 1]},
         [(8, 128)] * 2,
