@@ -40,6 +40,18 @@ def test_products_outside_of_loops_take_no_operands_from_constant_places() -> No
     assert "wgmma" not in binary.asm["ptx"]
 
 
+def test_each_head_config_is_compiled_by_itself() -> None:
+    """Together, they would take the compiler time that grows with the square of their number."""
+    own = segments_form("own", torch.bfloat16, 4, ((((16, 16), (32, 16)), 4, 4),))
+    types = {**own.signature, **dict.fromkeys(own.constants, "constexpr")}
+    binary = compile_source(
+        ASTSource(own.kernel, types, dict(own.constants)),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": own.warps, "num_stages": own.stages},
+    )
+    assert binary.asm["ttgir"].count("private") == 2
+
+
 #: Twice the middles of what meets the first two slots' codes, the third's and the last's, by bits;
 #: of the highest of 3 (1) in a plane's halves, of 16 columns (3) behind those of the lower bits.
 MIDDLES = {

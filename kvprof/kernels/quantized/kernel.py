@@ -113,6 +113,12 @@ def _ends(kinds, number, count, stride):
     )
 
 
+@triton.constexpr_function
+def _row(kinds, number, stride):
+    """Return what KINDS has of one head configuration."""
+    return kinds[number * stride : (number + 1) * stride]
+
+
 @triton.jit
 def _dealt(total, shares):
     """Return a program's split such that a multiprocessor has few kinds; affects time only."""
@@ -152,6 +158,54 @@ def _taken(counters, found, total, shares, FAST: tl.constexpr):
                 nearest = tl.min(tl.where(there & (gone < size), way, shares), 0)
                 own = (own + nearest) % shares
     return found
+
+
+# Not inlined: for every load the compiler looks through the whole function that it is in. With all
+# head configurations in one it took time that grew with the square of their number.
+@triton.jit(noinline=True)
+def _piece(
+    octets, full, halfs, eye, partial, logs, item, query, width, at, pages, stride, start, stop,
+    output_width, scale, cap, first_head, KIND: tl.constexpr, PLANES: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, WIDEST: tl.constexpr, PAGE: tl.constexpr,
+    CAPPED: tl.constexpr, CODE: tl.constexpr, MIDDLE: tl.constexpr, END: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Run an item; KIND is what KINDS has of its head configuration."""
+    keys = octets + at
+    values = octets + at
+    if KIND[_K_FORMAT] == _FULL:
+        keys = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
+    if KIND[_V_FORMAT] == _FULL:
+        values = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
+    if KIND[_K_FORMAT] == _BY_COLUMN:
+        column_piece(
+            keys, pages, stride, eye, partial, logs, item, query, width, start, stop, output_width,
+            scale, cap, first_head, KIND, _HEADER, _HEADER + PLANES * _PLANE, KIND[_K_PLANES],
+            KIND[_K_SCALES], KIND[_V_PLANES], KIND[_V_SCALES], KIND[_K_BLOCK], KIND[_V_WIDTH],
+            KIND[_PLACES], KIND[_STAGES], GROUP, 4 if GROUP <= 4 else HEADS, WIDEST, PAGE, CAPPED,
+            FAST,
+        )
+    elif KIND[_INT8] == 1:
+        int8_piece(
+            keys, halfs + at // 2, pages, stride, partial, logs, item, query, width, start, stop,
+            output_width, scale, cap, first_head, KIND, _HEADER, _HEADER + PLANES * _PLANE,
+            KIND[_K_FORMAT], KIND[_K_PARTS], KIND[_K_GROUPS], KIND[_K_PLANES], KIND[_K_SCALES],
+            KIND[_V_FORMAT], KIND[_V_PARTS], KIND[_V_GROUPS], KIND[_V_PLANES], KIND[_V_SCALES],
+            KIND[_V_MIDDLES], KIND[_K_BLOCK], KIND[_V_WIDTH], KIND[_SLOTS], KIND[_PLACES],
+            KIND[_STAGES], GROUP, 4 if GROUP <= 4 else HEADS, WIDEST, PAGE, CAPPED, FAST,
+        )
+    else:
+        row_piece(
+            keys, values, halfs + at // 2, pages, stride, eye, partial, logs, item, query, width,
+            start, stop, output_width, scale, cap, first_head, KIND, _HEADER,
+            _HEADER + PLANES * _PLANE, KIND[_K_FORMAT], KIND[_K_FACTOR], KIND[_K_BOOST],
+            KIND[_K_PARTS], KIND[_K_GROUPS], KIND[_K_PLANES], KIND[_K_SCALES], KIND[_K_MIDDLES],
+            KIND[_K_BLOCK], KIND[_V_FORMAT], KIND[_V_FACTOR], KIND[_SHIFT], KIND[_V_PARTS],
+            KIND[_V_GROUPS], KIND[_V_PLANES], KIND[_V_SCALES], KIND[_V_MIDDLES], KIND[_V_BLOCK],
+            KIND[_V_WIDTH], KIND[_BLOCK_HALFS], KIND[_SLOTS], KIND[_PLACES], KIND[_STAGES],
+            KIND[_ROWS], GROUP, HEADS, WIDEST, PAGE, CAPPED,
+            query.dtype.element_ty if KIND[_V_FORMAT] == _FULL else CODE, MIDDLE, END, FAST,
+        )
 
 
 # Of a layer, where the layer before ends: at 16 bytes or not.
@@ -246,98 +300,12 @@ def segment_pieces(
         kind = tl.load(unit + _KIND)
         for number in tl.static_range(COUNT):
             if kind == number:
-                keys = octets + at
-                values = octets + at
-                if KINDS[number * STRIDE + _K_FORMAT] == _FULL:
-                    keys = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
-                if KINDS[number * STRIDE + _V_FORMAT] == _FULL:
-                    values = full + at // (full.dtype.element_ty.primitive_bitwidth // 8)
-                if KINDS[number * STRIDE + _K_FORMAT] == _BY_COLUMN:
-                    column_piece(
-                        keys, pages, stride, eye, partial, logs, item, query, width, start, stop,
-                        output_width, scale, cap, taken % blocks * HEADS, KINDS,
-                        number * STRIDE + _HEADER,
-                        number * STRIDE + _HEADER + PLANES * _PLANE,
-                        KINDS[number * STRIDE + _K_PLANES], KINDS[number * STRIDE + _K_SCALES],
-                        KINDS[number * STRIDE + _V_PLANES], KINDS[number * STRIDE + _V_SCALES],
-                        KINDS[number * STRIDE + _K_BLOCK], KINDS[number * STRIDE + _V_WIDTH],
-                        KINDS[number * STRIDE + _PLACES], KINDS[number * STRIDE + _STAGES], GROUP,
-                        4 if GROUP <= 4 else HEADS, WIDEST, PAGE, CAPPED, FAST,
-                    )
-                elif KINDS[number * STRIDE + _INT8] == 1:
-                    int8_piece(
-                        keys, halfs + at // 2, pages, stride, partial, logs, item, query, width,
-                        start, stop, output_width, scale, cap, taken % blocks * HEADS, KINDS,
-                        number * STRIDE + _HEADER,
-                        number * STRIDE + _HEADER + PLANES * _PLANE,
-                        KINDS[number * STRIDE + _K_FORMAT], KINDS[number * STRIDE + _K_PARTS],
-                        KINDS[number * STRIDE + _K_GROUPS], KINDS[number * STRIDE + _K_PLANES],
-                        KINDS[number * STRIDE + _K_SCALES], KINDS[number * STRIDE + _V_FORMAT],
-                        KINDS[number * STRIDE + _V_PARTS], KINDS[number * STRIDE + _V_GROUPS],
-                        KINDS[number * STRIDE + _V_PLANES], KINDS[number * STRIDE + _V_SCALES],
-                        KINDS[number * STRIDE + _V_MIDDLES], KINDS[number * STRIDE + _K_BLOCK],
-                        KINDS[number * STRIDE + _V_WIDTH], KINDS[number * STRIDE + _SLOTS],
-                        KINDS[number * STRIDE + _PLACES], KINDS[number * STRIDE + _STAGES], GROUP,
-                        4 if GROUP <= 4 else HEADS, WIDEST, PAGE, CAPPED, FAST,
-                    )
-                else:
-                    row_piece(
-                        keys,
-                        values,
-                        halfs + at // 2,
-                        pages,
-                        stride,
-                        eye,
-                        partial,
-                        logs,
-                        item,
-                        query,
-                        width,
-                        start,
-                        stop,
-                        output_width,
-                        scale,
-                        cap,
-                        taken % blocks * HEADS,
-                        KINDS,
-                        number * STRIDE + _HEADER,
-                        number * STRIDE + _HEADER + PLANES * _PLANE,
-                        KINDS[number * STRIDE + _K_FORMAT],
-                        KINDS[number * STRIDE + _K_FACTOR],
-                        KINDS[number * STRIDE + _K_BOOST],
-                        KINDS[number * STRIDE + _K_PARTS],
-                        KINDS[number * STRIDE + _K_GROUPS],
-                        KINDS[number * STRIDE + _K_PLANES],
-                        KINDS[number * STRIDE + _K_SCALES],
-                        KINDS[number * STRIDE + _K_MIDDLES],
-                        KINDS[number * STRIDE + _K_BLOCK],
-                        KINDS[number * STRIDE + _V_FORMAT],
-                        KINDS[number * STRIDE + _V_FACTOR],
-                        KINDS[number * STRIDE + _SHIFT],
-                        KINDS[number * STRIDE + _V_PARTS],
-                        KINDS[number * STRIDE + _V_GROUPS],
-                        KINDS[number * STRIDE + _V_PLANES],
-                        KINDS[number * STRIDE + _V_SCALES],
-                        KINDS[number * STRIDE + _V_MIDDLES],
-                        KINDS[number * STRIDE + _V_BLOCK],
-                        KINDS[number * STRIDE + _V_WIDTH],
-                        KINDS[number * STRIDE + _BLOCK_HALFS],
-                        KINDS[number * STRIDE + _SLOTS],
-                        KINDS[number * STRIDE + _PLACES],
-                        KINDS[number * STRIDE + _STAGES],
-                        KINDS[number * STRIDE + _ROWS],
-                        GROUP,
-                        HEADS,
-                        WIDEST,
-                        PAGE,
-                        CAPPED,
-                        queries.dtype.element_ty
-                        if KINDS[number * STRIDE + _V_FORMAT] == _FULL
-                        else CODE,
-                        MIDDLE,
-                        _ends(KINDS, number, COUNT, STRIDE),
-                        FAST,
-                    )
+                _piece(
+                    octets, full, halfs, eye, partial, logs, item, query, width, at, pages, stride,
+                    start, stop, output_width, scale, cap, taken % blocks * HEADS,
+                    _row(KINDS, number, STRIDE), PLANES, GROUP, HEADS, WIDEST,
+                    PAGE, CAPPED, CODE, MIDDLE, _ends(KINDS, number, COUNT, STRIDE), FAST,
+                )
 
 
 @triton.jit
