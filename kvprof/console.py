@@ -5,7 +5,7 @@ This is the only module that owns them. Importing it costs Rich alone.
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from kvprof.printable import printable
+from kvprof.progress import nested
 
 __all__ = [
     "PrintableConsole",
@@ -132,6 +133,10 @@ class _Bar(Tracker):
     def describe(self, text: str) -> None:
         self._progress.update(self._task, description=text)
 
+    def remove(self) -> None:
+        """Show it no more."""
+        self._progress.remove_task(self._task)
+
 
 class _Lines(Tracker):
     """In a log: a line now and then, and none where the whole takes less."""
@@ -169,7 +174,8 @@ def track(description: str, total: int) -> Iterator[Tracker]:
     console = _stderr()
     if not console.is_terminal:
         note(f"{description} …")
-        yield _Lines(description, total)
+        with _showing(track):
+            yield _Lines(description, total)
         return
     with Progress(
         TextColumn("{task.description}", markup=False),
@@ -180,4 +186,25 @@ def track(description: str, total: int) -> Iterator[Tracker]:
         console=console,
         transient=True,
     ) as progress:
-        yield _Bar(progress, description, total)
+
+        @contextmanager
+        def bar_below(description: str, total: int) -> Iterator[Tracker]:
+            # In the same display: two would draw over each other.
+            below = _Bar(progress, description, total)
+            try:
+                yield below
+            finally:
+                below.remove()
+
+        with _showing(bar_below):
+            yield _Bar(progress, description, total)
+
+
+@contextmanager
+def _showing(stages: Callable[..., Any]) -> Iterator[None]:
+    """Have `stages` show what begins by itself while the body runs."""
+    before = nested.set(stages)
+    try:
+        yield
+    finally:
+        nested.reset(before)

@@ -1,9 +1,10 @@
 """How long work tells how far it is, whoever does it and wherever that is shown."""
 
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Protocol
 
-__all__ = ["Counter", "Progress", "silent"]
+__all__ = ["Counter", "Progress", "nested", "silent"]
 
 
 class Counter(Protocol):
@@ -34,3 +35,7 @@ class _Silent:
 def silent(description: str, total: int, /) -> AbstractContextManager[Counter]:
     """Show nothing: the `Progress` of who gave none."""
     return nullcontext(_Silent())
+
+
+#: Shows a stage that begins by itself within another, if that one is shown.
+nested: ContextVar[Progress] = ContextVar("nested", default=silent)

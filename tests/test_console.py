@@ -84,6 +84,25 @@ def test_a_terminal_shows_colour_and_a_bar_that_vanishes() -> None:
     assert "report" in uncoloured
 
 
+def test_a_stage_that_begins_by_itself_is_shown_with_the_one_around_it() -> None:
+    code = (
+        "import time\n"
+        "from kvprof.progress import nested\n"
+        "with nested.get()('unseen', 1): pass\n"
+        "with console.track('cases', 2) as bar:\n"
+        "    with nested.get()('kernels', 3) as inner: time.sleep(0.3)\n"
+        "    bar.advance(2)\n"
+        "with nested.get()('unseen', 1): pass"
+    )
+    assert run(code)[1] == "cases …\nkernels …\n"
+    shown, _ = run(code, terminal=True)
+    assert "unseen" not in shown
+    assert "kernels" in shown
+    # Two displays would draw over each other; of this one the stage is gone when it has ended.
+    assert shown.count("\x1b[?25l") == 1
+    assert "2/2" in shown.rpartition("kernels")[2]
+
+
 def test_a_log_gets_a_line_now_and_then() -> None:
     code = (
         "console._BETWEEN_LINES = {}\n"

@@ -1,7 +1,7 @@
 """Decides, layer by layer and pass by pass, what runs on kvprof's kernels and what on torch."""
 
 import os
-from concurrent.futures import as_completed
+from concurrent.futures import as_completed, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from kvprof.kernels.quantized.codes import FORMATS
 from kvprof.methods.plan import Plan
 from kvprof.models.interface import Rotation
 from kvprof.models.load import LoadedModel
-from kvprof.progress import Progress, silent
+from kvprof.progress import Progress, nested, silent
 from kvprof.runtime.backends.support import LayerSpec, kernel_reasons, storage, why_not
 from kvprof.runtime.cache import CompressedCache
 from kvprof.runtime.clock import part
@@ -189,7 +189,7 @@ class KernelRoute:
             return
         if not self._compiled:
             try:
-                self.compile_ahead(len(mask.starts))
+                self.compile_ahead(len(mask.starts), nested.get())
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # what is missing is compiled where it is launched
         state.begin(mask.starts, past, tokens)
@@ -206,9 +206,11 @@ class KernelRoute:
         with torch.inference_mode(), torch.cuda.device(self._device), compiling_ahead() as pending:
             for layer in layers:
                 layer.rehearse(self.configs, batch, self._device, self._dtype)
-            with progress("compiling kernels", len(pending)) as counter:
-                for _ in as_completed(pending):
-                    counter.advance()
+            # What lies on disk takes no second, and needs no word.
+            if wait(pending, timeout=1.0).not_done:
+                with progress("compiling kernels", len(pending)) as counter:
+                    for _ in as_completed(pending):
+                        counter.advance()
         return len(pending)
 
     def end(self, cache: CompressedCache) -> None:
