@@ -76,6 +76,7 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         "bench --model MODEL --plan PLAN --methods full,fp8 --seq 32k,100k --batch 1,8 "
         "--phase decode",
     ),
+    "needles-4x": _needles(_FOUR_TIMES),
     "needles-7x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8572"),
     "needles-8x": _needles(f"--method kq-wf {_plain(_WF)} --rate 0.8751"),
     "kept-7x-by-loss": _of_plan(

@@ -238,9 +238,21 @@ def _one(request: PlanRequest, choice: dict[str, Any]) -> Outcome:
     return Outcome(
         inputs={**described, **request.inputs(), **asked, "context": context, "saved": saved},
         data={"plan": data, "comparison": compared, "transfer": None},
-        warnings=made.made.get("notes", ()),
+        warnings=[*made.made.get("notes", ()), *_unseen(made, context)],
         lost=lost,
     )
+
+
+def _unseen(made: "Plan", context: int) -> list[str]:
+    """Return a warning where keys after RoPE are at positions that calibration did not see."""
+    seen = (made.made.get("calibration") or {}).get("seq_len", context)
+    # Of centred plans none was found that loses needles so.
+    if seen >= context or all(x.centre or x.keys.placement != "post_rope" for x in made.layers):
+        return []
+    return [
+        f"calibrated on sequences of {seen:,} tokens: needles may be lost at {context:,}; give "
+        f"--calibrate-seq-len {context}, and ask eval for them (--tasks niah-single-1)"
+    ]
 
 
 def _dtype_of(made: "Plan", dtype: str, file: Path) -> str:

@@ -133,6 +133,17 @@ def test_bytes_are_counted_at_the_context_asked_for(tiny_folder: Path, tmp_path:
     assert long_plan["data"]["plan"]["rate"] > 0.5
 
 
+@pytest.mark.parametrize(("method", "unseen"), [("kq", True), ("palu", False)])
+def test_rotated_keys_beyond_calibration_are_warned_of(
+    method: str, unseen: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    how = ("--method", method, "--rate", 0.3, *COARSE, "--calibrate-tokens", 256)
+    for length, warned in ((32, unseen), (64, False)):
+        at = ("--calibrate-seq-len", length, "--context", 64)
+        warnings = plan_json(tmp_path, tiny_folder, *how, *at)["warnings"]
+        assert any("--calibrate-seq-len 64" in one for one in warnings) is warned
+
+
 def test_a_saved_plan_needs_no_model(tiny_folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "tale.safetensors"
     made = plan_json(
