@@ -81,7 +81,7 @@ _GIB = 1 << 30
 _DTYPES = ("auto", "fp8", "int8_per_token_head", "int4_per_token_head")
 _TURBOQUANT = tuple(f"turboquant_{x}" for x in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"))
 #: Of others advise refuses it: beside sliding windows, and of latents, as vLLM does on a GPU.
-_WITH_TURBOQUANT = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-Next-80B-A3B")
+_WITH_TURBOQUANT = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-Next-80B-A3B", "Falcon-H1-7B")
 _CONTEXTS = (8192, 32768, 65536)
 
 

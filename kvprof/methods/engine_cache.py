@@ -211,11 +211,13 @@ def _token_bytes(layer: CacheLayer, dtype: str) -> int:
 
 def plan_pool(layers: Sequence[CacheLayer], dtype: str, *, step_tokens: int = 8192) -> Pool:
     """Return vLLM's pool for a ``--kv-cache-dtype``; windows keep room for two steps in flight."""
-    kinds = {one.kind for one in layers}
+    kinds = Counter(one.kind for one in layers)
     if "latent" in kinds and dtype not in ("auto", "fp8"):
         raise UsageError(f"{dtype}: vLLM stores latents (MLA) as auto or fp8 only")
-    if dtype in TURBOQUANT and kinds - {"full", "state"}:
+    if dtype in TURBOQUANT and set(kinds) - {"full", "state"}:
         raise UsageError(f"{dtype}: its pages beside sliding windows are not counted")
+    if dtype in TURBOQUANT and kinds["state"] == kinds["full"]:
+        raise UsageError(f"{dtype}: vLLM does not start with it where each layer has a state, too")
     stored = [int(size) for size in token_bytes(layers, dtype)]
     state = max(one.state for one in layers)
     # The page of a layer left at 16 bits takes that of one that is not.

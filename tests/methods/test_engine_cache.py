@@ -29,6 +29,13 @@ def test_tokens_that_fit_are_vllms() -> None:
     assert max(found) < 0.03
 
 
+@pytest.mark.parametrize("refused", TABLE["refused"])
+def test_what_vllm_refuses_is_refused(refused: str) -> None:
+    model, dtype = refused.split()
+    with pytest.raises(UsageError, match=dtype):
+        plan_pool(cache_layers(text_config(TABLE["configs"][model])), dtype)
+
+
 def test_the_table_has_every_family() -> None:
     kinds = {TABLE["configs"][cell["model"]]["model_type"] for cell in TABLE["cells"]}
     assert {"qwen3", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next"} < kinds
