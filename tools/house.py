@@ -28,10 +28,10 @@ CEILINGS: Measures = {
     "raises": 1079,
     "functions_with_12_parameters": 68,
     "modules_with_one_importer": 98,
-    "test_lines": 57_858,
+    "test_lines": 57_859,
     "test_functions": 2649,
-    "tests_of_wording": 600,
-    "document_words": 21_513,
+    "tests_of_wording": 599,
+    "document_words": 21_516,
     "readme_lines": 120,
     "tracked_megabytes_outside_the_package": 6.0,
     # With --trace alone.

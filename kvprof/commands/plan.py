@@ -250,8 +250,8 @@ def _unseen(made: "Plan", context: int) -> list[str]:
     if seen >= context or all(x.centre or x.keys.placement != "post_rope" for x in made.layers):
         return []
     return [
-        f"calibrated on sequences of {seen:,} tokens: needles may be lost at {context:,}; give "
-        f"--calibrate-seq-len {context}, and ask eval for them (--tasks niah-single-1)"
+        f"calibrated on sequences of {seen:,} tokens: needles may be lost at {context:,}; ask eval "
+        "for them (--tasks niah-single-1), and calibrate on sequences as long as are served"
     ]
 
 

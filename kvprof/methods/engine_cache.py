@@ -35,7 +35,7 @@ class CacheLayer:
     copies: int = 0  # of it that vLLM keeps, for prefixes of it to be found again
 
     def __post_init__(self) -> None:
-        sizes = (self.heads, self.width, self.reach, self.state)
+        sizes = (self.heads, self.width, self.reach, self.state, self.copies)
         whole = all(isinstance(size, int) and 0 <= size < 1 << 40 for size in sizes)
         if not (whole and self.values + self.state):
             raise ValueError(f"no such layer: {self}")

@@ -42,6 +42,11 @@ def test_the_table_has_every_family() -> None:
 
 
 _LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64}
+_MAMBA: dict[str, Any] = {
+    **{"model_type": "nemotron_h", "layers_block_type": ["linear_attention", "attention"]},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16},
+    **{"n_groups": 1, "conv_kernel": 4},
+}
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an encoder and a decoder": ({**_LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
     "no such family": ({"model_type": "nosuch"}, "nosuch"),
@@ -53,6 +58,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a hybrid without its state": ({"model_type": "jamba", "num_hidden_layers": 8}, "mamba_"),
     "a width beyond all": ({**_LLAMA, "hidden_size": 10**300}, "another than expected"),
     "a negative size": ({**_LLAMA, "num_key_value_heads": -2}, "another than expected"),
+    "no number of states": ({**_MAMBA, "state_copies": "x"}, "another than expected"),
     "an indexed cache": ({"model_type": "deepseek_v32", "num_hidden_layers": 2}, "deepseek_v32"),
 }
 
@@ -72,11 +78,6 @@ _GEMMA4 = {
     **{"model_type": "gemma4_text", "num_hidden_layers": 2, "hidden_size": 64},
     **{"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
     "layer_types": ["sliding_attention", "full_attention"],
-}
-_MAMBA: dict[str, Any] = {
-    **{"model_type": "nemotron_h", "layers_block_type": ["linear_attention", "attention"]},
-    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16},
-    **{"n_groups": 1, "conv_kernel": 4},
 }
 #: A config, and heads and width of its layers of full attention.
 _COUNTED: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
