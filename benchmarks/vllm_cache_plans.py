@@ -132,7 +132,6 @@ def specs_of(folder: str, dtype: str) -> tuple[Any, dict[str, Any]]:
             initialize_model(vllm_config=config)
         # As on a GPU, not the CPU's own.
         Platform.update_block_size_for_backend.__func__(type(current_platform), config)
-        specs = {}
         specs = get_kv_cache_spec(config)
         worker = cast(WorkerBase, SimpleNamespace(vllm_config=config))
         layouts = WorkerBase.get_supported_kv_cache_layouts(worker)
