@@ -59,18 +59,17 @@ def _plain(options: str) -> str:
     return " ".join(f"--option {option}" for option in options.split(","))
 
 
-_CPU = "--device cpu --dtype float32"
-_FOUR_TIMES = f"--method kq-wf {_plain(f'allocation=output,kinds=8,{_OPEN}')} --rate 0.75"
+_FOUR_TIMES = (
+    f"--method kq-wf {_plain(f'allocation=output,kinds=8,{_OPEN}')} --rate 0.75 "
+    "--calibrate-seq-len 16k --calibrate-tokens 64k"
+)
 
 #: Names of records to the commands that make them, one after another; the last one's is kept.
 COMMANDS: dict[str, str | tuple[str, ...]] = {
     "engine-formats": f"eval MODEL --method engine-formats {_PROSE_AND_CODE}",
     "needles-5.8x": _needles(f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}"),
-    # Uncentred, with as many head groups as a kernel runs. Two cores measure what it keeps.
-    "kept-4x": _of_plan(
-        f"{_FOUR_TIMES} {_CPU}",
-        f"{_CPU} --text prose --text code --sequences 32 --seq-len 512 --tasks none",
-    ),
+    # Uncentred, with as many head groups as a kernel runs, and from sequences as long as it serves.
+    "kept-4x": _of_plan(_FOUR_TIMES, _PROSE_AND_CODE),
     "bench-4x": (
         f"plan MODEL {_FOUR_TIMES} --context 32k --save PLAN",
         "bench --model MODEL --plan PLAN --methods full,fp8 --seq 32k,100k --batch 1,8 "
