@@ -1,7 +1,6 @@
 """``kvprof frontier``: how far each method goes before the model notices."""
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -23,6 +22,7 @@ from kvprof.evaluation.targets import check_metric, parse_targets
 from kvprof.interrupt import Stop, graceful_interrupt
 from kvprof.loading import loading
 from kvprof.methods.named import ALWAYS, COMPARED, check_names, method_entries
+from kvprof.progress import nested
 
 if TYPE_CHECKING:
     from kvprof.commands.planning import Sample
@@ -224,13 +224,9 @@ def _search(
     told: set[str] = set()
     total = expected_steps(requests, options.points, halves)
     with console.track(f"frontier of {loaded.spec}", total) as progress:
-
-        @contextmanager
-        def stage(description: str, total: int, /) -> Iterator[_Counter]:
-            # A bar of its own would draw over the one that shows the whole run.
-            yield _Counter(progress, description, total)
-
-        calibrator = Calibrator(loaded, calibration, progress=stage, should_stop=stop, notice=warn)
+        calibrator = Calibrator(
+            loaded, calibration, progress=nested.get(), should_stop=stop, notice=warn
+        )
         for request in requests:
             calibrator.expect(request.method, **request.options)
 
@@ -311,22 +307,3 @@ def _facts(loaded: "LoadedModel", plan: "Plan") -> dict[str, Any]:
             "rate": rate(plan, _LONG_CONTEXT),
         },
     }
-
-
-class _Counter:
-    """Tells how far a calibration is in the words in front of the one bar."""
-
-    def __init__(self, progress: console.Tracker, description: str, total: int) -> None:
-        self._progress = progress
-        self._description = description
-        self._total = total
-        self._done = 0
-        self.advance(0)
-
-    def advance(self, amount: int = 1) -> None:
-        self._done += amount
-        share = self._done / max(1, self._total)
-        self._progress.describe(f"{self._description}, {share:.0%}")
-
-    def describe(self, text: str) -> None:
-        self._description = text

@@ -373,7 +373,7 @@ CalibrateTokensOption = Annotated[
     typer.Option(
         "--calibrate-tokens",
         rich_help_panel=METHOD,
-        help="Calibration tokens; k is 1,024.  [default: 8k, or all of a shorter text]",
+        help="Calibration tokens.  [default: 8k or 4 sequences, or all of a shorter text]",
     ),
     Mark.FREE,
 ]

@@ -162,7 +162,8 @@ class MomentStore:
         source = self._options.source
         if source is not None and source.tokens is not None:
             return source.tokens
-        return needs.tokens or max(DEFAULT_TOKENS, _PER_COLUMN * self.width(needs))
+        least = _PER_COLUMN * self.width(needs)
+        return needs.tokens or max(DEFAULT_TOKENS, least, 4 * self._options.seq_len)
 
     def width(self, needs: CalibrationNeeds) -> int:
         """Return the columns of the widest Gram matrix of heads kept jointly; 0 without any."""

@@ -138,7 +138,7 @@ def test_rotated_keys_beyond_calibration_are_warned_of(
     method: str, unseen: bool, tiny_folder: Path, tmp_path: Path
 ) -> None:
     how = ("--method", method, "--rate", 0.3, *COARSE, "--calibrate-tokens", 256)
-    for length, warned in ((32, unseen), (64, False)):
+    for length, warned in ((16, unseen), (32, False)):
         at = ("--calibrate-seq-len", length, "--context", 64)
         warnings = plan_json(tmp_path, tiny_folder, *how, *at)["warnings"]
         assert any(f"sequences of {length} tokens" in one for one in warnings) is warned

@@ -213,11 +213,13 @@ def test_fisher_takes_as_many_tokens_as_asked_for_and_says_what_it_lacks(
     assert "probed on 2,048 tokens" in budget.made["notes"][0]
 
 
-def test_a_wide_gram_matrix_gets_more_tokens(loaded: LoadedModel, passes: Passes) -> None:
+def test_wide_or_long_text_gets_more_tokens(loaded: LoadedModel, passes: Passes) -> None:
     store = MomentStore(loaded, CalibrationOptions(seq_len=64), passes, lambda: False)
     narrow = CalibrationNeeds("calibration", joint_heads=2)
     assert store.width(narrow) == 32
     assert store.wanted(narrow) == 8192
+    longer = MomentStore(loaded, CalibrationOptions(seq_len=16384), passes, lambda: False)
+    assert longer.wanted(narrow) == 4 * 16384
     wide = wrap_model(
         tiny("Llama", hidden_size=64, num_attention_heads=64, num_key_value_heads=64, head_dim=64)
     )
