@@ -210,7 +210,7 @@ _STATED = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"),
     *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "kv_lora_rank"),
     *("qk_rope_head_dim", "attention_chunk_size", "max_window_layers", "use_sliding_window"),
-    "attn_layer_offset",
+    *("attn_layer_offset", "n_recurrent_loops"),
 )
 #: What no config class says: how states are sized, and how many vLLM keeps, whether latents are
 #: kept, what Gemma 4's last layer is and how wide its full ones are.
@@ -220,10 +220,12 @@ _RENAMED = (*_STATED, "num_hidden_layers", "hidden_size")
 
 def _default_of(kind: str, config: Any) -> dict[str, Any]:
     """Return a kind's defaults; `pattern` is what repeats over the layers."""
-    renamed = {a: b for a, b in (config.attribute_map or {}).items() if a in _RENAMED}
+    names = (config.attribute_map or {}).items()
+    renamed = {a: b for a, b in names if a in _RENAMED}
     fields = dataclasses.fields(CONFIG_MAPPING[kind])
     given = {one.name: one.default for one in fields if isinstance(one.default, int)}
     found = {key: given[at] for key in _STATED if (at := renamed.get(key, key)) in given}
+    renamed |= {b: a for a, b in names if b in _RENAMED and a not in _RENAMED}
     if found.get("num_kv_shared_layers") == 0:
         del found["num_kv_shared_layers"]
     types = list(getattr(config, "layer_types", None) or ())

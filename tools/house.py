@@ -28,7 +28,7 @@ CEILINGS: Measures = {
     "raises": 1079,
     "functions_with_12_parameters": 68,
     "modules_with_one_importer": 98,
-    "test_lines": 57_861,
+    "test_lines": 57_863,
     "test_functions": 2649,
     "tests_of_wording": 599,
     "document_words": 21_518,

@@ -59,6 +59,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a width beyond all": ({**_LLAMA, "hidden_size": 10**300}, "another than expected"),
     "a negative size": ({**_LLAMA, "num_key_value_heads": -2}, "another than expected"),
     "no number of states": ({**_MAMBA, "state_copies": "x"}, "another than expected"),
+    "layers that loop": ({"model_type": "dory", "num_hidden_layers": 2}, "recurrent_loops"),
     "an indexed cache": ({"model_type": "deepseek_v32", "num_hidden_layers": 2}, "deepseek_v32"),
 }
 
@@ -95,6 +96,7 @@ _COUNTED: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "a wide last layer": (_GEMMA4 | {"layer_types": ["sliding_attention"] * 2}, [(2, 512)]),
     "another layer's own": (_GEMMA4 | {"per_layer_config": {"0": {"head_dim": 32}}}, [(2, 16)]),
     "layers by their types alone": (_MAMBA, [(8, 128)]),
+    "layers by another name": ({**_LLAMA, "model_type": "exaone", "num_layers": 2}, [(8, 2)] * 2),
     "layers without rotation": (
         {**_LLAMA, "model_type": "llama4_text", "no_rope_layers": [1, 0, 0, 1]},
         [(8, 128)] * 2,
