@@ -210,7 +210,7 @@ _STATED = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"),
     *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "kv_lora_rank"),
     *("qk_rope_head_dim", "attention_chunk_size", "max_window_layers", "use_sliding_window"),
-    *("attn_layer_offset", "n_recurrent_loops"),
+    *("attn_layer_offset", "n_recurrent_loops", "v_head_dim"),
 )
 #: What no config class says: how states are sized, and how many vLLM keeps, whether latents are
 #: kept, what Gemma 4's last layer is and how wide its full ones are.

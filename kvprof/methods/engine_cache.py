@@ -62,7 +62,8 @@ _REACH = {"window": "sliding_window", "chunk": "attention_chunk_size"}
 # What else may be kept that this does not know.
 _UNKNOWN = re.compile(
     r"mamba|ssm|linear_(num|key|value|conv|attn)|conv_L|kv_lora|recurrent|lru_|rwkv|state_size|"
-    r"index_(n_heads|topk)|compress_ratio|cross_attention_layers|kda_|short_conv|retention"
+    r"index_(n_heads|topk)|compress_ratio|cross_attention_layers|kda_|short_conv|retention|"
+    r"v_head_dim|swa_"
 )
 
 

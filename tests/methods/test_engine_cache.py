@@ -60,6 +60,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative size": ({**_LLAMA, "num_key_value_heads": -2}, "another than expected"),
     "no number of states": ({**_MAMBA, "state_copies": "x"}, "another than expected"),
     "layers that loop": ({"model_type": "dory", "num_hidden_layers": 2}, "recurrent_loops"),
+    "values of a width": ({"model_type": "mimo_v2_flash", "num_hidden_layers": 2}, "v_head_dim"),
     "an indexed cache": ({"model_type": "deepseek_v32", "num_hidden_layers": 2}, "deepseek_v32"),
 }
 
