@@ -10,7 +10,7 @@ __all__ = ["report"]
 _NOTES = (
     "At least: the interval's lowest end of all measured models, or of this one if measured here.",
     "Torch only: 36 tokens stay at 16 bits, so short texts keep more than long contexts do.",
-    "Attention, step: limits by bytes over the GPU's bandwidth, not measured times.",
+    "Attention, step: limits by bytes read, not measured; unpacking can take longer.",
     "Users: sequences that fit at the context at a time; for vLLM, in blocks as 0.32 counts them.",
 )
 
