@@ -2,13 +2,11 @@
 
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvprof.errors import FailedError, UsageError
+from kvprof.models.config_files import shape_named, shipped_shapes
 from kvprof.models.gguf import GgufFile, is_gguf
 from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.load import blaming, read_config
@@ -22,7 +20,6 @@ __all__ = [
     "has_weights",
     "layout_of",
     "load_shape",
-    "shape_names",
     "shape_of_config",
 ]
 
@@ -107,28 +104,15 @@ class Shape:
         }
 
 
-@cache
-def _shipped() -> dict[str, Any]:
-    text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
-    return found
-
-
-def shape_names() -> list[str]:
-    """Return the names of the shapes that ship."""
-    return list(_shipped())
-
-
 def load_shape(name: str | Path) -> Shape:
     """Return a shape that ships, or read one from a model's folder or its ``config.json``."""
     given = str(name)
-    known = {one.lower(): one for one in shape_names()}
-    if (found := known.get(given.lower())) is not None:
-        return _from_data(found, _shipped()[found])
+    if (found := shape_named(given)) is not None:
+        return _from_data(*found)
     path = Path(given).expanduser()
     if given not in ("reference", "smollm2") and not path.exists():
         raise UsageError(
-            f"no shape {given!r}; use {', '.join(shape_names())}, or a local folder with a "
+            f"no shape {given!r}; use {', '.join(shipped_shapes())}, or a local folder with a "
             "config.json or a GGUF file"
         )
     return shape_of_config(given)
@@ -136,7 +120,7 @@ def load_shape(name: str | Path) -> Shape:
 
 def has_weights(model: str) -> bool:
     """Whether a name is a model with weights (a folder or a hub id), not a shape."""
-    if model.lower() in {name.lower() for name in shape_names()}:
+    if shape_named(model) is not None:
         return False
     path = Path(model).expanduser()
     folder = path.parent if path.is_file() else path

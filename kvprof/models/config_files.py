@@ -15,7 +15,15 @@ from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf
 from kvprof.models.hub import INDEX, hub_file
 from kvprof.models.locate import check_config_sizes, read_json
 
-__all__ = ["hub_name", "read_config_file", "read_share", "served_name", "weight_bytes"]
+__all__ = [
+    "hub_name",
+    "read_config_file",
+    "read_share",
+    "served_name",
+    "shape_named",
+    "shipped_shapes",
+    "weight_bytes",
+]
 
 #: What a config calls the keys of a shape that ships, and those of a GGUF file.
 _NAMES = {
@@ -29,17 +37,21 @@ _NAMES = {
 
 
 @cache
-def _shape(model: str) -> dict[str, Any] | None:
-    """Return a shape that ships, by its name."""
+def shipped_shapes() -> dict[str, dict[str, Any]]:
+    """Return the shapes that ship, by name."""
     text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
-    shapes = {name.lower(): entry for name, entry in yaml.safe_load(text).items()}
-    found = shapes.get(model.lower())
-    return found and {"model_type": "llama", "sliding_window": None, **found}
+    return dict(yaml.safe_load(text))
+
+
+def shape_named(given: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the shape of a name, whatever its case."""
+    return next((one for one in shipped_shapes().items() if one[0].lower() == given.lower()), None)
 
 
 def hub_name(model: str) -> str:
     """Return a shape's hub id, or what was given."""
-    return str((_shape(model) or {"source": model})["source"])
+    found = shape_named(model)
+    return str(found[1]["source"]) if found else model
 
 
 def served_name(model: str) -> str:
@@ -62,14 +74,14 @@ def read_config_file(
     model: str, revision: str | None = None, gguf: str | None = None
 ) -> dict[str, Any]:
     """Return the config of a shape that ships, a folder, a GGUF file, or a hub id."""
-    if (shape := _shape(model)) is not None:
-        return _renamed(shape)
+    if found := shape_named(model):
+        return {"model_type": "llama", "sliding_window": None, **_renamed(found[1])}
     path = _path(model, revision, gguf)
     if path.suffix == ".gguf" and not path.exists():
         raise UsageError(f"no model {model!r}: no such file")
     if path.is_file():
-        found = read_gguf(model, path)
-        told = _renamed({**found.settings, "model_type": ARCHITECTURES[found.architecture]})
+        file = read_gguf(model, path)
+        told = {**_renamed(file.settings), "model_type": ARCHITECTURES[file.architecture]}
     else:
         told = _read(model, path, "config.json", revision)
     check_config_sizes(model, told, file=path.name if path.is_file() else "config.json")
@@ -115,7 +127,7 @@ def weight_bytes(
         return sum(one.stat().st_size for one in gguf_parts(path)), "its GGUF file"
     if stored := [*path.glob("*.safetensors")]:
         return sum(one.stat().st_size for one in stored), "its safetensors files"
-    if _shape(model) is None:
+    if not shape_named(model):
         with suppress(KvprofError, ArithmeticError, LookupError, TypeError, ValueError):
             return int(_read(model, path, INDEX, revision)["metadata"]["total_size"]), INDEX
     if not (counted := _parameters(model).get("")):

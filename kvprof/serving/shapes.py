@@ -9,7 +9,8 @@ from kvprof.benchmark.jct.layer import llama_config
 from kvprof.benchmark.jct.model import check_llama
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.shape_plans import Bare, ShapePlan, parse_method, shape_plan
-from kvprof.benchmark.shapes import Shape, layout_of, shape_names
+from kvprof.benchmark.shapes import Shape, layout_of
+from kvprof.models.config_files import shape_named
 from kvprof.serving.settings import load_format_of, named
 
 __all__ = ["drawn_plan", "shape_folder", "words_for_shape", "write_shape"]
@@ -30,8 +31,7 @@ def write_shape(model: ModelShape, folder: Path) -> None:
 @contextmanager
 def shape_folder(model: str, layers: int | None = None) -> Iterator[str]:
     """Give a folder that an engine can read, which for a shape's name lies there meanwhile."""
-    named = model.lower() in {name.lower() for name in shape_names()}
-    if not named and layers is None:
+    if shape_named(model) is None and layers is None:
         yield model
         return
     shape = load_model_shape(model).of_layers(layers)

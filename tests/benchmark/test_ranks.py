@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from kvprof.benchmark.plans import full_widths
 from kvprof.benchmark.ranks import ranks_from, resampled_layers
 from kvprof.benchmark.shape_plans import parse_method
-from kvprof.benchmark.shapes import Rope, Shape, load_shape, shape_names
+from kvprof.benchmark.shapes import Rope, Shape, load_shape
 from kvprof.errors import FailedError, UsageError
 from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
+from kvprof.models.config_files import shipped_shapes
 from tests.benchmark.on_shapes import method_on
 from tests.methods.models import FINE, inputs
 
@@ -31,7 +32,7 @@ def rate_of(widths, shape):
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(shape_names()),
+    st.sampled_from(list(shipped_shapes())),
     st.floats(0, 0.75),
     st.sampled_from(["fdc", "kq"]),
     st.integers(0, 9),
@@ -185,7 +186,7 @@ def test_unknown_methods_are_refused(name):
 
 @settings(max_examples=25)
 @given(
-    st.sampled_from(shape_names()),
+    st.sampled_from(list(shipped_shapes())),
     st.floats(0, 0.7),
     st.sampled_from(["fdc", "kq"]),
     st.integers(1, 6),

@@ -5,8 +5,9 @@ import json
 import pytest
 from transformers import Gemma2Config, GptOssConfig, MistralConfig, Qwen3Config
 
-from kvprof.benchmark.shapes import load_shape, shape_names
+from kvprof.benchmark.shapes import load_shape
 from kvprof.errors import FailedError, UsageError
+from kvprof.models.config_files import shipped_shapes
 from tests.benchmark.folder import save_config
 from tests.models.tiny import tiny
 
@@ -21,10 +22,10 @@ ATTENTION_PARAMETERS = {
 
 
 def test_all_models_of_the_issue_ship():
-    assert set(shape_names()) == set(ATTENTION_PARAMETERS)
+    assert set(shipped_shapes()) == set(ATTENTION_PARAMETERS)
 
 
-@pytest.mark.parametrize("name", shape_names())
+@pytest.mark.parametrize("name", list(shipped_shapes()))
 def test_a_shape_fits_together(name):
     shape = load_shape(name)
     assert shape.num_heads == shape.group * shape.num_kv_heads

@@ -8,9 +8,9 @@ from kvprof.benchmark.jct.cache_memory import level_tokens
 from kvprof.benchmark.jct.model_shape import Dense, load_model_shape
 from kvprof.benchmark.jct.request import JctRequest, case_name
 from kvprof.benchmark.jct.serving import weight_bytes
-from kvprof.benchmark.shapes import shape_names
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, full_bytes
+from kvprof.models.config_files import shipped_shapes
 from tests.benchmark.jct.shapes import tiny_folder, tiny_shape
 from tests.benchmark.on_shapes import method_on
 
@@ -69,7 +69,7 @@ def test_what_changes_nothing_on_a_cpu_is_refused_there():
     parse_variant("fdc:no-balancing").refuse_on("cuda")
 
 
-@pytest.mark.parametrize("name", shape_names())
+@pytest.mark.parametrize("name", list(shipped_shapes()))
 def test_every_shape_that_ships_can_be_composed(name):
     model = load_model_shape(name)
     assert model.dense.vocab_size > 30_000
