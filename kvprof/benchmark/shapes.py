@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from kvprof.errors import FailedError, UsageError
-from kvprof.models.config_files import shape_named, shipped_shapes
 from kvprof.models.gguf import GgufFile, is_gguf
 from kvprof.models.layout import LayerLayout, ModelLayout
 from kvprof.models.load import blaming, read_config
-from kvprof.models.locate import check_config_sizes, locate, read_json
+from kvprof.models.locate import (
+    check_config_sizes,
+    locate,
+    read_json,
+    shape_named,
+    shipped_shapes,
+)
 from kvprof.models.noise import quiet
 from kvprof.models.probe import inspect_config
 

@@ -3,27 +3,16 @@
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvprof.errors import KvprofError, UsageError
 from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf, smollm2_file
 from kvprof.models.hub import INDEX, hub_file
-from kvprof.models.locate import check_config_sizes, read_json
+from kvprof.models.locate import check_config_sizes, read_json, shape_named
 
-__all__ = [
-    "hub_name",
-    "read_config_file",
-    "read_share",
-    "served_name",
-    "shape_named",
-    "shipped_shapes",
-    "weight_bytes",
-]
+__all__ = ["hub_name", "read_config_file", "read_share", "served_name", "weight_bytes"]
 
 #: What a config calls the keys of a shape that ships, and those of a GGUF file.
 _NAMES = {
@@ -34,18 +23,6 @@ _NAMES = {
     **{"embedding_length": "hidden_size", "attention.key_length": "head_dim"},
     "attention.sliding_window": "sliding_window",
 }
-
-
-@cache
-def shipped_shapes() -> dict[str, dict[str, Any]]:
-    """Return the shapes that ship, by name."""
-    text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
-    return dict(yaml.safe_load(text))
-
-
-def shape_named(given: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the shape of a name, whatever its case."""
-    return next((one for one in shipped_shapes().items() if one[0].lower() == given.lower()), None)
 
 
 def hub_name(model: str) -> str:

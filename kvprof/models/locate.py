@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
+import yaml
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
@@ -18,7 +20,16 @@ from kvprof.models.noise import quiet
 if TYPE_CHECKING:
     from kvprof.models.gguf import GgufFile
 
-__all__ = ["INNER", "Checkpoint", "check_config_sizes", "gguf_file", "locate", "read_json"]
+__all__ = [
+    "INNER",
+    "Checkpoint",
+    "check_config_sizes",
+    "gguf_file",
+    "locate",
+    "read_json",
+    "shape_named",
+    "shipped_shapes",
+]
 
 # --- What the sizes of a ``config.json`` may be: looked at before anything of that size is
 # built.
@@ -94,6 +105,18 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from _parts(config[key])
 
 
+@cache
+def shipped_shapes() -> dict[str, dict[str, Any]]:
+    """Return the shapes that ship, by name."""
+    text = (files("kvprof") / "assets" / "shapes" / "models.yaml").read_text("utf-8")
+    return dict(yaml.safe_load(text))
+
+
+def shape_named(given: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the shape of a name, whatever its case."""
+    return next((one for one in shipped_shapes().items() if one[0].lower() == given.lower()), None)
+
+
 # What a model needs beside its weights; a repository may hold the weights several times over.
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -124,11 +147,6 @@ def locate(
     chosen: Path | None = None
     if spec == "reference":
         folder = Path(str(files("kvprof"))) / "assets" / "reference"
-        if not folder.is_dir():
-            raise FailedError(
-                "the reference model is missing from this installation; reinstall kvprof or name "
-                "another model (hub id or local folder)"
-            )
     elif path.is_dir():
         from kvprof.models.gguf import choose_gguf
 

@@ -10,7 +10,7 @@ from kvprof.benchmark.jct.model import check_llama
 from kvprof.benchmark.jct.model_shape import ModelShape, load_model_shape
 from kvprof.benchmark.shape_plans import Bare, ShapePlan, parse_method, shape_plan
 from kvprof.benchmark.shapes import Shape, layout_of
-from kvprof.models.config_files import shape_named
+from kvprof.models.locate import shape_named
 from kvprof.serving.settings import load_format_of, named
 
 __all__ = ["drawn_plan", "shape_folder", "words_for_shape", "write_shape"]

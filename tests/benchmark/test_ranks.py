@@ -15,7 +15,7 @@ from kvprof.kernels.planes import RaggedLayout
 from kvprof.methods.family import plan_at
 from kvprof.methods.plan_files import save_plan
 from kvprof.methods.registry import plan_family
-from kvprof.models.config_files import shipped_shapes
+from kvprof.models.locate import shipped_shapes
 from tests.benchmark.on_shapes import method_on
 from tests.methods.models import FINE, inputs
 

@@ -7,7 +7,7 @@ from transformers import Gemma2Config, GptOssConfig, MistralConfig, Qwen3Config
 
 from kvprof.benchmark.shapes import load_shape
 from kvprof.errors import FailedError, UsageError
-from kvprof.models.config_files import shipped_shapes
+from kvprof.models.locate import shipped_shapes
 from tests.benchmark.folder import save_config
 from tests.models.tiny import tiny
 

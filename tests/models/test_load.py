@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 from kvprof.errors import FailedError, LackingError, UsageError
 from kvprof.models import load as load_module
-from kvprof.models import locate as locate_module
 from kvprof.models.load import load_model, wrap_model
 from kvprof.models.projections import output_slices, value_weight
 from kvprof.moments.collect import capture, run_batch
@@ -90,11 +89,6 @@ def test_no_such_model(tmp_path, folder):
     _refused(UsageError, "is a file", folder / "config.json")
     _refused(LackingError, "somebody/some-model", "somebody/some-model")
     _refused(UsageError, "no revisions", folder, revision="main")
-
-
-def test_reference_that_is_not_installed(monkeypatch, tmp_path):
-    monkeypatch.setattr(locate_module, "files", lambda package: tmp_path)
-    _refused(FailedError, "reference", "reference")
 
 
 def test_a_gated_model(monkeypatch):

@@ -10,7 +10,7 @@ from kvprof.benchmark.jct.request import JctRequest, case_name
 from kvprof.benchmark.jct.serving import weight_bytes
 from kvprof.errors import UsageError
 from kvprof.methods.accounting import bytes_at, full_bytes
-from kvprof.models.config_files import shipped_shapes
+from kvprof.models.locate import shipped_shapes
 from tests.benchmark.jct.shapes import tiny_folder, tiny_shape
 from tests.benchmark.on_shapes import method_on
 
