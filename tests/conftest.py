@@ -179,6 +179,7 @@ def few_layers(patch: pytest.MonkeyPatch, folder: Path, layers: int) -> None:
     whole = Path(str(locate.files("kvprof"))) / "assets" / "reference"
     cut = folder / "assets" / "reference"
     cut.mkdir(parents=True)
+    cut.with_name("shapes").symlink_to(whole.with_name("shapes"))
     weights: dict[str, torch.Tensor] = load_file(whole / "model.safetensors")
     beyond = tuple(f"model.layers.{number}." for number in range(layers, 100))
     kept = {name: one for name, one in weights.items() if not name.startswith(beyond)}

@@ -1,6 +1,6 @@
 """Attention shapes: those that ship as data, and those of a local ``config.json``. No weights."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -166,8 +166,7 @@ def layout_of(shape: Shape) -> ModelLayout:
 
 
 def _from_data(name: str, entry: dict[str, Any]) -> Shape:
-    others = ("model_type", "quantization_config")
-    facts = {key: value for key, value in entry.items() if key not in others}
+    facts = {one.name: entry[one.name] for one in fields(Shape) if one.name in entry}
     rope = Rope(**facts.pop("rope"))
     scaling = facts.pop("scaling", facts["head_dim"] ** -0.5)
     return Shape(name=name, rope=rope, scaling=float(scaling), **facts)

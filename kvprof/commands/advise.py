@@ -1,5 +1,6 @@
 """``kvprof advise``: which cache to use for a model, a GPU and a context."""
 
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,9 +20,9 @@ from kvprof.models.config_files import read_config_file, read_share, served_name
 from kvprof.results.advise import best_of
 from kvprof.sizes import format_count, parse_bytes, parse_count
 
-_DEFAULT_GPU = "h100-80gb"
+_DEFAULT_GPU, _DEFAULT_CONTEXT = "h100-80gb", 32_768
 _GPU_HELP = f"here (this machine's first), or one of {', '.join(GPUS)}."
-_CONTEXT_HELP = "Context length in tokens; k is 1,024. At most the model's by default."
+_CONTEXT_HELP = "Context length in tokens; k is 1,024.  [default: 32k, or the model's if shorter]"
 _USERS_HELP = "Concurrent requests in the step time."
 _KEEP_HELP = "Accuracy to keep: lower end of the interval."
 _MINUTES_HELP = "Load the model and measure plans for this long; a second run resumes."
@@ -56,8 +57,8 @@ class AdviseRequest(LoadOptions, TableOptions):
         AdvisedGpu, typer.Option("--gpu", help=_GPU_HELP), Parsed(_read_gpu), Mark.FREE
     ] = written("here")
     context: Annotated[
-        int, typer.Option("--context", help=_CONTEXT_HELP), Parsed(parse_count), *_ASKED
-    ] = written("32k")
+        int | None, typer.Option("--context", help=_CONTEXT_HELP), Parsed(parse_count), Mark.FREE
+    ] = None
     users: Annotated[int, typer.Option("--users", min=1, help=_USERS_HELP), *_ASKED] = 1
     keep: Annotated[float, share_option("--keep", _KEEP_HELP, None, parse_removal), *_ASKED] = 0.99
     weights: Annotated[
@@ -82,36 +83,40 @@ class AdviseRequest(LoadOptions, TableOptions):
 def advise(request: AdviseRequest) -> Outcome:
     """Count what a request asks for; with minutes, measure what plans keep on the model."""
     until = time.monotonic() + 60 * (request.minutes or 0)
-    gpu, model, warnings = request.gpu, request.model or "reference", list[str]()
+    gpu, warnings = request.gpu, list[str]()
+    model = "reference" if request.model is None else request.model
     if not request.has("gpu") and gpu is GPUS[_DEFAULT_GPU]:
         warnings.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
     config = read_config_file(model, request.revision, request.gguf)
     own = text_config(config)
     layers = cache_layers(own)
     longest = own.get("max_position_embeddings")
-    if isinstance(longest, int) and request.context > longest > 1:
-        if request.has("context"):
-            stated = f"the model states a context of {format_count(longest)}"
-            warnings.append(f"{stated}; engines exceed it only where its config is overridden")
-        else:
-            request = request.model_copy(update={"context": longest})
+    longest = longest if isinstance(longest, int) and longest > 1 else math.inf
+    context = request.context or int(min(_DEFAULT_CONTEXT, longest))
+    if context > longest:
+        stated = f"the model states a context of {format_count(int(longest))}"
+        warnings.append(f"{stated}; engines exceed it only where its config is overridden")
     weights, source = request.weights, "--weights"
     if weights is None:
-        weights, source = weight_bytes(model, config, request.revision, request.gguf)
-    read = int(weights * read_share(model))
-    asked = request.context, request.users
-    question = Question(served_name(model), own, layers, weights, read, gpu, *asked)
+        weights, source = weight_bytes(model, {**config, **own}, request.revision, request.gguf)
+    read, users = int(weights * read_share(own)), request.users
+    question = Question(served_name(model), own, layers, weights, read, gpu, context, users)
     plans = [advised(plan, question) for plan in PLANS]
     inputs, complete, lost = dict[str, Any](), True, list[str]()
     if request.minutes is not None:
         with loading():
             from kvprof.commands.advise_weights import measure
-        inputs, complete, lost = measure(request, plans, warnings, until)
+        inputs, complete, lost = measure(request, context, plans, warnings, until)
     best = best_of(plans, request.keep)
+    if best is not None and 1 <= (best.users or 0) < users:
+        warnings.append(
+            f"--users {users:,}: no served plan that keeps {request.keep:g} fits so many"
+        )
     inputs = {
         **request.inputs(),
         **inputs,
         **{"model": model, "model_type": own["model_type"], "weights_from": source},
+        "context": context,
         **{"gpu": gpu.name, "gpu_memory_bytes": gpu.memory, "gpu_bytes_per_second": gpu.bandwidth},
     }
     data = {

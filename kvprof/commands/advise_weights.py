@@ -34,7 +34,11 @@ _TASK = "niah_single_1"  # asks for a needle
 
 
 def measure(
-    request: "AdviseRequest", rows: list[AdvisedPlan], warnings: list[str], until: float
+    request: "AdviseRequest",
+    context: int,
+    rows: list[AdvisedPlan],
+    warnings: list[str],
+    until: float,
 ) -> tuple[dict[str, Any], bool, list[str]]:
     """Measure rows while time lasts; return inputs, whether nobody stopped it, what was lost."""
     # Half of what eval takes on a CPU: twice as many plans in the minutes.
@@ -61,7 +65,7 @@ def measure(
             own = PLANS[index]
             options = typed_options(own.method, options_in(own.options))
             family = calibrator.family(own.method, **options)
-            return plan_of(loaded, family, own.rate, None, request.context)
+            return plan_of(loaded, family, own.rate, None, context)
 
         def found(index: int, what: str) -> dict[str, Any]:
             plan = plan_at(index) if index else None  # the first row is the uncompressed model

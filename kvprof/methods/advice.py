@@ -51,16 +51,22 @@ class Plan:
 
     name: str
     engine: str
-    dtype: str | float  # what vLLM calls it; of others the bits of a value with its scales
+    dtype: str | float  # what vLLM calls it; of others the bits of a value
+    scales: int = 0  # bytes of them by head, where the bits count none
     method: str = ""  # kvprof's, that stores so
     flag: str = ""  # what asks an engine for it
     options: tuple[str, ...] = ()  # the method's, as --option takes them
     rate: float | None = None  # the method's; None where it has one rate
 
+    def token_bytes(self, layers: Sequence[CacheLayer]) -> list[float]:
+        """Return what is stored of a token by layer."""
+        stored = zip(layers, token_bytes(layers, self.dtype), strict=True)
+        return [size + self.scales * one.heads for one, size in stored]
+
     def bytes(self, layers: Sequence[CacheLayer], context: int, ahead: int = 0) -> float:
         """Return the bytes of a sequence; a window has room for so many tokens ahead."""
         total = 0.0
-        for layer, size in zip(layers, token_bytes(layers, self.dtype), strict=True):
+        for layer, size in zip(layers, self.token_bytes(layers), strict=True):
             seen = min(layer.reach + ahead, context) if layer.reach else context
             exact = min(_EXACT if self.engine == TORCH else 0, seen)
             total += layer.state + size * (seen - exact) + 2 * layer.values * exact
@@ -91,18 +97,18 @@ class Plan:
 
 #: What plans keep on the models that records measure.
 _KEPT = json.loads((_ASSETS / "advise-kept.json").read_text("utf-8"))
-_BITS = {"q8_0": 8.5, "q4_0": 4.5}  # of llama.cpp's formats
+_BITS = {"q8_0": 8.5, "q4_0": 4.5}  # of llama.cpp's formats, scales counted
 _KQ = ("allocation=output", "centre=true", *_OPEN)
 PLANS = (
     Plan("16 bits", "vLLM", "auto"),
     *(
-        Plan(name, engine, _BITS.get(name, flag.split()[-1]), name, flag)
+        Plan(name, engine, _BITS.get(name, flag.split()[-1]), 0, name, flag)
         for name, (engine, flag) in ENGINE_FORMATS.items()
         if any(row["plan"] == name for row in _KEPT)
     ),
-    Plan("hadamard 4/4", TORCH, 4.25, "hadamard-int4", options=_OPEN),
-    Plan("hadamard 3/2", TORCH, 2.75, "hadamard-int3", options=("bits=k3v2", *_OPEN)),
-    Plan("kq-wf 7x", TORCH, 16 / 7, "kq-wf", options=_KQ, rate=1 - 1 / 7),
+    Plan("hadamard 4/4", TORCH, 4.0, 8, "hadamard-int4", options=_OPEN),
+    Plan("hadamard 3/2", TORCH, 2.5, 8, "hadamard-int3", options=("bits=k3v2", *_OPEN)),
+    Plan("kq-wf 7x", TORCH, 16 / 7, 0, "kq-wf", options=_KQ, rate=1 - 1 / 7),
 )
 
 
@@ -138,7 +144,7 @@ def advised(plan: Plan, question: Question) -> AdvisedPlan:
     read, full = plan.bytes(layers, context), PLANS[0].bytes(layers, context)
     return AdvisedPlan(
         **(_keeps(plan, question) | row),
-        bits=8 * sum(token_bytes(layers, plan.dtype)) / values if values else None,
+        bits=8 * sum(plan.token_bytes(layers)) / values if values else None,
         bytes_per_token=pool.blocks(context) * pool.block_bytes / context,
         attention_speedup=full / read,
         step_seconds=(question.read_weights + question.users * read) / question.gpu.bandwidth,

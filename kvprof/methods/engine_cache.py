@@ -38,7 +38,7 @@ class CacheLayer:
         sizes = (self.heads, self.width, self.reach, self.state, self.copies)
         whole = all(isinstance(size, int) and 0 <= size < 1 << 40 for size in sizes)
         if not (whole and self.values + self.state):
-            raise ValueError(f"no such layer: {self}")
+            raise ValueError(f"a layer of {self.heads} heads of {self.width}, window {self.reach}")
 
     @property
     def values(self) -> int:
@@ -69,7 +69,7 @@ _UNKNOWN = re.compile(
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model's decoder, with what its class takes where it says nothing."""
-    kind = str(config.get("model_type"))
+    kind = str(config.get("model_type", "a config without model_type"))
     default = _FAMILIES.get(kind)
     if config.get("is_encoder_decoder"):
         raise UsageError(f"{kind}: encoder-decoder caches are not supported")

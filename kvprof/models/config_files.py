@@ -11,6 +11,7 @@ from kvprof.errors import KvprofError, UsageError
 from kvprof.models.gguf import ARCHITECTURES, choose_gguf, gguf_parts, read_gguf, smollm2_file
 from kvprof.models.hub import INDEX, hub_file
 from kvprof.models.locate import check_config_sizes, read_json, shape_named
+from kvprof.sizes import parse_bytes
 
 __all__ = ["hub_name", "read_config_file", "read_share", "served_name", "weight_bytes"]
 
@@ -75,24 +76,16 @@ def _read(model: str, path: Path, name: str, revision: str | None) -> Any:
     return read_json(model, path / name if path.exists() else hub_file(model, name, revision))
 
 
-#: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B (a token reads 3 of 30 billion).
-_COUNT = re.compile(r"(?<![a-z0-9.])(a|e)?(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
-#: Bits of a parameter where ``quantization_config`` names a method without them.
-_BITS = {"mxfp4": 4.25, "fp8": 8.0}
+#: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B.
+_COUNT = re.compile(r"(?<![a-z0-9.])(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def _parameters(model: str) -> dict[str, float]:
-    """Return how many parameters a name tells, and under ``a`` how many of them a token reads."""
-    return {
-        mark.lower(): float(size) * (1e9 if unit.lower() == "b" else 1e6)
-        for mark, size, unit in _COUNT.findall(model.rpartition("/")[2])
-    }
-
-
-def read_share(model: str) -> float:
-    """Return which share of its parameters a token reads, as a model's name tells."""
-    counts = _parameters(model)
-    return counts.get("a", counts[""]) / counts[""] if counts.get("") else 1.0
+def read_share(config: Mapping[str, Any]) -> float:
+    """Return at least which share of its weights a token reads: of experts those it is sent to."""
+    experts = next((config[x] for x in _EXPERTS if isinstance(config.get(x), int)), 1)
+    asked = config.get("num_experts_per_tok")
+    return min(1.0, (asked if isinstance(asked, int) and asked > 0 else 1) / max(experts, 1))
 
 
 def weight_bytes(
@@ -104,14 +97,15 @@ def weight_bytes(
         return sum(one.stat().st_size for one in gguf_parts(path)), "its GGUF file"
     if stored := [*path.glob("*.safetensors")]:
         return sum(one.stat().st_size for one in stored), "its safetensors files"
+    if "weights" in config:  # of a shape whose name does not tell them
+        return parse_bytes(config["weights"], what="weights"), "its model card"
     if not shape_named(model):
         with suppress(KvprofError, ArithmeticError, LookupError, TypeError, ValueError):
             return int(_read(model, path, INDEX, revision)["metadata"]["total_size"]), INDEX
-    if not (counted := _parameters(model).get("")):
+    counted = _COUNT.search(name := Path(model).resolve().name)
+    # Of a model with experts a name may count what a token reads alone, unless it says that too.
+    partly = read_share(config) < 1 and not re.search(r"-A\d", name)
+    if counted is None or partly or config.get("quantization_config"):
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
-    given = config.get("quantization_config")
-    quantised = given if isinstance(given, Mapping) else {}
-    bits = quantised.get("bits")
-    if not isinstance(bits, int | float) or not 0 < bits <= 32:
-        bits = _BITS.get(str(quantised.get("quant_method")), 16)
-    return int(counted * bits / 8), f"the parameter count in its name at {bits:g} bits"
+    unit = {"b": 2e9, "m": 2e6}[counted[2].lower()]
+    return int(float(counted[1]) * unit), "the parameter count in its name at 16 bits"

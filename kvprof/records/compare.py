@@ -224,6 +224,9 @@ def ratio_interval(
     the controls), and the interval holds both: a machine that was slower for one may not have been
     for the other. The margin of the noise widens it.
     """
+    if base.exact and other.exact and base.value > 0:
+        change = other.value / base.value - 1
+        return change, change
     if base.samples and other.samples and min(*base.samples, *other.samples) > 0:
         ratio = median_ratio_ends(other.samples, base.samples, paired=False)
         found = [] if ratio is None else [(math.log(ratio[0]), math.log(ratio[1]))]

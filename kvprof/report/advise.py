@@ -22,12 +22,12 @@ def report(result: AdviseResult) -> Report:
     best = next((one for one in data.plans if one.plan == data.best), data.plans[0])
     cautions = []
     if (best.users or 0) >= 1:  # the command is copied whole, whatever the width
-        cautions.append("Run: " + best.command.replace(" --kv", " \\\n    --kv"))
+        cautions.append("Run: " + best.command.replace(" --", " \\\n    --"))
     if inputs.saved is not None:
         cautions.append(f"Saved: kvprof generate {inputs.model} --plan {inputs.saved}")
     kinds = ", ".join(f"{count} {kind}" for kind, count in data.layer_kinds.items())
     memory = format_bytes(inputs.gpu_memory_bytes)
-    elsewhere = {one.measured_on for one in data.plans if one.measured_on and not one.measured_here}
+    elsewhere = {one.measured_on for one in data.plans if one.measured_on and one.record}
     whose = f", measured on {', '.join(sorted(elsewhere))}" if elsewhere else " of this model"
     texts = f"{inputs.sequences} sequences of {inputs.seq_len} tokens"
     return framed(
@@ -78,7 +78,7 @@ def _kept(plan: AdvisedPlan) -> str:
 
 def _measured_on(plan: AdvisedPlan) -> str:
     """Return a measured model's family, of which a note has whole names; of 16 bits none."""
-    here = plan.measured_here and plan.measured_on
+    here = plan.measured_on and plan.record is None
     return "here" if here else (plan.measured_on or MISSING).partition("-")[0]
 
 

@@ -34,7 +34,9 @@ class AdvisedPlan(Part):
     measured_here: bool = Field(False, description="Whether that is this model.")
     record: str | None = Field(None, description="Of that measurement; null where it is new.")
     attention_speedup: float | None = Field(None, description="Upper bound, by bytes read.")
-    step_seconds: float | None = Field(None, description="Lower bound, by bytes read.")
+    step_seconds: Annotated[float | None, Compared("lower", headline=True, exact=True)] = Field(
+        None, description="Lower bound, by bytes read."
+    )
     users: Annotated[float | None, Compared("higher", headline=True, exact=True)] = Field(
         None, description="Sequences of the context that fit at a time."
     )

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvprof.errors import Interrupted
+from kvprof.errors import Interrupted, UsageError
 from kvprof.methods.advice import PLANS, is_measured
+from kvprof.methods.engine_cache import CacheLayer
 from kvprof.methods.plan_files import load_plan
+from kvprof.models.config_files import weight_bytes
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
 from tests.conftest import calibrate_on_few
@@ -83,7 +85,6 @@ def test_a_folder_with_a_config_alone_is_advised(tmp_path: Path) -> None:
     config = {
         **{"model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048},
         **{"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-        "quantization_config": {"bits": float("inf")},  # which no parameter has
     }
     (folder / "config.json").write_text(json.dumps(config))
     data = advice(tmp_path, folder, "--gpu", "a100-80gb")["data"]
@@ -92,6 +93,49 @@ def test_a_folder_with_a_config_alone_is_advised(tmp_path: Path) -> None:
     assert plans["16 bits"]["bytes_per_token"] == 27 * 576 * 2
     assert plans["turboquant_4bit_nc"]["users"] is None
     assert "MLA" in plans["turboquant_4bit_nc"]["refused"]
+
+
+_MIXED = {"num_experts": 16, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "size"),
+    [
+        ("Some-7B-Instruct-1M", {}, 14_000_000_000),  # of a million tokens of context
+        ("Some-1.5m", {}, 3_000_000),
+        ("Some-30B-A3B", _MIXED, 60_000_000_000),
+        ("Some-17B-16E", _MIXED, None),  # what a token reads
+        ("Some-8B-AWQ", {"quantization_config": {"bits": 4}}, None),
+        ("Some-4", {}, None),
+    ],
+)
+def test_weights_are_sized_by_a_name_that_tells_it(
+    name: str, config: dict[str, Any], size: int | None
+) -> None:
+    if size is None:
+        with pytest.raises(UsageError):
+            weight_bytes(name, config)
+    else:
+        assert weight_bytes(name, config)[0] == size
+
+
+def test_a_step_reads_the_experts_that_a_token_is_sent_to(tmp_path: Path) -> None:
+    data = advice(tmp_path, "gpt-oss-120b", "--gpu", "h200-141gb", "--context", "64")["data"]
+    assert data["plans"][0]["step_seconds"] == pytest.approx(60.8 * 2**30 / 32 / 4.8e12, rel=1e-2)
+    fp8 = next(one for one in data["plans"] if one["plan"] == "fp8_e4m3")
+    assert fp8["measured_on"] == "Qwen2.5-Coder-1.5B"  # keys of both have a bias
+
+
+def test_a_context_that_is_asked_for_stays(tmp_path: Path) -> None:
+    result = advice(tmp_path, "reference", "--gpu", "l4-24gb", "--context", "32k", "--users", 10**6)
+    assert result["inputs"]["context"] == 32_768
+    assert ["states a context" in result["warnings"][0], len(result["warnings"])] == [True, 2]
+
+
+def test_scales_of_narrow_heads_are_counted() -> None:
+    narrow = [CacheLayer("full", 4, 64)]
+    plan = next(one for one in PLANS if one.name == "hadamard 3/2")
+    assert plan.token_bytes(narrow) == [4 * (64 * (3 + 2) / 8 + 2 * 4)]  # scale and zero of each
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
