@@ -61,7 +61,7 @@ def _plain(options: str) -> str:
 
 _FOUR_TIMES = (
     f"--method kq-wf {_plain(f'allocation=output,kinds=8,{_OPEN}')} --rate 0.75 "
-    "--calibrate-seq-len 16k --calibrate-tokens 64k"
+    "--calibrate-seq-len 16k"
 )
 
 #: Names of records to the commands that make them, one after another; the last one's is kept.

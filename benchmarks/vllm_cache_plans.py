@@ -215,7 +215,7 @@ _STATED = (
 #: What no config class says: how states are sized, and how many vLLM keeps, whether latents are
 #: kept, what Gemma 4's last layer is and how wide its full ones are.
 _BY_HAND = ("state_sizes", "state_copies", "mamba_ssm_dtype", "latent", "last", "global_head_dim")
-_RENAMED = (*_STATED, "num_hidden_layers", "hidden_size")
+_RENAMED = (*_STATED, "num_hidden_layers", "hidden_size", "max_position_embeddings")
 
 
 def _default_of(kind: str, config: Any) -> dict[str, Any]:

@@ -83,8 +83,7 @@ class AdviseRequest(LoadOptions, TableOptions):
 def advise(request: AdviseRequest) -> Outcome:
     """Count what a request asks for; with minutes, measure what plans keep on the model."""
     until = time.monotonic() + 60 * (request.minutes or 0)
-    gpu, warnings = request.gpu, list[str]()
-    model = "reference" if request.model is None else request.model
+    gpu, model, warnings = request.gpu, request.model or "reference", list[str]()
     if not request.has("gpu") and gpu is GPUS[_DEFAULT_GPU]:
         warnings.append(f"no GPU found; figures are for {_DEFAULT_GPU} (choose with --gpu)")
     config = read_config_file(model, request.revision, request.gguf)
@@ -110,7 +109,7 @@ def advise(request: AdviseRequest) -> Outcome:
     best = best_of(plans, request.keep)
     if best is not None and 1 <= (best.users or 0) < users:
         warnings.append(
-            f"--users {users:,}: no served plan that keeps {request.keep:g} fits so many"
+            f"--users {users:,}: no vLLM format that keeps {request.keep:g} fits so many"
         )
     inputs = {
         **request.inputs(),

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvprof import console
-from kvprof.commands.request import Mark, Request, Rule, excludes, one_of
+from kvprof.commands.request import Mark, Parsed, Request, Rule, excludes, one_of
 from kvprof.errors import LackingError, UsageError
 from kvprof.loading import loading
 from kvprof.methods.named import check_names, listed, options_in
@@ -188,6 +188,13 @@ def grouped_option(group: str, *names: str, metavar: str | None = None, text: st
     )
 
 
+def _model(text: str, *, what: str) -> str:
+    """Refuse an empty name: a variable that is not set is no wish for the reference model."""
+    if not text:
+        raise UsageError(f"{what} is empty; name a model, or leave it out for the reference model")
+    return text
+
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
@@ -196,6 +203,7 @@ ModelArgument = Annotated[
         "reference]",
         show_default=False,
     ),
+    Parsed(_model),
     Mark.READS,
 ]
 BatchSizeOption = Annotated[

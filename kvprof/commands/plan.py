@@ -251,7 +251,7 @@ def _unseen(made: "Plan", context: int) -> list[str]:
         return []
     return [
         f"calibrated on sequences of {seen:,} tokens: needles may be lost at {context:,}; "
-        f"add --calibrate-seq-len {-(-context // 2)}"
+        "calibrate on longer ones"
     ]
 
 

@@ -69,7 +69,7 @@ _UNKNOWN = re.compile(
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a model's decoder, with what its class takes where it says nothing."""
-    kind = str(config.get("model_type", "a config without model_type"))
+    kind = str(config.get("model_type") or "a config without model_type")
     default = _FAMILIES.get(kind)
     if config.get("is_encoder_decoder"):
         raise UsageError(f"{kind}: encoder-decoder caches are not supported")

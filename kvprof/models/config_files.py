@@ -23,6 +23,7 @@ _NAMES = {
     **dict.fromkeys(("context", "context_length"), "max_position_embeddings"),
     **{"embedding_length": "hidden_size", "attention.key_length": "head_dim"},
     "attention.sliding_window": "sliding_window",
+    **{"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
 }
 
 
@@ -78,14 +79,18 @@ def _read(model: str, path: Path, name: str, revision: str | None) -> Any:
 
 #: As names have it: Llama-3.1-8B, SmolLM2-135M, Qwen3-30B-A3B.
 _COUNT = re.compile(r"(?<![a-z0-9.])(\d{1,6}(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+#: What configs call the number of experts, and of those that a token is sent to.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ASKED = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 def read_share(config: Mapping[str, Any]) -> float:
     """Return at least which share of its weights a token reads: of experts those it is sent to."""
-    experts = next((config[x] for x in _EXPERTS if isinstance(config.get(x), int)), 1)
-    asked = config.get("num_experts_per_tok")
-    return min(1.0, (asked if isinstance(asked, int) and asked > 0 else 1) / max(experts, 1))
+    experts, asked = (
+        next((config[x] for x in names if isinstance(config.get(x), int) and config[x] > 0), 1)
+        for names in (_EXPERTS, _ASKED)
+    )
+    return float(min(asked, experts) / experts)
 
 
 def weight_bytes(
@@ -97,14 +102,15 @@ def weight_bytes(
         return sum(one.stat().st_size for one in gguf_parts(path)), "its GGUF file"
     if stored := [*path.glob("*.safetensors")]:
         return sum(one.stat().st_size for one in stored), "its safetensors files"
-    if "weights" in config:  # of a shape whose name does not tell them
-        return parse_bytes(config["weights"], what="weights"), "its model card"
-    if not shape_named(model):
+    if shape := shape_named(model):
+        if "weights" in shape[1]:  # its name does not tell them
+            return parse_bytes(shape[1]["weights"], what="weights"), "its model card"
+    else:
         with suppress(KvprofError, ArithmeticError, LookupError, TypeError, ValueError):
             return int(_read(model, path, INDEX, revision)["metadata"]["total_size"]), INDEX
-    counted = _COUNT.search(name := Path(model).resolve().name)
+    counted = _COUNT.search(name := Path(model).absolute().name)
     # Of a model with experts a name may count what a token reads alone, unless it says that too.
-    partly = read_share(config) < 1 and not re.search(r"-A\d", name)
+    partly = read_share(config) < 1 and not re.search(r"-A\d", name, re.IGNORECASE)
     if counted is None or partly or config.get("quantization_config"):
         raise UsageError(f"{model}: the size of its weights is unknown; give --weights")
     unit = {"b": 2e9, "m": 2e6}[counted[2].lower()]

@@ -48,8 +48,8 @@ class CalibrationOptions:
     source : Source or None
         Of ``--calibrate``; None takes each method's own default.
     tokens : int or None
-        How many; None takes what the source's name asks for, else 8,192 (of a text: at most that
-        many).
+        How many; None takes what the source's name asks for, else 8,192 or four sequences (of a
+        text: at most that many).
     seq_len : int
         Longest sequence, the evaluation's; capped at the model's context.
     seed : int
@@ -163,7 +163,8 @@ class MomentStore:
         if source is not None and source.tokens is not None:
             return source.tokens
         least = _PER_COLUMN * self.width(needs)
-        return needs.tokens or max(DEFAULT_TOKENS, least, 4 * self._options.seq_len)
+        longest = min(self._options.seq_len, self._loaded.context_length)
+        return needs.tokens or max(DEFAULT_TOKENS, least, 4 * longest)
 
     def width(self, needs: CalibrationNeeds) -> int:
         """Return the columns of the widest Gram matrix of heads kept jointly; 0 without any."""

@@ -124,7 +124,9 @@ def _change(
     except (ArithmeticError, ValueError):
         interval = share = None
     verdict = _verdict(base, other)
-    certain = None if interval is None else not interval[0] <= 0 <= interval[1]
+    certain = True if base.exact and other.exact else None
+    if interval is not None:
+        certain = not interval[0] <= 0 <= interval[1]
     gated = fail_over is not None and base.headline and (interval is not None or base.exact)
     return {
         "difference": other.value - base.value,
@@ -224,9 +226,6 @@ def ratio_interval(
     the controls), and the interval holds both: a machine that was slower for one may not have been
     for the other. The margin of the noise widens it.
     """
-    if base.exact and other.exact and base.value > 0:
-        change = other.value / base.value - 1
-        return change, change
     if base.samples and other.samples and min(*base.samples, *other.samples) > 0:
         ratio = median_ratio_ends(other.samples, base.samples, paired=False)
         found = [] if ratio is None else [(math.log(ratio[0]), math.log(ratio[1]))]

@@ -62,7 +62,7 @@ def _verdict(result: AdviseResult, best: AdvisedPlan, context: str) -> str:
         room = format_count(int(users * inputs.context) // 1024 * 1024)
         return f"No request of {context} fits {inputs.gpu}: {best.plan} has room for {room}."
     if best is first:
-        known = f"no served plan that is known to keep {inputs.keep:g} fits more"
+        known = f"no vLLM format that is known to keep {inputs.keep:g} fits more"
         return f"Stay uncompressed: {known}; {uncompressed} users fit uncompressed."
     keeps = f"at least {best.keeps_at_least:.3f} on every model measured; this model was not"
     if best.measured_here:

@@ -11,7 +11,7 @@ from kvprof.errors import Interrupted, UsageError
 from kvprof.methods.advice import PLANS, is_measured
 from kvprof.methods.engine_cache import CacheLayer
 from kvprof.methods.plan_files import load_plan
-from kvprof.models.config_files import weight_bytes
+from kvprof.models.config_files import read_share, weight_bytes
 from kvprof.records.schema import validate_result
 from tests.commands.running import kvprof
 from tests.conftest import calibrate_on_few
@@ -102,7 +102,7 @@ _MIXED = {"num_experts": 16, "num_experts_per_tok": 2}
     ("name", "config", "size"),
     [
         ("Some-7B-Instruct-1M", {}, 14_000_000_000),  # of a million tokens of context
-        ("Some-1.5m", {}, 3_000_000),
+        ("Some-1.5m", {"weights": 5}, 3_000_000),
         ("Some-30B-A3B", _MIXED, 60_000_000_000),
         ("Some-17B-16E", _MIXED, None),  # what a token reads
         ("Some-8B-AWQ", {"quantization_config": {"bits": 4}}, None),
@@ -124,6 +124,12 @@ def test_a_step_reads_the_experts_that_a_token_is_sent_to(tmp_path: Path) -> Non
     assert data["plans"][0]["step_seconds"] == pytest.approx(60.8 * 2**30 / 32 / 4.8e12, rel=1e-2)
     fp8 = next(one for one in data["plans"] if one["plan"] == "fp8_e4m3")
     assert fp8["measured_on"] == "Qwen2.5-Coder-1.5B"  # keys of both have a bias
+
+
+def test_experts_are_counted_by_the_names_that_families_use() -> None:
+    assert read_share({"num_experts": 0, "moe_num_experts": 64, "moe_k": 6}) == 6 / 64
+    assert read_share({"num_local_experts": 8, "num_experts_per_tok": 10**400}) == 1
+    assert read_share({"n_routed_experts": 8, "num_experts_per_tok": "2"}) == 1 / 8
 
 
 def test_a_context_that_is_asked_for_stays(tmp_path: Path) -> None:

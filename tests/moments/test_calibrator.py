@@ -218,11 +218,10 @@ def test_wide_or_long_text_gets_more_tokens(loaded: LoadedModel, passes: Passes)
     narrow = CalibrationNeeds("calibration", joint_heads=2)
     assert store.width(narrow) == 32
     assert store.wanted(narrow) == 8192
-    longer = MomentStore(loaded, CalibrationOptions(seq_len=16384), passes, lambda: False)
-    assert longer.wanted(narrow) == 4 * 16384
-    wide = wrap_model(
-        tiny("Llama", hidden_size=64, num_attention_heads=64, num_key_value_heads=64, head_dim=64)
-    )
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64}
+    wide = wrap_model(tiny("Llama", hidden_size=64, max_position_embeddings=4096, **heads))
+    longer = MomentStore(wide, CalibrationOptions(seq_len=16384), passes, lambda: False)
+    assert longer.wanted(narrow) == 4 * 4096  # no sequence is longer than the model's context
     store = MomentStore(wide, CalibrationOptions(seq_len=64), passes, lambda: False)
     assert store.wanted(replace(narrow, joint_heads=64)) == 16 * 4096
     moments = Moments([], "x", tokens=1000, info={"source": "prose"})
