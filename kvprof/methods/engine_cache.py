@@ -49,7 +49,7 @@ class CacheLayer:
 # --- A config's layers.
 
 
-#: Of a model_type, what its class takes where a config.json says nothing, and what it never says.
+#: Of a model_type, what `benchmarks/cache_defaults.py` found that a config.json may leave unsaid.
 _FAMILIES = json.loads((files("kvprof") / "assets" / "cache-defaults.json").read_text("utf-8"))
 #: Kinds of attention as transformers calls them; the layer of a hybrid has a state as well.
 _ATTENTION = {
