@@ -39,7 +39,12 @@ _EQUAL = "--method kq --option allocation=uniform --rate 0.25"
 # All that are not centred by default.
 _CENTRED = ",".join(f"{x}:centre=true" for x in _METHODS.split(",") if x != "per-token")
 _HADAMARD = "hadamard-int3:bits=k3v2"
-_PROSE_AND_CODE = "--text prose --text code --sequences 64 --seq-len 1k --tasks none"
+_ADVISED = (
+    "int8_per_token_head,turboquant_k8v4,turboquant_4bit_nc,q8_0,fp8_e4m3,turboquant_k3v4_nc,"
+    "turboquant_3bit_nc,int4_per_token_head,q4_0"
+)
+_BOTH = "--text prose --text code --sequences 64 --seq-len 1k --tasks "
+_PROSE_AND_CODE = f"{_BOTH}none"
 _NEEDLES = (
     "--text prose --sequences 32 --seq-len 2k --tasks niah-single-1,vt --task-items 64 "
     "--task-lengths "
@@ -49,6 +54,12 @@ _NEEDLES = (
 def _needles(method: str, lengths: str = "4k,8k,16k") -> tuple[str, str]:
     """Return the commands that make a plan by its bytes at 32K, and ask it for needles."""
     return _of_plan(method, _NEEDLES + lengths)
+
+
+def _of_formats(lengths: str) -> str:
+    """Return the command that holds formats of `kvprof advise` against text and needles."""
+    asked = f"niah-single-1 --task-items 24 --task-lengths {lengths}"
+    return f"eval MODEL --method {_ADVISED} {_BOTH}{asked}"
 
 
 def _of_plan(method: str, sample: str) -> tuple[str, str]:
@@ -67,6 +78,8 @@ _FOUR_TIMES = (
 #: Names of records to the commands that make them, one after another; the last one's is kept.
 COMMANDS: dict[str, str | tuple[str, ...]] = {
     "engine-formats": f"eval MODEL --method engine-formats {_PROSE_AND_CODE}",
+    "needles-formats": _of_formats("4k,8k,16k"),
+    "needles-formats-to-4k": _of_formats("2k,4k"),  # for SmolLM2, whose context is 8K
     "needles-5.8x": _needles(f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}"),
     # Uncentred, with as many head groups as a kernel runs, and from sequences as long as it serves.
     "kept-4x": _of_plan(_FOUR_TIMES, _PROSE_AND_CODE),
