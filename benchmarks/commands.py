@@ -56,10 +56,9 @@ def _needles(method: str, lengths: str = "4k,8k,16k") -> tuple[str, str]:
     return _of_plan(method, _NEEDLES + lengths)
 
 
-def _of_formats(lengths: str) -> str:
-    """Return the command that holds formats of `kvprof advise` against text and needles."""
-    asked = f"niah-single-1 --task-items 24 --task-lengths {lengths}"
-    return f"eval MODEL --method {_ADVISED} {_BOTH}{asked}"
+def _asked(lengths: str) -> str:
+    """Return the options that hold plans of `kvprof advise` against text and needles."""
+    return f"{_BOTH}niah-single-1 --task-items 24 --task-lengths {lengths}"
 
 
 def _of_plan(method: str, sample: str) -> tuple[str, str]:
@@ -78,8 +77,7 @@ _FOUR_TIMES = (
 #: Names of records to the commands that make them, one after another; the last one's is kept.
 COMMANDS: dict[str, str | tuple[str, ...]] = {
     "engine-formats": f"eval MODEL --method engine-formats {_PROSE_AND_CODE}",
-    "needles-formats": _of_formats("4k,8k,16k"),
-    "needles-formats-to-4k": _of_formats("2k,4k"),  # for SmolLM2, whose context is 8K
+    "needles-formats": f"eval MODEL --method {_ADVISED} {_asked('4k,8k,16k')}",
     "needles-5.8x": _needles(f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}"),
     # Uncentred, with as many head groups as a kernel runs, and from sequences as long as it serves.
     "kept-4x": _of_plan(_FOUR_TIMES, _PROSE_AND_CODE),
@@ -95,6 +93,9 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         f"--method kq-wf {_plain(_WF.replace('output', 'loss'))} --rate 0.8572", _PROSE_AND_CODE
     ),
     # For models with a context of 8K, as SmolLM2's is.
+    "needles-4x-to-4k": _of_plan(_FOUR_TIMES.replace("16k", "8k"), _asked("2k,4k")),
+    "needles-7x-to-4k": _of_plan(f"--method kq-wf {_plain(_WF)} --rate 0.8572", _asked("2k,4k")),
+    "needles-formats-to-4k": f"eval MODEL --method {_ADVISED} {_asked('2k,4k')}",
     "needles-5x": _needles(
         f"--method kq-wf {_plain('allocation=loss,centre=true,sink=4,window=128')} --rate 0.801 "
         "--calibrate-seq-len 4k --calibrate-tokens 32k",
