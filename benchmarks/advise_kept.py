@@ -20,37 +20,27 @@ _FORMATS = (
     *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "q8_0", "q4_0"),
 )
 _QWEN, _SMOL = "qwen2.5-coder-1.5b-h200", "smollm2-h200"
-#: A plan's name in the table, its record, and its method there; of `centring` the label.
+#: A plan's name in the table, its record, and its method there.
 SOURCES = (
-    *((name, f"engine-formats-{_QWEN}", name) for name in _FORMATS),
-    *((name, f"engine-formats-{_SMOL}", name) for name in _FORMATS),
-    ("hadamard 4/4", f"centring-{_QWEN}", "Hadamard 4/4"),
+    *((name, f"needles-formats-{_QWEN}", name) for name in _FORMATS),
+    *((name, f"needles-formats-to-4k-{_SMOL}", name) for name in _FORMATS),
     ("hadamard 3/2", f"needles-5.8x-{_QWEN}", "hadamard-int3"),
     ("hadamard 3/2", f"needles-5x-hadamard-{_SMOL}", "hadamard-int3"),
+    ("kq-wf 4x", f"needles-4x-{_QWEN}", "kq-wf"),
     ("kq-wf 7x", f"needles-7x-{_QWEN}", "kq-wf"),
 )
 
 
-def _read(record: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "records" / f"{record}.json").read_text())
-    return found
-
-
 def _row(record: str, method: str) -> tuple[str, dict[str, Any]]:
     """Return a record's model, and what it holds of a plan."""
-    found = _read(record)
-    data = found["data"]
-    if "evaluations" in data:
-        row = next(one for one in data["evaluations"] if one["method"] == method)
-        return found["inputs"]["model"], row
-    row = next(one for one in data["rows"] if one["plan"] == method and one["centre"] is True)
-    sequences, length = (int(found["inputs"][name]) for name in ("sequences", "seq_len"))
-    return found["inputs"]["model"], {**row, "decoded_tokens": sequences * length // 2, "tasks": {}}
+    found = json.loads((ROOT / "records" / f"{record}.json").read_text())
+    rows: list[dict[str, Any]] = found["data"]["evaluations"]
+    return found["inputs"]["model"], next(one for one in rows if one["method"] == method)
 
 
-def _needles(row: dict[str, Any]) -> list[int] | None:
-    task = row["tasks"].get("niah_single_1")
-    return None if task is None else [round(task["accuracy"] * task["items"]), task["items"]]
+def _needles(row: dict[str, Any]) -> list[int]:
+    task = row["tasks"]["niah_single_1"]
+    return [round(task["accuracy"] * task["items"]), task["items"]]
 
 
 def table() -> list[dict[str, Any]]:

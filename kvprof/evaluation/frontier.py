@@ -162,13 +162,13 @@ class Half:
         should_stop: Callable[[], bool],
     ) -> dict[str, Any]:
         """Return a plan's figures: found, or measured and kept."""
-        if should_stop():
-            raise Interrupted
         steps = self.evaluator.steps(plan)
         found = self.cache.get(digest)
         if found is not None:
             advance(steps)
             return found
+        if should_stop():
+            raise Interrupted
         if not self.ran_baseline:
             self._run_baseline(advance, should_stop)  # what plans are compared with by token
         counted = 0

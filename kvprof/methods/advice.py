@@ -11,7 +11,7 @@ import yaml
 from kvprof.errors import UsageError
 from kvprof.methods.engine_cache import CacheLayer, Pool, plan_pool, token_bytes
 from kvprof.methods.named import ENGINE_FORMATS
-from kvprof.results.advise import TORCH, AdvisedPlan
+from kvprof.results.advise import TORCH, AdvisedPlan, at_least
 
 __all__ = ["GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised", "is_measured"]
 
@@ -56,6 +56,7 @@ class Plan:
     flag: str = ""  # what asks an engine for it
     options: tuple[str, ...] = ()  # the method's, as --option takes them
     rate: float | None = None  # the method's; None where it has one rate
+    calibrate: int = 0  # tokens of a sequence that it is calibrated on; 0 for the default
     scales: int = 0  # bytes of them by head, where the bits count none
 
     def token_bytes(self, layers: Sequence[CacheLayer]) -> list[float]:
@@ -92,13 +93,14 @@ class Plan:
             return f"llama-server -m {file} -c {context} -fa on {self.flag}"
         rate = "" if self.rate is None else f" --rate {self.rate:.3f}"
         how = rate + "".join(f" --option {one}" for one in self.options)
+        how += f" --calibrate-seq-len {self.calibrate}" if self.calibrate else ""
         return f"kvprof plan {model} --method {self.method}{how} --context {context} --save FILE"
 
 
 #: What plans keep on the models that records measure.
 _KEPT = json.loads((_ASSETS / "advise-kept.json").read_text("utf-8"))
 _BITS = {"q8_0": 8.5, "q4_0": 4.5}  # of llama.cpp's formats, scales counted
-_KQ = ("allocation=output", "centre=true", *_OPEN)
+_KQ = ("allocation=output", *_OPEN)
 PLANS = (
     Plan("16 bits", "vLLM", "auto"),
     *(
@@ -106,9 +108,9 @@ PLANS = (
         for name, (engine, flag) in ENGINE_FORMATS.items()
         if any(row["plan"] == name for row in _KEPT)
     ),
-    Plan("hadamard 4/4", TORCH, 4.0, "hadamard-int4", options=_OPEN, scales=8),
     Plan("hadamard 3/2", TORCH, 2.5, "hadamard-int3", options=("bits=k3v2", *_OPEN), scales=8),
-    Plan("kq-wf 7x", TORCH, 16 / 7, "kq-wf", options=_KQ, rate=1 - 1 / 7),
+    Plan("kq-wf 4x", TORCH, 4.0, "kq-wf", "", ("kinds=8", *_KQ), 0.75, calibrate=16384),
+    Plan("kq-wf 7x", TORCH, 16 / 7, "kq-wf", "", ("centre=true", *_KQ), 1 - 1 / 7),
 )
 
 
@@ -165,7 +167,7 @@ def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
         here or known,
         key=lambda row: (row["model_type"] != kind, (row["model_type"] == "qwen2") != biased),
     )
-    least = min(row["keeps_interval"][0] for row in here or known)
+    least = min(at_least(x["keeps_interval"], *(x["needles"] or ())) or 0 for x in here or known)
     return nearest | {"keeps_at_least": least, "measured_here": bool(here)}
 
 

@@ -8,7 +8,7 @@ from kvprof.views.numbers import MISSING, duration, kept, number
 __all__ = ["report"]
 
 _NOTES = (
-    "At least: the interval's lowest end of all measured models, or of this one if measured here.",
+    "At least: the lowest interval end or share of needles of all models, or here if measured here.",
     "Torch only: 36 tokens stay at 16 bits, so short texts keep more than long contexts do.",
     "Attention, step: limits by bytes read, not measured; unpacking can take longer.",
     "Users: sequences that fit at the context at a time; for vLLM, in blocks as 0.32 counts them.",
@@ -85,13 +85,13 @@ def _measured_on(plan: AdvisedPlan) -> str:
 _COLUMNS = (
     Column("plan", "plan", words=True),
     Column("engine", "get it", words=True),
-    Column("bits", "bits", number, goes=2),
-    Column("bytes_per_token", "bytes a token", number, goes=3),
+    Column("bits", "bits", number, goes=3),
+    Column("bytes_per_token", "bytes a token", number, goes=4),
     Column(_kept, "keeps"),
     Column("keeps_at_least", "at least", kept),
     Column(_measured_on, "measured on"),
-    Column(lambda one: "/".join(map(str, one.needles or [MISSING])), "needles", goes=5),
+    Column(lambda one: "/".join(map(str, one.needles or [MISSING])), "needles", goes=2),
     Column(lambda one: f"≤ {number(one.attention_speedup, 2)}×", "attention", goes=6),
-    Column(lambda one: f"≥ {duration(one.step_seconds)}", "step", goes=4),
+    Column(lambda one: f"≥ {duration(one.step_seconds)}", "step", goes=5),
     Column("users", "users", number),
 )

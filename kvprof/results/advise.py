@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 
 from kvprof.results.base import Compared, Interval, Keyed, Part, Result, ends
 
-__all__ = ["TORCH", "AdviseResult", "AdvisedPlan", "best_of"]
+__all__ = ["TORCH", "AdviseResult", "AdvisedPlan", "at_least", "best_of"]
 
 TORCH = "torch only"
 
@@ -29,7 +29,9 @@ class AdvisedPlan(Part):
     keeps_interval: Interval = None
     keeps_tokens: int | None = None
     needles: list[int] | None = Field(None, description="Found, and asked for.")
-    keeps_at_least: float | None = Field(None, description="Lower end: own, or the lowest known.")
+    keeps_at_least: float | None = Field(
+        None, description="Lower end, or the share of needles found: own, or the lowest known."
+    )
     measured_on: str | None = Field(None, description="The nearest model that was measured.")
     measured_here: bool = Field(False, description="Whether that is this model.")
     record: str | None = Field(None, description="Of that measurement; null where it is new.")
@@ -40,6 +42,11 @@ class AdvisedPlan(Part):
     users: Annotated[float | None, Compared("higher", headline=True, exact=True)] = Field(
         None, description="Sequences of the context that fit at a time."
     )
+
+
+def at_least(interval: Sequence[float] | None, found: int = 0, most: int = 0) -> float | None:
+    """Return what a plan keeps: the lower end of text, or its share of needles if lower."""
+    return min(interval[0], found / most if most else 1) if interval else None
 
 
 def best_of(plans: Sequence[AdvisedPlan], keep: float) -> AdvisedPlan | None:

@@ -190,7 +190,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         ends = keeps - 0.001, keeps + 0.001
         return {
             **{"relative_accuracy": keeps, "relative_accuracy_interval": ends},
-            **{"decoded_tokens": 2048},
+            **{"decoded_tokens": 2048, "tasks": {}},
         }
 
     monkeypatch.setattr(Half, "evaluation", evaluation)
@@ -276,17 +276,25 @@ def test_a_second_call_goes_on_where_the_first_one_was(
     assert advice(tmp_path, tiny_folder, *_H100)["data"] == first
 
 
-def test_needles_are_asked_of_plans_that_keep_enough(
+def test_a_plan_that_loses_needles_is_not_named(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvprof.evaluation.frontier import Half
 
     before = Half.evaluation
-    needles = {"tasks": {"niah_single_1": {"accuracy": 0.5, "items": 4}}}
-    monkeypatch.setattr(Half, "evaluation", lambda *given: {**before(*given), **needles})
-    monkeypatch.setattr(Half, "baseline", lambda *_: needles)
-    plans = advice(tmp_path, *_H100)["data"]["plans"]
-    asked = [one["plan"] for one in plans if one["needles"] == [2, 4]]
-    assert asked == [one["plan"] for one in plans if (one["keeps_at_least"] or 0) >= 0.99]
-    # After the text of all that are served, and before what nothing serves.
-    assert measured.index("fp8_e4m3", measured.index("fp8_e4m3") + 1) < measured.index("q8_0")
+
+    def found(share: float) -> dict[str, Any]:
+        return {"tasks": {"niah_single_1": {"accuracy": share, "items": 4}}}
+
+    def evaluation(half: Half, plan: Any, *rest: Any) -> dict[str, Any]:
+        share = 0.25 if plan.method == "fp8_e4m3" else 0.5
+        return {**before(half, plan, *rest), **found(share)}
+
+    monkeypatch.setattr(Half, "evaluation", evaluation)
+    monkeypatch.setattr(Half, "baseline", lambda *_: found(0.5))
+    data = advice(tmp_path, *_H100)["data"]
+    plans = {one["plan"]: one for one in data["plans"]}
+    assert [plans[x]["needles"] for x in ("16 bits", "fp8_e4m3")] == [[2, 4], [1, 4]]
+    assert plans["fp8_e4m3"]["keeps_at_least"] == 0.5  # of those that the model finds
+    assert plans["int8_per_token_head"]["keeps_at_least"] == 0.998
+    assert plans[data["best"]]["keeps_at_least"] >= 0.99
