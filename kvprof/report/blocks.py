@@ -5,8 +5,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle
 from typing import Any
-from zlib import crc32
 
 from kvprof.records.result import RECORD_DAMAGED, RECORD_ENDS
 
@@ -27,17 +27,9 @@ __all__ = [
     "Report",
     "Series",
     "Table",
+    "colours_of",
     "framed",
-    "method_slot",
 ]
-
-_COMMON = ("full", "kq", "fdc", "zack", "palu", "tale", "fp8")
-
-
-def method_slot(method: str) -> int:
-    """Return which colour of a palette a method has, the same in every plot of every kind."""
-    base = method.split("+")[0].split("-")[0]
-    return _COMMON.index(base) if base in _COMMON else crc32(method.encode())
 
 
 @dataclass(frozen=True)
@@ -116,8 +108,18 @@ class Series:
     y: Sequence[float | None]
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
-    method: str = ""  # decides the colour; without one the curve's place does
+    method: str = ""  # a common one has a colour of its own
     reference: bool = False  # what the others are held against
+
+
+def colours_of(series: Sequence[Series], palette: Sequence[str], reference: str) -> list[str]:
+    """Return each curve's colour: a common method's own, or else one that is still free."""
+    names = [one.method.partition(":")[0] for one in series]
+    common = zip(("full", "kq", "fdc", "zack", "palu", "tale", "fp8"), palette, strict=False)
+    own = {names.index(name): colour for name, colour in common if name in names}
+    own |= {index: reference for index, one in enumerate(series) if one.reference}
+    free = chain((colour for colour in palette if colour not in own.values()), cycle(palette))
+    return [own[index] if index in own else next(free) for index in range(len(series))]
 
 
 @dataclass(frozen=True)

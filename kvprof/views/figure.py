@@ -16,7 +16,7 @@ import numpy as np
 
 from kvprof.errors import LackingError, UsageError
 from kvprof.printable import printable
-from kvprof.report.blocks import HeatMap, Series, method_slot
+from kvprof.report.blocks import HeatMap, Series, colours_of
 from kvprof.views.plot import DECADES, log2_ticks
 
 __all__ = [
@@ -207,12 +207,11 @@ def draw_curves(
     log_y: bool = False,
 ) -> None:
     """Draw curves, each with its band where it has one."""
-    for index, one in enumerate(series):
-        slot = method_slot(one.method) if one.method else index
-        colour = _COLOURS[slot % len(_COLOURS)]
+    colours = colours_of(series, _COLOURS, _REFERENCE)
+    for index, (one, colour) in enumerate(zip(series, colours, strict=True)):
         y = _drawable(one.y, log=log_y)
         if one.reference:
-            axes.plot(list(one.x), y, color=_REFERENCE, linestyle=":", label=one.label)
+            axes.plot(list(one.x), y, color=colour, linestyle=":", label=one.label)
             continue
         axes.plot(
             list(one.x),

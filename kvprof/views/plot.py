@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from kvprof.report import blocks
-from kvprof.report.blocks import Curves, Series, method_slot
+from kvprof.report.blocks import Curves, Series, colours_of
 from kvprof.sizes import format_count
 from kvprof.views.numbers import MISSING, axis_number, number
 from kvprof.views.page import flow, to_ascii, wrap
@@ -171,9 +171,7 @@ def line_plot(
     if x_ticks and not log_x:
         ticks = tuple((float(x), f"{x:g}") for x in x_ticks if x_axis.low <= x <= x_axis.high)
         x_axis = Axis(x_axis.low, x_axis.high, float, ticks)
-    if colours:
-        slots = [method_slot(s.method) if s.method else i for i, s in enumerate(series)]
-        colours = [colours[slot % len(colours)] for slot in slots]
+    colours = colours_of(series, colours, "") if colours else ()
     signs = (_ASCII_MARKERS if ascii_only else _MARKERS) + _FURTHER
     canvas = _raster(
         curves,
