@@ -15,6 +15,7 @@ __all__ = [
     "parse_bytes",
     "parse_count",
     "parse_counts",
+    "parse_kept",
     "parse_share",
     "read_dtype",
     "second_reading",
@@ -93,6 +94,15 @@ def parse_share(text: str | float, *, what: str) -> float:
         shown = (written if len(written) <= 40 else f"{written[:40]}…") or repr(written)
         raise UsageError(f"{what} {shown} is not a fraction; write for example 30% or 0.3")
     return value
+
+
+def parse_kept(text: str | float, *, what: str) -> float:
+    """Read a share that is above 0, and 1 at most."""
+    share = parse_share(text, what=what)
+    if not 0 < share <= 1:
+        given = str(text).strip()[:40]
+        raise UsageError(f"{what} {given} is not in (0, 1]; write for example 0.99 or 99%")
+    return share
 
 
 def check_rate(rate: float | None, what: str = "--rate") -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from kvprof.commands.options import LoadOptions, parse_removal, share_option
+from kvprof.commands.options import LoadOptions, share_option
 from kvprof.commands.output import Outcome, TableOptions, measuring
 from kvprof.commands.request import Input, Mark, Parsed, Rule, needs, written
 from kvprof.environment import read_gpus
@@ -18,7 +18,7 @@ from kvprof.methods.advice import GPUS, PLANS, AdvisedGpu, Question, advised
 from kvprof.methods.engine_cache import cache_layers, text_config
 from kvprof.models.config_files import read_config_file, read_share, served_name, weight_bytes
 from kvprof.results.advise import best_of
-from kvprof.sizes import format_count, parse_bytes, parse_count
+from kvprof.sizes import format_count, parse_bytes, parse_count, parse_kept
 
 _DEFAULT_GPU, _DEFAULT_CONTEXT = "h100-80gb", 32_768
 _GPU_HELP = f"here (this machine's first), or one of {', '.join(GPUS)}."
@@ -60,7 +60,7 @@ class AdviseRequest(LoadOptions, TableOptions):
         int | None, typer.Option("--context", help=_CONTEXT_HELP), Parsed(parse_count), Mark.FREE
     ] = None
     users: Annotated[int, typer.Option("--users", min=1, help=_USERS_HELP), *_ASKED] = 1
-    keep: Annotated[float, share_option("--keep", _KEEP_HELP, None, parse_removal), *_ASKED] = 0.99
+    keep: Annotated[float, share_option("--keep", _KEEP_HELP, None, parse_kept), *_ASKED] = 0.99
     weights: Annotated[
         int | None,
         typer.Option("--weights", metavar="SIZE", help="Weights' size, if unknown."),

@@ -24,7 +24,7 @@ from kvprof.loading import loading
 from kvprof.report.generate import cache_line, compared, decoding_line
 from kvprof.report.terminal import renderable
 from kvprof.results.generate import GenerateResult
-from kvprof.sizes import parse_count
+from kvprof.sizes import parse_count, parse_kept
 
 if TYPE_CHECKING:
     from kvprof.methods.plan import Plan
@@ -47,8 +47,6 @@ def _draws(request: "GenerateRequest") -> str | None:
             f"--temperature {request.temperature:g} is not above 0; leave out --sample for "
             "greedy decoding"
         )
-    if not 0 < request.top_p <= 1:
-        return f"--top-p {request.top_p:g} is not in (0, 1]"
     return None
 
 
@@ -92,7 +90,9 @@ class GenerateRequest(MethodOptions, LoadOptions, OutputOptions):
     temperature: Annotated[
         float, typer.Option("--temperature", help="Sampling temperature."), Mark.FREE, Input()
     ] = 1.0
-    top_p: Annotated[float, share_option("--top-p", "Nucleus sampling."), Mark.FREE, Input()] = 1.0
+    top_p: Annotated[
+        float, share_option("--top-p", "Nucleus sampling.", None, parse_kept), Mark.FREE, Input()
+    ] = 1.0
     seed: Annotated[
         int, typer.Option("--seed", min=0, help="Sampling seed."), Mark.FREE, Input()
     ] = 0

@@ -13,7 +13,7 @@ from typing import Any
 from kvprof.analysis.stats import unseen_share
 from kvprof.errors import UsageError
 from kvprof.records.figures import judging_tasks
-from kvprof.sizes import parse_share
+from kvprof.sizes import parse_kept
 
 __all__ = [
     "DEFAULT_SHARE",
@@ -67,8 +67,8 @@ def parse_targets(texts: Sequence[str], metric: str | None = None) -> tuple[Targ
         raise UsageError(
             f"--metric {metric} has no --target; add --target {metric}={DEFAULT_SHARE:g}"
         )
-    targets = [Target(metric or "accuracy", _share(text)) for text in own]
-    targets += [Target(name, _share(text)) for name, _, text in named]
+    targets = [Target(metric or "accuracy", parse_kept(text, what="--target")) for text in own]
+    targets += [Target(name, parse_kept(text, what="--target")) for name, _, text in named]
     names = [target.metric for target in targets]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--target: {twice[0]} has two targets; give one")
@@ -78,13 +78,6 @@ def parse_targets(texts: Sequence[str], metric: str | None = None) -> tuple[Targ
 def _metric(text: str) -> str:
     # Of tasks, which are named niah-single-1 and niah_single_1 alike.
     return text.strip().replace("-", "_")
-
-
-def _share(text: str) -> float:
-    share = parse_share(text, what="--target")
-    if not 0 < share <= 1:
-        raise UsageError(f"--target {text.strip()[:40]} is not a fraction; write 0.99 for 99 %")
-    return share
 
 
 #: Beside these, the name of any task that is evaluated.
