@@ -1,7 +1,7 @@
 """From what the user wrote to a local folder whose checkpoint is whole."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -97,12 +97,12 @@ def check_config_sizes(
                 )
 
 
-def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a config and those of the models within it."""
-    yield config
-    for key in INNER:
-        if isinstance(config.get(key), Mapping):
-            yield from _parts(config[key])
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a config and those of the models within it, however deep."""
+    parts = [config]
+    for part in parts:  # which grow
+        parts += [part[key] for key in INNER if isinstance(part.get(key), Mapping)]
+    return parts
 
 
 @cache
