@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Interval, Keyed, Part, Result, ends
+from kvprof.results.base import Compared, Count, Interval, Keyed, Part, Result, Size, ends
 
 __all__ = ["TORCH", "AdviseResult", "AdvisedPlan", "at_least", "best_of"]
 
@@ -19,27 +19,27 @@ class AdvisedPlan(Part):
     engine: str = Field(description="vLLM, llama.cpp, or torch only: nothing serves it yet.")
     command: str
     refused: str | None = Field(None, description="Why this model's cache is not stored so.")
-    bits: float | None = Field(None, description="Of a value, with its scales.")
-    bytes_per_token: Annotated[float | None, Compared("lower", headline=True, exact=True)] = Field(
+    bits: Size | None = Field(None, description="Of a value, with its scales.")
+    bytes_per_token: Annotated[Size | None, Compared("lower", headline=True, exact=True)] = Field(
         None, description="As allocated at the context, pages and states counted."
     )
-    keeps: Annotated[float | None, Compared("higher", headline=True, interval="keeps_interval")] = (
+    keeps: Annotated[Size | None, Compared("higher", headline=True, interval="keeps_interval")] = (
         Field(None, description="Share of the uncompressed accuracy.")
     )
     keeps_interval: Interval = None
-    keeps_tokens: int | None = None
+    keeps_tokens: Count | None = None
     needles: list[int] | None = Field(None, description="Found, and asked for.")
-    keeps_at_least: float | None = Field(
+    keeps_at_least: Size | None = Field(
         None, description="Lower end, or the share of needles found: own, or the lowest known."
     )
     measured_on: str | None = Field(None, description="The nearest model that was measured.")
     measured_here: bool = Field(False, description="Whether that is this model.")
     record: str | None = Field(None, description="Of that measurement; null where it is new.")
-    attention_speedup: float | None = Field(None, description="Upper bound, by bytes read.")
-    step_seconds: Annotated[float | None, Compared("lower", headline=True, exact=True)] = Field(
+    attention_speedup: Size | None = Field(None, description="Upper bound, by bytes read.")
+    step_seconds: Annotated[Size | None, Compared("lower", headline=True, exact=True)] = Field(
         None, description="Lower bound, by bytes read."
     )
-    users: Annotated[float | None, Compared("higher", headline=True, exact=True)] = Field(
+    users: Annotated[Size | None, Compared("higher", headline=True, exact=True)] = Field(
         None, description="Sequences of the context that fit at a time."
     )
 
@@ -62,7 +62,7 @@ class AdviseData(Part):
 
     plans: list[AdvisedPlan] = Field(description="The first is uncompressed.")
     best: str | None = Field(description="Of vLLM's that keep enough, the one for most users.")
-    weights_bytes: int
+    weights_bytes: Count
     available_bytes: int = Field(description="For the cache; below 0 where weights do not fit.")
     layer_kinds: dict[str, int] = Field(description="How many layers of a kind have a cache.")
 
@@ -81,11 +81,11 @@ class AdviseInputs(Part):
     saved: str | None = Field(None, description="File of the best plan of kvprof's own.")
     weights_from: str
     gpu: str
-    gpu_memory_bytes: int
-    gpu_bytes_per_second: float
-    context: int
-    users: int
-    keep: float
+    gpu_memory_bytes: Count
+    gpu_bytes_per_second: Size
+    context: Count
+    users: Count
+    keep: Size
 
 
 _SPLIT = {"keeps_interval", "needles"}  # two columns each

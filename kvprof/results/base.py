@@ -14,18 +14,22 @@ from kvprof.printable import printable
 
 __all__ = [
     "Compared",
+    "Count",
     "Figure",
     "Interval",
     "Key",
     "Keyed",
     "Part",
     "Result",
+    "Size",
     "ends",
     "schema_of",
     "tidy_csv",
     "validated",
 ]
 
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[float, Field(ge=0)]  # bytes, seconds, nats, shares
 Key = tuple[tuple[str, Any], ...]
 #: Lower and upper end; None where there is none.
 Interval = Annotated[list[float | None], Field(min_length=2, max_length=2)] | None

@@ -6,17 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from kvprof.analysis.stats import binomial_interval
-from kvprof.results.base import Compared, Figure, Interval, Key, Keyed, Part, Result, ends
+from kvprof.results.base import Compared, Figure, Interval, Key, Keyed, Part, Result, Size, ends
+from kvprof.results.plan import Kernel
 
-__all__ = ["AnswerLengths", "EvalResult", "Evaluation", "HarnessRow", "Kernel", "Share", "Task"]
+__all__ = ["AnswerLengths", "EvalResult", "Evaluation", "HarnessRow", "Share", "Task"]
 
 
 class Share(Part):
     """Answers to some questions."""
 
-    accuracy: float = Field(description="Mean score of a question, 0 to 1.")
-    baseline: float = Field(description="The uncompressed model's.")
-    items: int = Field(description="Questions that both answered.")
+    accuracy: Size = Field(description="Mean score of a question, 0 to 1.")
+    baseline: Size = Field(description="The uncompressed model's.")
+    items: int = Field(ge=0, description="Questions that both answered.")
 
 
 class Task(Share):
@@ -27,14 +28,14 @@ class Task(Share):
         description="What scores 1: every token of the answer; all strings asked for (RULER's "
         "string_match_all; of some their share); the number asked for as the last one.",
     )
-    chance: float = Field(0.0, description="Mean score of picking among the prompt's strings.")
+    chance: Size = Field(0.0, description="Mean score of picking among the prompt's strings.")
     judges: bool = Field(
         True,
         description="Whether the uncompressed model does better than chance (one-sided binomial "
         "test at 5 %); where not, the task enters no mean.",
     )
-    exact_match: float | None = Field(None, description="Share of questions wholly right.")
-    baseline_exact_match: float | None = None
+    exact_match: Size | None = Field(None, description="Share of questions wholly right.")
+    baseline_exact_match: Size | None = None
     difference_interval: Interval = Field(
         description="Of `accuracy` - `baseline`, paired bootstrap; null with fewer than 32."
     )
@@ -58,14 +59,14 @@ class Task(Share):
 class Lengths(Part):
     """How long the answers are that were written to the end of text, or to the limit."""
 
-    prompts: int
+    prompts: int = Field(ge=0)
     limit: int | None = Field(None, description="Tokens that could be written; of one task.")
-    tokens: float = Field(description="Mean number, with the end of text; a cut answer's limit.")
-    baseline_tokens: float = Field(description="The uncompressed model's to the same prompts.")
-    ratio: Annotated[float, Compared("lower", interval="ratio_interval")]
+    tokens: Size = Field(description="Mean number, with the end of text; a cut answer's limit.")
+    baseline_tokens: Size = Field(description="The uncompressed model's to the same prompts.")
+    ratio: Annotated[Size, Compared("lower", interval="ratio_interval")]
     ratio_interval: Interval = Field(description="Paired bootstrap; null with fewer than 32.")
-    never_ended: float = Field(description="Share of the answers that did not end in the limit.")
-    baseline_never_ended: float
+    never_ended: Size = Field(description="Share of the answers that did not end in the limit.")
+    baseline_never_ended: Size
     never_ended_interval: Interval = Field(description="Of the difference.")
 
 
@@ -82,30 +83,30 @@ class AnswerLengths(Lengths):
 class Kl(Part):
     """KL(uncompressed || compressed) of the next-token distribution in nats, by decoded token."""
 
-    mean: Annotated[float, Compared("lower", name="kl_mean")]
-    p999: float = Field(description="The 99.9th percentile.")
-    worst: float = Field(description="The largest.")
+    mean: Annotated[Size, Compared("lower", name="kl_mean")]
+    p999: Size = Field(description="The 99.9th percentile.")
+    worst: Size = Field(description="The largest.")
 
 
 class Accuracy(Part):
     """What a text has, and all together; of decoded tokens."""
 
-    accuracy: float = Field(description="Share of decoded tokens that were the likeliest.")
-    baseline_accuracy: float = Field(description="Of the uncompressed model, on the same tokens.")
+    accuracy: Size = Field(description="Share of decoded tokens that were the likeliest.")
+    baseline_accuracy: Size = Field(description="Of the uncompressed model, on the same tokens.")
     relative_accuracy: Annotated[
-        float | None, Compared("higher", headline=True, interval="relative_accuracy_interval")
+        Size | None, Compared("higher", headline=True, interval="relative_accuracy_interval")
     ] = Field(description="`accuracy` / `baseline_accuracy`; null where the latter is 0.")
-    perplexity: float
-    baseline_perplexity: float
+    perplexity: Size
+    baseline_perplexity: Size
 
 
 class Source(Accuracy):
     """A text."""
 
     interval: Interval = Field(description="Of `relative_accuracy`.")
-    kl_mean: float
-    sequences: int
-    tokens: int = Field(description="Decoded ones.")
+    kl_mean: Size
+    sequences: int = Field(ge=0)
+    tokens: int = Field(ge=0, description="Decoded ones.")
 
 
 class WorstToken(Part):
@@ -117,17 +118,9 @@ class WorstToken(Part):
     token: int = Field(description="Its id.")
     text: str | None = Field(description="Null without a tokenizer, like `before`.")
     before: str | None = Field(description="The eight tokens before it.")
-    kl: float
-    probability: float = Field(description="That the compressed model gave it.")
-    baseline_probability: float = Field(description="That the uncompressed model gave it.")
-
-
-class Kernel(Part):
-    """Whether kvprof's kernels run a plan, on the run's device and in its dtype."""
-
-    layers: int = Field(ge=0, description="That they run.")
-    of: int = Field(ge=1)
-    reason: str | None = Field(description="Why they do not run the first of the others.")
+    kl: Size
+    probability: Size = Field(description="That the compressed model gave it.")
+    baseline_probability: Size = Field(description="That the uncompressed model gave it.")
 
 
 class PlanFacts(Part):
@@ -144,17 +137,17 @@ class Evaluation(Accuracy):
 
     method: Annotated[str, Keyed()]
     rate: Annotated[float, Compared("higher")] = Field(
-        description="1 - bytes(plan) / bytes(uncompressed), all counted, at `context` tokens."
+        le=1, description="1 - bytes(plan) / bytes(uncompressed), all counted, at `context` tokens."
     )
-    bytes_per_token: Annotated[float, Compared("lower", headline=True, exact=True)] = Field(
+    bytes_per_token: Annotated[Size, Compared("lower", headline=True, exact=True)] = Field(
         description="Of the account, over all layers, one sequence."
     )
-    context: int = Field(description="In tokens.")
+    context: int = Field(ge=0, description="In tokens.")
     relative_accuracy_interval: Interval = Field(
         description="Paired 95 % bootstrap over each source's sequences; null with fewer than 32."
     )
     perplexity_ratio: Annotated[
-        float, Compared("lower", headline=True, interval="perplexity_ratio_interval")
+        Size, Compared("lower", headline=True, interval="perplexity_ratio_interval")
     ] = Field(description="`perplexity` / `baseline_perplexity`.")
     perplexity_ratio_interval: Interval
     kl: Kl
@@ -162,17 +155,17 @@ class Evaluation(Accuracy):
     tasks: Annotated[dict[str, Task], Keyed("task")] = Field(description="By name.")
     answer_lengths: AnswerLengths | None = None
     worst_tokens: list[WorstToken] = Field(description="The worst first.")
-    decoded_tokens: int
-    sequences: int = Field(description="Of all sources.")
+    decoded_tokens: int = Field(ge=0)
+    sequences: int = Field(ge=0, description="Of all sources.")
     protocol: Literal["decode", "one_pass", "teacher_forced"] = Field(
         description="How the second half of each sequence was scored: step by step, or in one pass "
         "that reads what decoding would read (of teacher_forced, that does not show quantisers)."
     )
-    measured_bytes: float | None = Field(
+    measured_bytes: Size | None = Field(
         description="What the cache held per sequence at its end; in one pass, its prompt at rest."
     )
-    accounted_bytes: int = Field(description="What the plan's account says of it.")
-    seconds: float = Field(description="Wall time, the calibration not counted.")
+    accounted_bytes: int = Field(ge=0, description="What the plan's account says of it.")
+    seconds: Size = Field(description="Wall time, the calibration not counted.")
     complete: bool = Field(description="False where the run was stopped.")
     warnings: list[str]
     plan: PlanFacts | None = Field(None, description="Null for the uncompressed model itself.")
@@ -190,8 +183,8 @@ class HarnessRow(Part):
     task: str
     metric: str = Field(description="With the harness's filter in parentheses, where it has one.")
     value: float
-    stderr: float | None = Field(description="The harness's own standard error; not paired.")
-    items: int | None = Field(description="Questions that were asked.")
+    stderr: Size | None = Field(description="The harness's own standard error; not paired.")
+    items: int | None = Field(ge=0, description="Questions that were asked.")
     single_pass: bool = Field(False, description="Whether no cache was read, at least in part.")
 
 

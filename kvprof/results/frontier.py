@@ -6,9 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Figure, Interval, Key, Part, Result, ends, tidy_csv
+from kvprof.results.base import Compared, Figure, Interval, Key, Part, Result, Size, ends, tidy_csv
+from kvprof.results.plan import Kernel
 
-__all__ = ["STOPPED", "FrontierResult", "Kernel", "Method", "Point", "Target"]
+__all__ = ["STOPPED", "FrontierResult", "Method", "Point", "Target"]
 
 #: The reason of a method whose search the user ended.
 STOPPED = "interrupted"
@@ -27,11 +28,11 @@ class Target(Part):
 class Kept(Part):
     """What is kept of one metric."""
 
-    share: float | None = Field(description="Of perplexity, the uncompressed over the point's.")
+    share: Size | None = Field(description="Of perplexity, the uncompressed over the point's.")
     share_interval: Interval = Field(
         description="Paired 95 % bootstrap; null with fewer than 32 sequences or questions."
     )
-    least_loss: float | None = Field(
+    least_loss: Size | None = Field(
         None, description="The smallest loss that the sample could have shown, at 95 %."
     )
 
@@ -39,17 +40,17 @@ class Kept(Part):
 class Kl(Part):
     """Divergence from the uncompressed model per decoded token, in nats."""
 
-    mean: float | None = None
-    p999: float | None = None
-    worst: float | None = None
+    mean: Size | None = None
+    p999: Size | None = None
+    worst: Size | None = None
 
 
 class Task(Part):
     """A task's accuracy, and whether the uncompressed model does better at it than chance."""
 
-    accuracy: float
-    baseline: float
-    items: int
+    accuracy: Size
+    baseline: Size
+    items: int = Field(ge=0)
     judges: bool = True
     difference_interval: Interval = None
 
@@ -57,34 +58,26 @@ class Task(Part):
 class Source(Part):
     """What is kept of next-token accuracy on one text."""
 
-    relative_accuracy: float | None
+    relative_accuracy: Size | None
     interval: Interval = None
-
-
-class Kernel(Part):
-    """How many layers kvprof's kernels run on this run's device and in its dtype, or why not."""
-
-    layers: int = Field(ge=0)
-    of: int = Field(ge=1)
-    reason: str | None
 
 
 class LongContext(Part):
     """What it would store of a long context, by the byte account."""
 
     context: int = Field(ge=1)
-    bytes_per_token: float
-    rate: float
+    bytes_per_token: Size
+    rate: float = Field(le=1)
 
 
 class Evaluation(Part):
     """What one evaluation found; the JSON keeps more of it, as `kvprof eval` has it."""
 
-    accuracy: float = Field(description="Of the next token, over decoded tokens.")
-    perplexity: float
+    accuracy: Size = Field(description="Of the next token, over decoded tokens.")
+    perplexity: Size
     tasks: dict[str, Task]
-    bytes_per_token: float | None = Field(None, description="At `context` tokens, all layers.")
-    decoded_tokens: int | None = None
+    bytes_per_token: Size | None = Field(None, description="At `context` tokens, all layers.")
+    decoded_tokens: int | None = Field(None, ge=0)
     kl: Kl = Kl()
     sources: dict[str, Source] = Field({}, description="By name of the text.")
 
@@ -93,12 +86,13 @@ class Point(Evaluation, Kept):
     """An evaluated plan; its share is of `metric`. Earlier results lack `searched` to the end."""
 
     rate: float = Field(
+        le=1,
         description="1 - bytes(plan) / bytes(uncompressed) at `context` tokens; below 0 where a "
-        "method stores more."
+        "method stores more.",
     )
     rate_asked: float | None = Field(None, description="Null for a setting such as bits.")
-    compression_ratio: float = Field(description="1 / (1 - rate).")
-    relative_accuracy: float | None = Field(description="Over the uncompressed model's.")
+    compression_ratio: Size = Field(description="1 / (1 - rate).")
+    relative_accuracy: Size | None = Field(description="Over the uncompressed model's.")
     relative_accuracy_interval: Interval = None
     shares: dict[str, Kept] = Field({}, description="By metric of `targets`, where several.")
     searched: dict[str, Kept] | None = Field(
@@ -125,10 +119,10 @@ class Method(Part):
     method: str
     options: dict[str, Any] = Field(description="That the method was given.")
     sure_rate: Annotated[float | None, Compared("higher", headline=True, exact=True)] = Field(
-        None, description="The lower end of `max_rate_interval`. Absent in earlier results."
+        None, le=1, description="The lower end of `max_rate_interval`. Absent in earlier results."
     )
     max_rate: Annotated[float | None, Compared("higher", interval="max_rate_interval")] = Field(
-        description="The largest tested rate whose point estimate meets each target."
+        le=1, description="The largest tested rate whose point estimate meets each target."
     )
     max_rate_interval: Interval = Field(
         description="The largest tested rate whose whole interval meets the targets, on a sample "

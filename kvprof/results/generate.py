@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Figure, Key, Part, Result
+from kvprof.results.base import Compared, Count, Figure, Key, Part, Result, Size
 
 __all__ = ["Cache", "Choice", "Decoding", "Difference", "GenerateResult", "Length"]
 
@@ -20,11 +20,11 @@ class Cache(Part):
     """The compressed cache at the end; the last new token never enters it."""
 
     tokens: int = Field(ge=1)
-    measured_bytes: Annotated[int, Compared("lower")] = Field(description="Of the stored tensors.")
-    account_bytes: int = Field(description="What the plan says it stores.")
-    full_bytes: int = Field(description="Uncompressed, in the run's dtype.")
+    measured_bytes: Annotated[Count, Compared("lower")] = Field(description="Of stored tensors.")
+    account_bytes: Count = Field(description="What the plan says it stores.")
+    full_bytes: Count = Field(description="Uncompressed, in the run's dtype.")
     rate: Annotated[float, Compared("higher", headline=True, exact=True)] = Field(
-        description="1 - measured_bytes / full_bytes."
+        le=1, description="1 - measured_bytes / full_bytes."
     )
     notes: list[str] = Field([], description="What is stored otherwise than the plan says.")
 
@@ -46,16 +46,16 @@ class Choice(Part):
 
     id: int
     text: str
-    compressed_probability: float
-    full_probability: float
+    compressed_probability: Size
+    full_probability: Size
 
 
 class Length(Part):
     """How long both texts are, in tokens, with the one that ends a text."""
 
-    tokens: int
-    full_tokens: int = Field(description="The uncompressed model's.")
-    ratio: float | None = Field(description="Of one prompt, so without an interval.")
+    tokens: Count
+    full_tokens: Count = Field(description="The uncompressed model's.")
+    ratio: Size | None = Field(description="Of one prompt, so without an interval.")
     ends: bool = Field(description="Whether the text ended; where not, `tokens` is the limit.")
     full_ends: bool
 
@@ -75,7 +75,7 @@ class Difference(Part):
     compressed_token: Choice | None
     full_token: Choice | None
     length: Length | None = None
-    kl: Annotated[list[float], Compared("lower", name="kl_mean", of=_mean)] = Field(
+    kl: Annotated[list[Size], Compared("lower", name="kl_mean", of=_mean)] = Field(
         description="KL divergence of the compressed model's next token from the uncompressed "
         "model's, in nats, at each step up to `position` (with it)."
     )

@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvprof.results.base import Compared, Figure, Key, Keyed, Part, Result
+from kvprof.results.base import Compared, Count, Figure, Key, Keyed, Part, Result, Size
 
-__all__ = ["Comparison", "MovedRow", "Plan", "PlanInputs", "PlanResult", "Transfer"]
+__all__ = ["Comparison", "Kernel", "MovedRow", "Plan", "PlanInputs", "PlanResult", "Transfer"]
 
-Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -99,11 +98,11 @@ class Plan(Part):
     )
     fingerprint: str
     bytes: Bytes
-    bytes_per_token: float
+    bytes_per_token: Size
     rate: Annotated[float, Compared("higher", headline=True, exact=True)] = Field(
-        description="1 - bytes(plan) / bytes(uncompressed)."
+        le=1, description="1 - bytes(plan) / bytes(uncompressed)."
     )
-    compression_ratio: float
+    compression_ratio: Size
     dim_rate: Annotated[float, Compared("higher", exact=True)] = Field(
         description="Dimensions only (FDC)."
     )
@@ -161,7 +160,7 @@ class Comparison(Part):
 
     file: str
     method: str
-    rate: float
+    rate: float = Field(le=1)
     bytes: Bytes
     differences: list[Difference]
 
@@ -195,8 +194,8 @@ class Moved(Part):
     bytes: Annotated[Count, Compared("lower", headline=True, exact=True)] = Field(
         description="Of one sequence's cache."
     )
-    rate: float = Field(description="1 - bytes / bytes(uncompressed), at this context.")
-    seconds: list[float] = Field(
+    rate: float = Field(le=1, description="1 - bytes / bytes(uncompressed), at this context.")
+    seconds: list[Size] = Field(
         description="Over each of `links`, in their order: bytes over speed, without latency and "
         "packing."
     )
@@ -207,7 +206,7 @@ class MovedRow(Part):
 
     label: Annotated[str, Keyed()]
     method: str
-    rate: float = Field(description="In bytes, at `rate_context`, in `dtype`.")
+    rate: float = Field(le=1, description="In bytes, at `rate_context`, in `dtype`.")
     rate_context: int
     at: list[Moved] = Field(description="One entry per context.")
 

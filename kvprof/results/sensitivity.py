@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Figure, Interval, Key, Keyed, Part, Result, ends
+from kvprof.results.base import Compared, Figure, Interval, Key, Keyed, Part, Result, Size, ends
 
 __all__ = [
     "SIDES",
@@ -38,15 +38,15 @@ class Measured(Part):
     kl_interval: Interval = Field(
         description="95 % bootstrap over sequences; null with fewer than 32."
     )
-    kl_p999: float
-    kl_worst: float
-    accuracy: float
-    baseline_accuracy: float
+    kl_p999: Size
+    kl_worst: Size
+    accuracy: Size
+    baseline_accuracy: Size
     relative_accuracy: Annotated[
-        float | None, Compared("higher", interval="relative_accuracy_interval")
+        Size | None, Compared("higher", interval="relative_accuracy_interval")
     ]
     relative_accuracy_interval: Interval
-    decoded_tokens: int
+    decoded_tokens: int = Field(ge=0)
 
     def row(self) -> dict[str, Any]:
         """Return the figures as columns of the CSV."""
@@ -73,7 +73,7 @@ class Cell(Measured):
     exact_first: Annotated[int, Keyed()] = Field(
         ge=0, description="First tokens of a sequence left uncompressed."
     )
-    bytes_per_token: Annotated[float, Compared("lower", headline=True, exact=True)] = Field(
+    bytes_per_token: Annotated[Size, Compared("lower", headline=True, exact=True)] = Field(
         description="Of the part, at the mean context of the sample, scales and windows included."
     )
 
@@ -82,8 +82,8 @@ class Sides(Part):
     """The divergences of all keys and of all values at a setting, summed."""
 
     setting: str
-    keys: float
-    values: float
+    keys: Size
+    values: Size
     ratio: float | None = Field(description="Keys over values.")
     more: Side | None = Field(
         description="The more sensitive side; null within a quarter of each other."
@@ -135,9 +135,9 @@ class FirstTokens(Part):
 class Uniform(Part):
     """All parts at one setting."""
 
-    rate: float = Field(description="Of the measured parts' bytes.")
-    bytes_per_token: float
-    predicted_kl: float = Field(description="Sum of the cells.")
+    rate: float = Field(le=1, description="Of the measured parts' bytes.")
+    bytes_per_token: Size
+    predicted_kl: Size = Field(description="Sum of the cells.")
     measured: Measured
 
 
@@ -150,9 +150,9 @@ class Budget(Part):
     rate_asked: float | None = Field(
         None, description="Of the whole cache. Absent in results of earlier versions."
     )
-    rate: float = Field(description="Of the measured parts' bytes.")
-    bytes_per_token: float
-    predicted_kl: float = Field(description="Sum of the cells.")
+    rate: float = Field(le=1, description="Of the measured parts' bytes.")
+    bytes_per_token: Size
+    predicted_kl: Size = Field(description="Sum of the cells.")
     measured: Measured
     uniform: Uniform | None = Field(description="All parts at that setting; null without one.")
     choices: list[Choice]
@@ -180,8 +180,8 @@ class SensitivityData(Part):
 
     model_layers: int = Field(ge=1)
     heads: list[int] = Field(description="KV heads of each measured layer.")
-    baseline_accuracy: float | None = Field(description="Of the uncompressed model's next token.")
-    noise: float | None = Field(
+    baseline_accuracy: Size | None = Field(description="Of the uncompressed model's next token.")
+    noise: Size | None = Field(
         description="Divergence of the same passes with nothing stored otherwise."
     )
     cells: list[Cell] = Field(description="One for each part and setting that was measured.")

@@ -5,13 +5,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from kvprof.results.base import Compared, Figure, Key, Keyed, Part, Result
+from kvprof.results.base import Compared, Count, Figure, Key, Keyed, Part, Result, Size
 
 __all__ = ["HeadRemoval", "Pair", "Removal", "SpectrumResult", "flat", "mean"]
 
-ByHead = list[list[float]]
-RanksByHead = list[list[int]]
-ByDim = list[list[list[float]]]
+ByHead = list[list[Size]]
+RanksByHead = list[list[Count]]
+ByDim = list[list[list[Size]]]
 
 
 def flat(rows: Iterable[Iterable[float]]) -> list[float]:
@@ -32,10 +32,10 @@ class Pair(Part):
     """The spectrum of a pair; lists are by layer, head and dimension."""
 
     singular_values: ByDim = Field(description="[layer][kv_head][dim], descending.")
-    mean: list[float] = Field(
+    mean: list[Size] = Field(
         description="[dim]: over the heads that have the dimension (FDC Fig. 3)."
     )
-    cv_of_max: Annotated[float | None, Compared()] = Field(
+    cv_of_max: Annotated[Size | None, Compared()] = Field(
         description="Coefficient of variation of the largest singular value over heads (FDC "
         "tables 3, 4)."
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvprof.results.base import Compared, Figure, Key, Keyed, Part, Result, ends
+from kvprof.results.base import Compared, Figure, Key, Keyed, Part, Result, Size, ends
 
 __all__ = ["NOISE_FLOOR", "Claim", "CurvePoint", "Lengths", "StabilityResult", "Step"]
 
@@ -36,11 +36,11 @@ class CurvePoint(Part):
     seed: int | None
     layer: int | None
     kv_head: int | None
-    ratio: float | None = Field(description="Mean |dR| over mean |R|, unaligned.")
-    ratio_sign_aligned: Annotated[float | None, Compared("lower", exact=True)]
-    ratio_cluster_aligned: float | None
-    subspace_distance: float | None
-    principal_angle: float | None = Field(description="The largest one, in radians.")
+    ratio: Size | None = Field(description="Mean |dR| over mean |R|, unaligned.")
+    ratio_sign_aligned: Annotated[Size | None, Compared("lower", exact=True)]
+    ratio_cluster_aligned: Size | None
+    subspace_distance: Size | None
+    principal_angle: Size | None = Field(description="The largest one, in radians.")
     extra_energy_loss: _Cost
     extra_score_error: _Cost
     extra_output_error: _Cost

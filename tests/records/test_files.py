@@ -72,7 +72,7 @@ def test_rows_of_a_table_take_one_line_each() -> None:
 def test_a_result_with_nan_is_never_written(bad: float, tmp_path: Path) -> None:
     result = spectrum_result()
     result["data"]["pairs"]["qk"]["mean"][0] = bad
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(ValueError, match=r"JSON compliant|qk\.mean"):
         write_result(tmp_path / "r.json", result)
     assert list(tmp_path.iterdir()) == []
 

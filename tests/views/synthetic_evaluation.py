@@ -89,8 +89,8 @@ def _evaluation(
 
     calibrated = {"calibration": {"source": "random", "tokens": 8192}}
     return {
-        **{"method": name, "rate": 0.25 * place, "context": 384},
-        **{"bytes_per_token": 24576.0 * (1 - 0.25 * place) + 16, "protocol": protocol},
+        **{"method": name, "rate": min(0.25 * place, 1.0), "context": 384},
+        **{"bytes_per_token": 24576.0 * max(1 - 0.25 * place, 0) + 16, "protocol": protocol},
         **text_figures(pairs),
         "tasks": task_figures(items, base_answers, answers),
         "answer_lengths": answer_lengths(items, base_answers, answers),
