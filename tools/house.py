@@ -22,16 +22,16 @@ Measures = dict[str, float]
 #: The largest value of each measure that CI accepts: today's. A commit that raises one says why.
 #: Package lines by issue, in this order: 105K, 107K, 107K, 98K, 99K, 90K, 90K.
 CEILINGS: Measures = {
-    "package_lines": 93_844,
+    "package_lines": 93_832,
     "package_files": 415,
     "docstring_share": 0.11,
-    "raises": 1079,
+    "raises": 1078,
     "functions_with_12_parameters": 68,
-    "modules_with_one_importer": 98,
+    "modules_with_one_importer": 97,
     "test_lines": 57_910,
     "test_functions": 2653,
     "tests_of_wording": 599,
-    "document_words": 21_517,
+    "document_words": 21_513,
     "readme_lines": 120,
     "tracked_megabytes_outside_the_package": 6.0,
     # With --trace alone.

@@ -8,7 +8,7 @@ from kvprof.views.numbers import MISSING, duration, kept, number
 __all__ = ["report"]
 
 _NOTES = (
-    "At least: the lowest interval end or share of needles of all models, or here if measured here.",
+    "At least: the lowest interval end or share of needles of all models, or of this if measured.",
     "Torch only: 36 tokens stay at 16 bits, so short texts keep more than long contexts do.",
     "Attention, step: limits by bytes read, not measured; unpacking can take longer.",
     "Users: sequences that fit at the context at a time; for vLLM, in blocks as 0.32 counts them.",
