@@ -43,10 +43,7 @@ _ADVISED = (
 )
 _BOTH = "--text prose --text code --sequences 64 --seq-len 1k --tasks "
 _PROSE_AND_CODE = f"{_BOTH}none"
-_ON_CPU = (
-    "--text prose --text code --sequences 16 --seq-len 1k --tasks niah-single-1 --task-items 8 "
-    "--task-lengths 1k,2k"
-)
+_ON_CPU = "--text prose --text code --sequences 8 --seq-len 1k --tasks none"
 _NEEDLES = (
     "--text prose --sequences 32 --seq-len 2k --tasks niah-single-1,vt --task-items 64 "
     "--task-lengths "

@@ -4,6 +4,7 @@ It imports torch: only with ``--minutes``.
 """
 
 import time
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,7 @@ from kvprof import console
 from kvprof.commands.loading import model_inputs
 from kvprof.commands.options import SampleOptions
 from kvprof.commands.planning import calibration_options, load_sample, method_calibrator, plan_of
-from kvprof.errors import FailedError, Interrupted, KvprofError, UsageError
-from kvprof.evaluation.data import TaskItem
+from kvprof.errors import FailedError, Interrupted, KvprofError
 from kvprof.evaluation.evaluation_cache import EvaluationCache, cache_folder, plan_digest
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.frontier import Half
@@ -50,13 +50,15 @@ def measure(
         settings=EvaluationSettings(),
         laid=lambda *_: None,
     )
-    text, loaded = sample.evaluator, sample.evaluator.loaded
-    inputs, items = {**model_inputs(loaded), **sample.inputs()}, list[TaskItem]()
+    loaded, selection = sample.evaluator.loaded, sample.selection
     try:
-        items = select_tasks(loaded, (_TASK,), default_task_items(loaded)).items
-    except UsageError as problem:  # a context too short for them
+        selection = select_tasks(loaded, (_TASK,), default_task_items(loaded))
+    except KvprofError as problem:  # a context too short for them
         warnings.append(f"no needles: {problem}")
-    evaluator = Evaluator(loaded, text.samples, items, text.settings)
+    text = sample.evaluator
+    evaluator = Evaluator(loaded, text.samples, selection.items, text.settings)
+    sample = replace(sample, evaluator=evaluator, selection=selection)
+    inputs = {**model_inputs(loaded), **sample.inputs()}
     half = Half(evaluator, EvaluationCache(cache_folder(), evaluator.digest, warnings.append))
     with graceful_interrupt() as stop:
 
@@ -108,15 +110,14 @@ def measure(
 
 
 def _order(rows: list[AdvisedPlan], keep: float) -> list[int]:
-    """Return what is measured: served plans from the named one on, then the others."""
-    best = best_of(rows, keep)
-    known = [index for index, row in enumerate(rows) if index and row.refused is None]
+    """Return what is measured: an engine after another, the named one and most users first."""
+    engines, best = [row.engine for row in rows], best_of(rows, keep)
 
-    def rank(index: int) -> tuple[bool, bool, float]:
+    def rank(index: int) -> tuple[int, bool, float]:
         row = rows[index]
-        return row.engine != rows[0].engine, row is not best, -(row.users or 0)
+        return engines.index(row.engine), row is not best, -(row.users or 0)
 
-    return sorted(known, key=rank)
+    return sorted((one for one in range(1, len(rows)) if rows[one].refused is None), key=rank)
 
 
 def _says(found: dict[str, Any], most: list[int], model: str) -> dict[str, Any]:

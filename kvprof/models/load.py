@@ -69,6 +69,7 @@ def read_config(
             config = AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True, **given
             )
+        config.get_text_config(decoder=True).to_dict()  # a stranger's may be no config
     except ImportError as error:
         raise LackingError(f"{spec} requires a package that is not installed: {error}") from error
     except Exception as error:

@@ -30,6 +30,7 @@ def report(result: AdviseResult) -> Report:
     elsewhere = {one.measured_on for one in data.plans if one.measured_on and one.record}
     whose = f", measured on {', '.join(sorted(elsewhere))}" if elsewhere else " of this model"
     texts = f"{inputs.sequences} sequences of {inputs.seq_len} tokens"
+    longest = format_count(max(inputs.task_lengths or [0]))
     return framed(
         result,
         [
@@ -48,6 +49,7 @@ def report(result: AdviseResult) -> Report:
             "bytes of weights": f"{format_bytes(data.weights_bytes)}, by {inputs.weights_from}",
             "for the cache": format_bytes(max(data.available_bytes, 0)),
             "text": inputs.text and f"{texts} of {' and '.join(inputs.text)}",
+            "needles": inputs.task_lengths and f"{inputs.task_items} of up to {longest} tokens",
         },
     )
 

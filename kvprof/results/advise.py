@@ -78,6 +78,8 @@ class AdviseInputs(Part):
     text: list[str] | None = None
     sequences: int | None = None
     seq_len: int | None = None
+    task_items: int = 0
+    task_lengths: list[int] | None = Field(None, description="Of needles, in tokens.")
     saved: str | None = Field(None, description="File of the best plan of kvprof's own.")
     weights_from: str
     gpu: str
