@@ -43,7 +43,7 @@ _ADVISED = (
 )
 _BOTH = "--text prose --text code --sequences 64 --seq-len 1k --tasks "
 _PROSE_AND_CODE = f"{_BOTH}none"
-_ON_CPU = "--text prose --text code --sequences 8 --seq-len 1k --tasks none"
+_ON_CPU = "--text prose --text code --sequences 16 --seq-len 512 --tasks none"
 _NEEDLES = (
     "--text prose --sequences 32 --seq-len 2k --tasks niah-single-1,vt --task-items 64 "
     "--task-lengths "
@@ -102,7 +102,6 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}", "2k,4k"
     ),
     # In a quarter of an hour on two cores.
-    "kept-4x-on-cpu": _of_plan(_FOUR_TIMES.replace("16k", "4k"), _ON_CPU),
     "kept-7x-on-cpu": _of_plan(f"--method kq-wf {_plain(_WF)} --rate 0.8572", _ON_CPU),
     "frontier": (
         f"frontier MODEL --method {_METHODS},kq-wf:allocation=output,hadamard-int4:{_OPEN} "

@@ -24,8 +24,8 @@ _DEFAULT_GPU, _DEFAULT_CONTEXT = "h100-80gb", 32_768
 _GPU_HELP = f"here (this machine's first), or one of {', '.join(GPUS)}."
 _CONTEXT_HELP = "Context length in tokens; k is 1,024.  [default: 32k, or the model's if shorter]"
 _USERS_HELP = "Concurrent requests in the step time."
-_KEEP_HELP = "Accuracy to keep: lower end of the interval."
-_MINUTES_HELP = "Load the model and measure plans for this long; a second run resumes."
+_KEEP_HELP = "Accuracy (lower end of the interval) and needles to keep."
+_MINUTES_HELP = "Load the model and measure plans for about this long; a second run resumes."
 _ASKED = (Mark.FREE, Input())  # the result repeats it
 
 
@@ -108,9 +108,7 @@ def advise(request: AdviseRequest) -> Outcome:
         inputs, complete, lost = measure(request, context, plans, warnings, until)
     best = best_of(plans, request.keep)
     if best is not None and 1 <= (best.users or 0) < users:
-        warnings.append(
-            f"--users {users:,}: no vLLM format that keeps {request.keep:g} fits so many"
-        )
+        warnings.append(f"--users {users:,}: no format of vLLM fits so many at {request.keep:g}")
     inputs = {
         **request.inputs(),
         **inputs,

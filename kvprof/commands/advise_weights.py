@@ -4,6 +4,7 @@ It imports torch: only with ``--minutes``.
 """
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from kvprof.commands.loading import model_inputs
 from kvprof.commands.options import SampleOptions
 from kvprof.commands.planning import calibration_options, load_sample, method_calibrator, plan_of
 from kvprof.errors import FailedError, Interrupted, KvprofError
+from kvprof.evaluation.data import TaskSelection
 from kvprof.evaluation.evaluation_cache import EvaluationCache, cache_folder, plan_digest
 from kvprof.evaluation.evaluator import EvaluationSettings, Evaluator
 from kvprof.evaluation.frontier import Half
@@ -26,7 +28,7 @@ from kvprof.methods.registry import typed_options
 from kvprof.models.config_files import hub_name
 from kvprof.models.placement import main_device
 from kvprof.moments.calibrator import Calibrator
-from kvprof.results.advise import TORCH, AdvisedPlan, at_least, best_of
+from kvprof.results.advise import TORCH, AdvisedPlan, best_of
 
 if TYPE_CHECKING:
     from kvprof.commands.advise import AdviseRequest
@@ -50,86 +52,83 @@ def measure(
         settings=EvaluationSettings(),
         laid=lambda *_: None,
     )
-    loaded, selection = sample.evaluator.loaded, sample.selection
-    try:
-        selection = select_tasks(loaded, (_TASK,), default_task_items(loaded))
-    except KvprofError as problem:  # a context too short for them
-        warnings.append(f"no needles: {problem}")
-    text = sample.evaluator
-    evaluator = Evaluator(loaded, text.samples, selection.items, text.settings)
-    sample = replace(sample, evaluator=evaluator, selection=selection)
-    inputs = {**model_inputs(loaded), **sample.inputs()}
-    half = Half(evaluator, EvaluationCache(cache_folder(), evaluator.digest, warnings.append))
-    with graceful_interrupt() as stop:
+    loaded, text = sample.evaluator.loaded, sample.evaluator
 
-        def ended() -> bool:
-            return stop() or time.monotonic() >= until
+    def asking(selection: TaskSelection) -> tuple[Half, dict[str, Any], dict[str, Any]]:
+        evaluator = Evaluator(loaded, text.samples, selection.items, text.settings)
+        half = Half(evaluator, EvaluationCache(cache_folder(), evaluator.digest, warnings.append))
+        with console.track(rows[0].plan, evaluator.baseline_steps) as bar:
+            base = half.baseline(bar.advance, stop)
+        return half, base, replace(sample, evaluator=evaluator, selection=selection).inputs()
 
-        @cache
-        def calibrator(length: int) -> Calibrator:
-            options = calibration_options(min(length, loaded.context_length))
-            return method_calibrator(loaded, options, ended, warnings.append)
+    @cache
+    def calibrator(length: int) -> Calibrator:
+        options = calibration_options(min(length, loaded.context_length))
+        return method_calibrator(loaded, options, stop, warnings.append)
 
-        @cache
-        def plan_at(index: int) -> Plan:
-            own = PLANS[index]
-            options = typed_options(own.method, options_in(own.options))
-            calibrated = calibrator(own.calibrate or inputs["seq_len"])
-            family = calibrated.family(own.method, **options)
-            return plan_of(loaded, family, own.rate, None, context)
+    @cache
+    def plan_at(index: int) -> Plan:
+        own = PLANS[index]
+        options = typed_options(own.method, options_in(own.options))
+        family = calibrator(own.calibrate or described["seq_len"]).family(own.method, **options)
+        return plan_of(loaded, family, own.rate, None, context)
 
+    lost, described = list[str](), sample.inputs()
+    with graceful_interrupt() as stop, suppress(Interrupted):
+        problem: object = "the uncompressed model finds none"
         try:
-            with console.track(rows[0].plan, evaluator.baseline_steps) as bar:
-                base = half.baseline(bar.advance, ended)
-            rows[0] = rows[0].model_copy(update={"needles": _needles(base) or None})
-            for index in _order(rows, request.keep):
-                row = rows[index]
-                try:
-                    plan = plan_at(index)
-                    with console.track(row.plan, evaluator.steps(plan)) as bar:
-                        found = half.evaluation(plan, plan_digest(plan), bar.advance, ended)
-                    says = _says(found, _needles(base)[:1], loaded.spec)
-                    rows[index] = row.model_copy(update=says)
-                except KvprofError as problem:
-                    said = row.model_dump(include={"plan", "engine", "command"})
-                    rows[index] = AdvisedPlan(**said, refused=f"{row.plan}: {problem}")
-        except Interrupted:
-            left = [row.plan for row in rows if row.record is not None]
-            warnings.append(f"not finished: {', '.join(left)}; repeat the command to resume")
-    lost = []
+            needles = select_tasks(loaded, (_TASK,), default_task_items(loaded))
+            half, base, described = asking(needles)
+            rows[0] = rows[0].model_copy(update={"needles": _needles(base)})
+        except KvprofError as failure:  # its context or its memory is too small for them
+            problem = failure
+        if not (rows[0].needles or [0])[0]:
+            warnings.append(f"no needles: {problem}")
+            half, base, described = asking(sample.selection)
+        for index in _order(rows, request.keep):
+            if half.measured and time.monotonic() >= until:  # what was begun is kept
+                break
+            row = rows[index]
+            try:
+                plan = plan_at(index)
+                with console.track(row.plan, half.evaluator.steps(plan)) as bar:
+                    found = half.evaluation(plan, plan_digest(plan), bar.advance, stop)
+                rows[index] = row.model_copy(update=_says(found, base, loaded.spec))
+            except KvprofError as failure:
+                said = row.model_dump(include={"plan", "engine", "command"})
+                rows[index] = AdvisedPlan(**said, refused=f"{row.plan}: {failure}")
+    if left := [row.plan for row in rows if row.record is not None]:
+        warnings.append(f"not finished: {', '.join(left)}; repeat the command to resume")
+    inputs = {**model_inputs(loaded), **described}
     if request.save is not None:
         own = [row for row in rows if row.engine == TORCH and row.record is None]
         try:
             if (best := best_of(own, request.keep)) is None:
-                raise FailedError(f"no kvprof plan that was measured keeps {request.keep:g}")
+                raise FailedError(f"none of kvprof's own was measured to keep {request.keep:g}")
             save_plan(plan_at(rows.index(best)), request.save, force=request.force)
             inputs["saved"] = str(request.save)
-        except KvprofError as problem:
-            lost.append(f"--save {request.save}: {problem}")
+        except KvprofError as failure:
+            lost.append(f"--save {request.save}: {failure}")
     return inputs, not stop.requested, lost
 
 
 def _order(rows: list[AdvisedPlan], keep: float) -> list[int]:
-    """Return what is measured: an engine after another, the named one and most users first."""
-    engines, best = [row.engine for row in rows], best_of(rows, keep)
-
-    def rank(index: int) -> tuple[int, bool, float]:
-        row = rows[index]
-        return engines.index(row.engine), row is not best, -(row.users or 0)
-
-    return sorted((one for one in range(1, len(rows)) if rows[one].refused is None), key=rank)
+    """Return what is measured: served plans from the named one on, then the others."""
+    best, known = best_of(rows, keep), [row for row in rows[1:] if row.refused is None]
+    known.sort(key=lambda row: (row.engine != rows[0].engine, row is not best, -(row.users or 0)))
+    return [rows.index(row) for row in known]
 
 
-def _says(found: dict[str, Any], most: list[int], model: str) -> dict[str, Any]:
-    """Return what an evaluation on the model itself says of a row; without a plan it finds most."""
-    interval, needles = found["relative_accuracy_interval"], _needles(found)
+def _says(found: dict[str, Any], base: dict[str, Any], model: str) -> dict[str, Any]:
+    """Return what an evaluation on the model itself, beside the uncompressed one, says of a row."""
+    interval, needles, most = found["relative_accuracy_interval"], _needles(found), _needles(base)
     return {
         "keeps": found["relative_accuracy"],
         "keeps_interval": interval and list(interval),
         "keeps_tokens": found["decoded_tokens"],
-        "keeps_at_least": at_least(interval, *needles[:1], *most),
-        **{"measured_on": model, "measured_here": True, "record": None},
-        "needles": needles or None,
+        "keeps_at_least": interval and interval[0],
+        "finds_at_least": needles[0] / most[0] if needles else None,
+        **{"measured_on": model, "measured_here": True, "record": None, "needles": needles or None},
     }
 
 

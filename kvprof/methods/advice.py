@@ -11,7 +11,7 @@ import yaml
 from kvprof.errors import UsageError
 from kvprof.methods.engine_cache import CacheLayer, Pool, plan_pool, token_bytes
 from kvprof.methods.named import ENGINE_FORMATS
-from kvprof.results.advise import TORCH, AdvisedPlan, at_least
+from kvprof.results.advise import TORCH, AdvisedPlan
 
 __all__ = ["GPUS", "PLANS", "AdvisedGpu", "Plan", "Question", "advised", "is_measured"]
 
@@ -167,8 +167,10 @@ def _keeps(plan: Plan, question: Question) -> dict[str, Any]:
         here or known,
         key=lambda row: (row["model_type"] != kind, (row["model_type"] == "qwen2") != biased),
     )
-    least = min(at_least(x["keeps_interval"], *(x["needles"] or ())) or 0 for x in here or known)
-    return nearest | {"keeps_at_least": least, "measured_here": bool(here)}
+    least = min(row["keeps_interval"][0] for row in here or known)
+    finds = (row["needles"][0] / row["needles"][1] for row in here or known if row["needles"])
+    lowest = {"keeps_at_least": least, "finds_at_least": min(finds, default=None)}
+    return nearest | lowest | {"measured_here": bool(here)}
 
 
 def is_measured(row: Mapping[str, Any], model: str) -> bool:

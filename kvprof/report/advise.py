@@ -8,7 +8,8 @@ from kvprof.views.numbers import MISSING, duration, kept, number
 __all__ = ["report"]
 
 _NOTES = (
-    "At least: the lowest interval end or share of needles of all models, or of this if measured.",
+    "At least: the interval's lowest end of all measured models, or of this one if measured here.",
+    "The format named keeps the share asked for of needles too, on the same models.",
     "Torch only: 36 tokens stay at 16 bits, so short texts keep more than long contexts do.",
     "Attention, step: limits by bytes read, not measured; unpacking can take longer.",
     "Users: sequences that fit at the context at a time; for vLLM, in blocks as 0.32 counts them.",
@@ -29,8 +30,7 @@ def report(result: AdviseResult) -> Report:
     memory = format_bytes(inputs.gpu_memory_bytes)
     elsewhere = {one.measured_on for one in data.plans if one.measured_on and one.record}
     whose = f", measured on {', '.join(sorted(elsewhere))}" if elsewhere else " of this model"
-    texts = f"{inputs.sequences} sequences of {inputs.seq_len} tokens"
-    longest = format_count(max(inputs.task_lengths or [0]))
+    lengths, texts = inputs.task_lengths, f"{inputs.sequences} sequences of {inputs.seq_len} tokens"
     return framed(
         result,
         [
@@ -49,7 +49,7 @@ def report(result: AdviseResult) -> Report:
             "bytes of weights": f"{format_bytes(data.weights_bytes)}, by {inputs.weights_from}",
             "for the cache": format_bytes(max(data.available_bytes, 0)),
             "text": inputs.text and f"{texts} of {' and '.join(inputs.text)}",
-            "needles": inputs.task_lengths and f"{inputs.task_items} of up to {longest} tokens",
+            "needles": lengths and f"{inputs.task_items} of up to {max(lengths):,} tokens",
         },
     )
 

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 
 from kvprof.results.base import Compared, Count, Interval, Keyed, Part, Result, Size, ends
 
-__all__ = ["TORCH", "AdviseResult", "AdvisedPlan", "at_least", "best_of"]
+__all__ = ["TORCH", "AdviseResult", "AdvisedPlan", "best_of"]
 
 TORCH = "torch only"
 
@@ -29,8 +29,9 @@ class AdvisedPlan(Part):
     keeps_interval: Interval = None
     keeps_tokens: Count | None = None
     needles: list[int] | None = Field(None, description="Found, and asked for.")
-    keeps_at_least: Size | None = Field(
-        None, description="Lower end, or the share of needles found: own, or the lowest known."
+    keeps_at_least: Size | None = Field(None, description="Lower end: own, or the lowest known.")
+    finds_at_least: Annotated[Size | None, Compared("higher")] = Field(
+        None, description="Of needles that the model finds, the share: own, or the lowest known."
     )
     measured_on: str | None = Field(None, description="The nearest model that was measured.")
     measured_here: bool = Field(False, description="Whether that is this model.")
@@ -44,17 +45,13 @@ class AdvisedPlan(Part):
     )
 
 
-def at_least(interval: Sequence[float] | None, found: int = 0, most: int = 0) -> float | None:
-    """Return what a plan keeps: the lower end of text, or its share of needles if lower."""
-    return min(interval[0], found / most if most else 1) if interval else None
-
-
 def best_of(plans: Sequence[AdvisedPlan], keep: float) -> AdvisedPlan | None:
-    """Return the plan that keeps enough and fits most users, of the first one's engine alone."""
+    """Return the plan that keeps and finds enough and fits most users, of the first's engine."""
     # Another engine counts, and serves, in its own way.
     own = (one for one in plans if one.engine == plans[0].engine and one.users)
     enough = (one for one in own if (one.keeps_at_least or 0) >= keep)
-    return max(enough, key=lambda one: one.users or 0, default=None)
+    found = (one for one in enough if one.finds_at_least is None or one.finds_at_least >= keep)
+    return max(found, key=lambda one: one.users or 0, default=None)
 
 
 class AdviseData(Part):
