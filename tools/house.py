@@ -28,7 +28,7 @@ CEILINGS: Measures = {
     "raises": 1078,
     "functions_with_12_parameters": 68,
     "modules_with_one_importer": 97,
-    "test_lines": 57_910,
+    "test_lines": 57_908,
     "test_functions": 2653,
     "tests_of_wording": 599,
     "document_words": 21_513,

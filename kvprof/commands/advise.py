@@ -110,8 +110,7 @@ def advise(request: AdviseRequest) -> Outcome:
     if best is not None and 1 <= (best.users or 0) < users:
         warnings.append(f"--users {users:,}: no format of vLLM fits so many at {request.keep:g}")
     inputs = {
-        **request.inputs(),
-        **inputs,
+        **(request.inputs() | inputs),
         **{"model": model, "model_type": own["model_type"], "weights_from": source},
         "context": context,
         **{"gpu": gpu.name, "gpu_memory_bytes": gpu.memory, "gpu_bytes_per_second": gpu.bandwidth},

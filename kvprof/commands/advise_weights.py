@@ -44,7 +44,7 @@ def measure(
     until: float,
 ) -> tuple[dict[str, Any], bool, list[str]]:
     """Measure rows while time lasts; return inputs, whether nobody stopped it, what was lost."""
-    # Half of what eval takes on a CPU: twice as many plans in the minutes.
+    # Half of what eval takes on a CPU: more plans in the minutes.
     count = 16 if main_device(request.device).type == "cpu" else None
     sample = load_sample(
         {"model": request.model and hub_name(request.model), **request.how},
@@ -77,8 +77,8 @@ def measure(
     with graceful_interrupt() as stop, suppress(Interrupted):
         problem: object = "the uncompressed model finds none"
         try:
-            needles = select_tasks(loaded, (_TASK,), default_task_items(loaded))
-            half, base, described = asking(needles)
+            asked = select_tasks(loaded, (_TASK,), default_task_items(loaded))
+            half, base, described = asking(asked)
             rows[0] = rows[0].model_copy(update={"needles": _needles(base)})
         except KvprofError as failure:  # its context or its memory is too small for them
             problem = failure
