@@ -48,7 +48,7 @@ def report(result: AdviseResult) -> Report:
             "bytes of weights": f"{format_bytes(data.weights_bytes)}, by {inputs.weights_from}",
             "for the cache": format_bytes(max(data.available_bytes, 0)),
             "text": inputs.text and f"{texts} of {' and '.join(inputs.text)}",
-            "needles": lengths and f"{inputs.task_items} of up to {max(lengths):,} tokens",
+            "needles": f"{inputs.task_items} of up to {max(lengths):,} tokens" if lengths else None,
         },
     )
 
