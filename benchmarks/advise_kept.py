@@ -28,6 +28,7 @@ SOURCES = (
     ("hadamard 3/2", f"needles-5x-hadamard-{_SMOL}", "hadamard-int3"),
     ("kq-wf 4x", f"needles-4x-{_QWEN}", "kq-wf"),
     ("kq-wf 7x", f"needles-7x-{_QWEN}", "kq-wf"),
+    ("kq-wf 7x", "kept-7x-on-cpu-smollm2-cpu", "kq-wf"),
 )
 
 
@@ -38,9 +39,9 @@ def _row(record: str, method: str) -> tuple[str, dict[str, Any]]:
     return found["inputs"]["model"], next(one for one in rows if one["method"] == method)
 
 
-def _needles(row: dict[str, Any]) -> list[int]:
-    task = row["tasks"]["niah_single_1"]
-    return [round(task["accuracy"] * task["items"]), task["items"]]
+def _needles(row: dict[str, Any]) -> list[int] | None:
+    task = row["tasks"].get("niah_single_1")
+    return task and [round(task["accuracy"] * task["items"]), task["items"]]
 
 
 def table() -> list[dict[str, Any]]:
