@@ -27,7 +27,7 @@ CEILINGS: Measures = {
     "docstring_share": 0.11,
     "raises": 1078,
     "functions_with_12_parameters": 68,
-    "modules_with_one_importer": 97,
+    "modules_with_one_importer": 98,
     "test_lines": 57_908,
     "test_functions": 2653,
     "tests_of_wording": 599,

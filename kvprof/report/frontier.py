@@ -17,8 +17,8 @@ from kvprof.report.blocks import (
     framed,
 )
 from kvprof.report.eval import apart_note, unable_note
+from kvprof.results.eval import Kernel
 from kvprof.results.frontier import STOPPED, FrontierResult, Method, Point, Target
-from kvprof.results.plan import Kernel
 from kvprof.views.numbers import MISSING, count, kept, number, percent, rate_in_bytes
 from kvprof.views.page import NO_INTERVAL
 

@@ -7,9 +7,8 @@ from pydantic import ConfigDict, Field
 
 from kvprof.analysis.stats import binomial_interval
 from kvprof.results.base import Compared, Figure, Interval, Key, Keyed, Part, Result, Size, ends
-from kvprof.results.plan import Kernel
 
-__all__ = ["AnswerLengths", "EvalResult", "Evaluation", "HarnessRow", "Share", "Task"]
+__all__ = ["AnswerLengths", "EvalResult", "Evaluation", "HarnessRow", "Kernel", "Share", "Task"]
 
 
 class Share(Part):
@@ -121,6 +120,14 @@ class WorstToken(Part):
     kl: Size
     probability: Size = Field(description="That the compressed model gave it.")
     baseline_probability: Size = Field(description="That the uncompressed model gave it.")
+
+
+class Kernel(Part):
+    """Whether kvprof's kernels run the plan, on this run's device and in its dtype."""
+
+    layers: int = Field(ge=0)
+    of: int = Field(ge=1)
+    reason: str | None = Field(description="Why not the first of the others; null for all.")
 
 
 class PlanFacts(Part):

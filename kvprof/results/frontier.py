@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from kvprof.results.base import Compared, Figure, Interval, Key, Part, Result, Size, ends, tidy_csv
-from kvprof.results.plan import Kernel
+from kvprof.results.eval import Kernel
 
 __all__ = ["STOPPED", "FrontierResult", "Method", "Point", "Target"]
 

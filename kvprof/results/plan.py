@@ -6,8 +6,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, model_validator
 
 from kvprof.results.base import Compared, Count, Figure, Key, Keyed, Part, Result, Size
+from kvprof.results.eval import Kernel
 
-__all__ = ["Comparison", "Kernel", "MovedRow", "Plan", "PlanInputs", "PlanResult", "Transfer"]
+__all__ = ["Comparison", "MovedRow", "Plan", "PlanInputs", "PlanResult", "Transfer"]
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -79,14 +80,6 @@ class Weights(Part):
     running: int = Field(
         description="The same as it lies in memory: input projections keep their width."
     )
-
-
-class Kernel(Part):
-    """Whether kvprof's kernels run the plan, on this run's device and in its dtype."""
-
-    layers: Count
-    of: Positive
-    reason: str | None = Field(description="Why not the first of the others; null for all.")
 
 
 class Plan(Part):
