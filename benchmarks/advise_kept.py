@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from commands import ADVISED
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "kvprof" / "assets" / "advise-kept.json"
 
@@ -15,15 +17,11 @@ MODELS = {
     "qwen2.5-coder-1.5b.gguf": ("Qwen2.5-Coder-1.5B", "qwen2"),
     "smollm2": ("SmolLM2-135M", "llama"),
 }
-_FORMATS = (
-    *("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "turboquant_k8v4"),
-    *("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "q8_0", "q4_0"),
-)
 _QWEN, _SMOL = "qwen2.5-coder-1.5b-h200", "smollm2-h200"
 #: A plan's name in the table, its record, and its method there.
 SOURCES = (
-    *((name, f"needles-formats-{_QWEN}", name) for name in _FORMATS),
-    *((name, f"needles-formats-to-4k-{_SMOL}", name) for name in _FORMATS),
+    *((name, f"needles-formats-{_QWEN}", name) for name in ADVISED),
+    *((name, f"needles-formats-to-4k-{_SMOL}", name) for name in ADVISED),
     ("hadamard 3/2", f"needles-5.8x-{_QWEN}", "hadamard-int3"),
     ("hadamard 3/2", f"needles-5x-hadamard-{_SMOL}", "hadamard-int3"),
     ("kq-wf 4x", f"needles-4x-{_QWEN}", "kq-wf"),

@@ -37,9 +37,10 @@ _METHODS = "fdc,zack,palu,tale,kq,per-token,kivi,kvquant,turboquant,kq-4bit,fdc-
 # All that are not centred by default.
 _CENTRED = ",".join(f"{x}:centre=true" for x in _METHODS.split(",") if x != "per-token")
 _HADAMARD = "hadamard-int3:bits=k3v2"
-_ADVISED = (
-    "int8_per_token_head,turboquant_k8v4,turboquant_4bit_nc,q8_0,fp8_e4m3,turboquant_k3v4_nc,"
-    "turboquant_3bit_nc,int4_per_token_head,q4_0"
+#: Formats of engines that `kvprof advise` lists.
+ADVISED = (
+    *("int8_per_token_head", "turboquant_k8v4", "turboquant_4bit_nc", "q8_0", "fp8_e4m3"),
+    *("turboquant_k3v4_nc", "turboquant_3bit_nc", "int4_per_token_head", "q4_0"),
 )
 _BOTH = "--text prose --text code --sequences 64 --seq-len 1k --tasks "
 _PROSE_AND_CODE = f"{_BOTH}none"
@@ -55,9 +56,10 @@ def _needles(method: str, lengths: str = "4k,8k,16k") -> tuple[str, str]:
     return _of_plan(method, _NEEDLES + lengths)
 
 
-def _asked(lengths: str) -> str:
-    """Return the options that hold plans of `kvprof advise` against text and needles."""
-    return f"{_BOTH}niah-single-1 --task-items 24 --task-lengths {lengths}"
+def _of_formats(lengths: str) -> str:
+    """Return the command that holds engines' formats against text and needles."""
+    asked = f"niah-single-1 --task-items 24 --task-lengths {lengths}"
+    return f"eval MODEL --method {','.join(ADVISED)} {_BOTH}{asked}"
 
 
 def _of_plan(method: str, sample: str) -> tuple[str, str]:
@@ -76,7 +78,7 @@ _FOUR_TIMES = (
 #: Names of records to the commands that make them, one after another; the last one's is kept.
 COMMANDS: dict[str, str | tuple[str, ...]] = {
     "engine-formats": f"eval MODEL --method engine-formats {_PROSE_AND_CODE}",
-    "needles-formats": f"eval MODEL --method {_ADVISED} {_asked('4k,8k,16k')}",
+    "needles-formats": _of_formats("4k,8k,16k"),
     "needles-5.8x": _needles(f"--method hadamard-int3 {_plain(f'bits=k3v2,{_OPEN}')}"),
     # Uncentred, with as many head groups as a kernel runs, and from sequences as long as it serves.
     "kept-4x": _of_plan(_FOUR_TIMES, _PROSE_AND_CODE),
@@ -92,7 +94,7 @@ COMMANDS: dict[str, str | tuple[str, ...]] = {
         f"--method kq-wf {_plain(_WF.replace('output', 'loss'))} --rate 0.8572", _PROSE_AND_CODE
     ),
     # For models with a context of 8K, as SmolLM2's is.
-    "needles-formats-to-4k": f"eval MODEL --method {_ADVISED} {_asked('2k,4k')}",
+    "needles-formats-to-4k": _of_formats("2k,4k"),
     "needles-5x": _needles(
         f"--method kq-wf {_plain('allocation=loss,centre=true,sink=4,window=128')} --rate 0.801 "
         "--calibrate-seq-len 4k --calibrate-tokens 32k",

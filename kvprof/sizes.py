@@ -15,7 +15,7 @@ __all__ = [
     "parse_bytes",
     "parse_count",
     "parse_counts",
-    "parse_kept",
+    "parse_nonzero",
     "parse_share",
     "read_dtype",
     "second_reading",
@@ -96,7 +96,7 @@ def parse_share(text: str | float, *, what: str) -> float:
     return value
 
 
-def parse_kept(text: str | float, *, what: str) -> float:
+def parse_nonzero(text: str | float, *, what: str) -> float:
     """Read a share that is above 0, and 1 at most."""
     share = parse_share(text, what=what)
     if not 0 < share <= 1:

@@ -31,7 +31,7 @@ CEILINGS: Measures = {
     "test_lines": 57_908,
     "test_functions": 2653,
     "tests_of_wording": 599,
-    "document_words": 21_513,
+    "document_words": 21_511,
     "readme_lines": 120,
     "tracked_megabytes_outside_the_package": 6.0,
     # With --trace alone.

@@ -18,7 +18,7 @@ from kvprof.methods.advice import GPUS, PLANS, AdvisedGpu, Question, advised
 from kvprof.methods.engine_cache import cache_layers, text_config
 from kvprof.models.config_files import read_config_file, read_share, served_name, weight_bytes
 from kvprof.results.advise import best_of
-from kvprof.sizes import format_count, parse_bytes, parse_count, parse_kept
+from kvprof.sizes import format_count, parse_bytes, parse_count, parse_nonzero
 
 _DEFAULT_GPU, _DEFAULT_CONTEXT = "h100-80gb", 32_768
 _GPU_HELP = f"here (this machine's first), or one of {', '.join(GPUS)}."
@@ -60,7 +60,7 @@ class AdviseRequest(LoadOptions, TableOptions):
         int | None, typer.Option("--context", help=_CONTEXT_HELP), Parsed(parse_count), Mark.FREE
     ] = None
     users: Annotated[int, typer.Option("--users", min=1, help=_USERS_HELP), *_ASKED] = 1
-    keep: Annotated[float, share_option("--keep", _KEEP_HELP, None, parse_kept), *_ASKED] = 0.99
+    keep: Annotated[float, share_option("--keep", _KEEP_HELP, None, parse_nonzero), *_ASKED] = 0.99
     weights: Annotated[
         int | None,
         typer.Option("--weights", metavar="SIZE", help="Weights' size, if unknown."),
@@ -108,7 +108,7 @@ def advise(request: AdviseRequest) -> Outcome:
         inputs, complete, lost = measure(request, context, plans, warnings, until)
     best = best_of(plans, request.keep)
     if best is not None and 1 <= (best.users or 0) < users:
-        warnings.append(f"--users {users:,}: no format of vLLM fits so many at {request.keep:g}")
+        warnings.append(f"--users {users:,} exceeds what vLLM fits at --keep {request.keep:g}")
     inputs = {
         **(request.inputs() | inputs),
         **{"model": model, "model_type": own["model_type"], "weights_from": source},

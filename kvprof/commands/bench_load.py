@@ -38,7 +38,7 @@ from kvprof.records.result import to_plain
 from kvprof.serving.load.arrivals import parse_arrivals
 from kvprof.serving.load.server import served_by_engine
 from kvprof.serving.load.target import ROUTERS
-from kvprof.sizes import parse_bytes, parse_count, parse_kept
+from kvprof.sizes import parse_bytes, parse_count, parse_nonzero
 from kvprof.version import __version__
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ def _objective(text: str | None) -> dict[str, float]:
         if _LIMITS.get(name, name) in found:
             raise UsageError(f"--slo gives {name} twice")
         if name == "share":
-            found["share"] = parse_kept(value, what="--slo share")
+            found["share"] = parse_nonzero(value, what="--slo share")
             continue
         match = _TIME.fullmatch(value.strip())
         if name not in _LIMITS or match is None or not 0 < float(match[1]) < _MOST_SECONDS:

@@ -24,7 +24,7 @@ from kvprof.loading import loading
 from kvprof.report.generate import cache_line, compared, decoding_line
 from kvprof.report.terminal import renderable
 from kvprof.results.generate import GenerateResult
-from kvprof.sizes import parse_count, parse_kept
+from kvprof.sizes import parse_count, parse_nonzero
 
 if TYPE_CHECKING:
     from kvprof.methods.plan import Plan
@@ -91,7 +91,7 @@ class GenerateRequest(MethodOptions, LoadOptions, OutputOptions):
         float, typer.Option("--temperature", help="Sampling temperature."), Mark.FREE, Input()
     ] = 1.0
     top_p: Annotated[
-        float, share_option("--top-p", "Nucleus sampling.", None, parse_kept), Mark.FREE, Input()
+        float, share_option("--top-p", "Nucleus sampling.", None, parse_nonzero), Mark.FREE, Input()
     ] = 1.0
     seed: Annotated[
         int, typer.Option("--seed", min=0, help="Sampling seed."), Mark.FREE, Input()

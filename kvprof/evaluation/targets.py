@@ -13,7 +13,7 @@ from typing import Any
 from kvprof.analysis.stats import unseen_share
 from kvprof.errors import UsageError
 from kvprof.records.figures import judging_tasks
-from kvprof.sizes import parse_kept
+from kvprof.sizes import parse_nonzero
 
 __all__ = [
     "DEFAULT_SHARE",
@@ -67,8 +67,8 @@ def parse_targets(texts: Sequence[str], metric: str | None = None) -> tuple[Targ
         raise UsageError(
             f"--metric {metric} has no --target; add --target {metric}={DEFAULT_SHARE:g}"
         )
-    targets = [Target(metric or "accuracy", parse_kept(text, what="--target")) for text in own]
-    targets += [Target(name, parse_kept(text, what="--target")) for name, _, text in named]
+    targets = [Target(metric or "accuracy", parse_nonzero(text, what="--target")) for text in own]
+    targets += [Target(name, parse_nonzero(text, what="--target")) for name, _, text in named]
     names = [target.metric for target in targets]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--target: {twice[0]} has two targets; give one")

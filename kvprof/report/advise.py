@@ -8,7 +8,7 @@ from kvprof.views.numbers import MISSING, duration, kept, number
 __all__ = ["report"]
 
 _NOTES = (
-    "At least: the interval's lowest end of all measured models, or here; needles decide likewise.",
+    "At least: the interval's lowest end of all models, or here. --keep holds for needles, too.",
     "Torch only: 36 tokens stay at 16 bits, so short texts keep more than long contexts do.",
     "Attention, step: limits by bytes read, not measured; unpacking can take longer.",
     "Users: sequences that fit at the context at a time; for vLLM, in blocks as 0.32 counts them.",
